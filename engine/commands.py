@@ -1,0 +1,149 @@
+"""What a role may ask of the engine core, and what the core tells it. Commands cross from the asyncio thread to the engine
+thread, events cross back; both are plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.engine.plan import Buffer
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import EndReason, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Run a sequence here. With `hold_after_prefill`, stop after its first sampled token and keep the KV (prefill role)."""
+
+    spec: SequenceSpec
+    hold_after_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Decode role: lock the cached prefix of a sequence to come and count its blocks. Answer: `Reserved` or `ReserveRefused`."""
+
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Decode role: the KV of all known tokens is in place; append `token_id` (sampled by P) and decode on. Answer: `Joined`
+    (before any token), or `Ended` if the sequence is gone."""
+
+    key: AttemptKey
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Drop the sequence and all it holds, in any state, without telling the gateway. Idempotent. No answer."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Prefill role: copy the KV of tokens [start, end) into `out`. Answer: `Gathered` (`ok` false if the sequence is gone)."""
+
+    key: AttemptKey
+    seq: int
+    start: int
+    end: int
+    out: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Decode role: allocate blocks up to `end` and copy `data` into tokens [start, end). Answer: `Scattered`."""
+
+    key: AttemptKey
+    seq: int
+    start: int
+    end: int
+    data: Buffer
+
+
+Command = Add | Reserve | Join | Release | Gather | Scatter
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampled:
+    """Output token `index` of the request."""
+
+    key: AttemptKey
+    gateway_id: GatewayId
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """The KV of tokens [0, num_computed) of a held-after-prefill sequence is valid (the cached prefix included)."""
+
+    key: AttemptKey
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComputed:
+    """A held-after-prefill sequence is computed and sampled its first token; its KV is held until `Release`."""
+
+    key: AttemptKey
+    gateway_id: GatewayId
+    token_id: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The sequence is over and holds nothing here any more."""
+
+    key: AttemptKey
+    gateway_id: GatewayId
+    reason: EndReason
+    detail: str = ""
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks are counted; the KV of the first `cached_tokens` tokens is here already."""
+
+    key: AttemptKey
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRefused:
+    """No room now; nothing is held."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The sequence is in the running batch."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The copy for chunk `seq` is in the buffer."""
+
+    key: AttemptKey
+    seq: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Chunk `seq` is in the cache (`ok`), or its sequence was gone and the data was dropped; the buffer is free either way."""
+
+    key: AttemptKey
+    seq: int
+    ok: bool
+
+
+Event = TokenSampled | ChunkComputed | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered

@@ -1,0 +1,60 @@
+"""What a worker process is told at start. Complete and plain: `cluster` makes it from the user's YAML."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from disagg.proto.messages import RoleName
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+TransportName = Literal["gloo", "nccl", "local"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker process."""
+
+    worker_id: str
+    roles: tuple[RoleName, ...]
+    model_path: str
+    """Folder of a checkpoint written by `disagg model import`; `fake` runs the deterministic model without weights."""
+    host: str = "127.0.0.1"
+    """Address that the control server and the KV channel bind to."""
+    port: int = 0
+    """0 takes any free port."""
+    device: str = "cpu"
+    """A torch device."""
+    dtype: Dtype = "bfloat16"
+    cores: tuple[int, ...] = ()
+    """CPU cores to pin to; empty leaves the scheduler free."""
+    num_threads: int = 1
+    """Compute threads."""
+    block_size: int = 16
+    """Tokens of a KV block; a multiple of 16."""
+    kv_cache_bytes: int = 1 << 30
+    """Memory for the paged KV cache."""
+    num_blocks: int | None = None
+    """Number of KV blocks, instead of `kv_cache_bytes`."""
+    max_num_seqs: int = 256
+    """Sequences in a batch."""
+    token_budget: int = 512
+    """Tokens of one step, decodes first, prefill chunks with what is left."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer; the checkpoint's own limit when unset."""
+    decode_reserve_tokens: int = 512
+    """Output tokens whose blocks are counted as reserved when a sequence is admitted (less if its max_tokens is less)."""
+    watermark: float = 0.01
+    """Share of the blocks that admission leaves free."""
+    transport: TransportName = "gloo"
+    staging_bytes: int = 64 << 20
+    """Staging memory for each direction of KV transfer."""
+    chunk_bytes: int = 4 << 20
+    """Largest payload of one KV message."""
+    lease_timeout_s: float = 5.0
+    """A reservation on D ends when P was silent for this long."""
+    heartbeat_s: float = 0.5
+    report_interval_s: float = 0.02
+    """Reports to the router are merged over this time."""
+    report_idle_s: float = 0.25
+    """A report is sent at least this often."""

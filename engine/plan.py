@@ -1,0 +1,76 @@
+"""What one step does, as data, and who carries it out.
+
+    plan = scheduler.schedule(now)      pure: which tokens of which sequences
+    tokens = runner.run(plan)           the model: one sampled token per entry that samples
+    events = scheduler.apply(plan, tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from disagg.engine.request import Sequence
+from disagg.proto.messages import KvLayout
+
+Buffer = Any
+"""Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Tokens [start, start + num_tokens) of `sequence.token_ids` are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether the last of these tokens is the last known one, so that its logits give the next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the engine. The block table of every entry covers `start + num_tokens` tokens."""
+
+    decodes: tuple[ScheduledSequence, ...] = ()
+    """Entries of exactly one token, all sampling."""
+    prefills: tuple[ScheduledSequence, ...] = ()
+    """Prompt chunks (also of one token)."""
+
+    @property
+    def entries(self) -> tuple[ScheduledSequence, ...]:
+        """Decodes, then prefills: the order of the flat token batch."""
+        return self.decodes + self.prefills
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+class ModelRunner(Protocol):
+    """The model with its paged KV cache. Owner: the engine thread."""
+
+    layout: KvLayout
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Compute the plan; one token per entry with `samples`, in the order of `plan.entries`."""
+        ...
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A flat staging buffer of `nbytes` bytes."""
+        ...
+
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer) -> None:
+        """Copy the KV of tokens [start, end) into `out`, canonical order [layer][k|v][head][token][dim]."""
+        ...
+
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer) -> None:
+        """Copy the KV of tokens [start, end) from `data`, canonical order, into the blocks."""
+        ...

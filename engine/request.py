@@ -1,0 +1,75 @@
+"""A sequence inside one worker: what is known, what is computed, which blocks hold it.
+
+    WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
+    WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
+    RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
+    RUNNING ──> WAITING                      preemption: blocks dropped, tokens kept, computed again
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from disagg.proto.ids import AttemptKey, BlockHash
+from disagg.proto.messages import SequenceSpec
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in this worker; see the module docstring for the transitions."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    RESERVED = "reserved"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt of one request on this worker. Owner: the engine core; nobody else writes to it."""
+
+    spec: SequenceSpec
+    state: SequenceState
+    hold_after_prefill: bool = False
+    """Prefill role: stop after output token 0 of this attempt and keep the KV."""
+    deadline: float | None = None
+    """On this process's monotonic clock."""
+    arrival: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt, emitted and generated tokens."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the cache."""
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of full 16-token blocks, from the spec and then extended as decode fills blocks."""
+    cached_tokens: int = 0
+    """Leading tokens that were found in the prefix cache at admission."""
+    reserved_blocks: int = 0
+    """Blocks promised at admission and not allocated yet."""
+    num_preemptions: int = 0
+
+    @property
+    def key(self) -> AttemptKey:
+        """The key of the attempt."""
+        return self.spec.key
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt, without emitted ones."""
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of the whole request so far, those of earlier attempts counted."""
+        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens without KV; 1 for a decoding sequence."""
+        return len(self.token_ids) - self.num_computed_tokens

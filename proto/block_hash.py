@@ -1,0 +1,54 @@
+"""The prefix hash: a SHA-256 chain over 16-token blocks. A wire contract: router, prefill and decode must agree on every bit.
+
+    root    = H("disagg/1" | fingerprint | tenant salt)
+    hash[i] = H(hash[i-1] | tokens of block i as little-endian u32)
+
+H is SHA-256 cut to 16 bytes. Within one tenant's salt a collision needs about 2^64 chosen prompts; across tenants the roots differ.
+The fingerprint names the weights, dtypes and rope of the model, not tensor parallelism or layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from disagg.proto.ids import BlockHash
+
+HASH_BLOCK_TOKENS = 16
+HASH_BYTES = 16
+
+
+def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
+    """The parent of block 0. `tenant_salt` is HMAC(cluster secret, tenant), or empty where there are no tenants."""
+    return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
+
+
+def child_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
+    """The hash of one full block after `parent`.
+
+    Raises:
+        ValueError: if there are not exactly `HASH_BLOCK_TOKENS` ids.
+    """
+    if len(block_token_ids) != HASH_BLOCK_TOKENS:
+        raise ValueError(f"a hashed block has {HASH_BLOCK_TOKENS} tokens, not {len(block_token_ids)}")
+    return BlockHash(hashlib.sha256(parent + _little_endian_u32(block_token_ids)).digest()[:HASH_BYTES])
+
+
+def chain_hashes(root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+    """The hashes of all full blocks of `token_ids`, in order; a partial last block has none."""
+    hashes: list[BlockHash] = []
+    parent = root
+    for end in range(HASH_BLOCK_TOKENS, len(token_ids) + 1, HASH_BLOCK_TOKENS):
+        parent = child_hash(parent, token_ids[end - HASH_BLOCK_TOKENS : end])
+        hashes.append(parent)
+    return hashes
+
+
+def max_cached_tokens(num_prompt_tokens: int) -> int:
+    """How many prompt tokens may count as cached: whole blocks, and never the last token, whose logits are needed."""
+    return max(0, num_prompt_tokens - 1) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+
+
+def _little_endian_u32(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

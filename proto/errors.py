@@ -1,0 +1,105 @@
+"""What can go wrong, as one tree, with its mapping to gRPC and HTTP.
+
+    DisaggError
+    ├── InvalidRequestError        400  INVALID_ARGUMENT     the client's input; names the field
+    │   └── ContextLengthError     400  INVALID_ARGUMENT
+    ├── ModelNotFoundError         404  NOT_FOUND
+    ├── DeadlineError              408  DEADLINE_EXCEEDED
+    ├── RequestCancelledError      499  CANCELLED
+    ├── OverloadedError            429  RESOURCE_EXHAUSTED   carries when to come back
+    ├── UnavailableError           503  UNAVAILABLE          no worker, or a leg of the request was lost
+    └── InternalError              500  INTERNAL
+
+Configuration and start-up mistakes are `ConfigError` (a `ValueError`): they never reach a client.
+"""
+
+from __future__ import annotations
+
+
+class DisaggError(Exception):
+    """Base of everything that is answered to a client."""
+
+    http_status = 500
+    grpc_code = "INTERNAL"
+    code = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequestError(DisaggError):
+    """The input is wrong; `field` is the path of the field as the client wrote it, such as `sampling.top_p`."""
+
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    code = "invalid_value"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus answer can never fit."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(DisaggError):
+    """The model is not served here."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: list[str]) -> None:
+        super().__init__(f"model: {model!r} is not served here; there is {', '.join(served)}")
+
+
+class DeadlineError(DisaggError):
+    """The request's deadline passed."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    code = "timeout"
+
+
+class RequestCancelledError(DisaggError):
+    """The client went away or asked to stop."""
+
+    http_status = 499
+    grpc_code = "CANCELLED"
+    code = "cancelled"
+
+
+class OverloadedError(DisaggError):
+    """Refused because of load; `retry_after_s` seconds from now it may be taken."""
+
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    code = "slow_down"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(DisaggError):
+    """Nobody can serve this now; `code` says which leg is missing or failed."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "no_decode_capacity"
+
+    def __init__(self, message: str, code: str = "no_decode_capacity") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InternalError(DisaggError):
+    """A fault of ours."""
+
+
+class ConfigError(ValueError):
+    """A configuration, checkpoint or command line that cannot work; the message names the place and what is allowed."""

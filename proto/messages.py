@@ -1,0 +1,428 @@
+"""Messages between our own processes: frozen structs in closed tagged unions, msgpack on the wire.
+
+Four conversations, each a gRPC stream of frames (`encode` / `Decoder`):
+
+    gateway  <-> worker   Session    `GatewayToWorker` down: dispatch, cancel.   `WorkerToGateway` up: one `StepUpdate` per step
+    router    -> worker   Watch      `WorkerReport` up: load and KV events, coalesced
+    P        <-> D        Transfer   `SenderToReceiver`, `ReceiverToSender`: the control half of the hand-over
+    operator  -> worker   Audit      `AuditReport`: what the worker holds, for conservation checks
+
+Times on the wire are durations (`timeout_s`), never clock readings: clocks differ between hosts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
+
+RoleName = Literal["prefill", "decode"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "failed"]
+"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `failed` is a fault."""
+
+MAX_FRAME_BYTES = 16 << 20
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every message: immutable, and unknown fields are refused."""
+
+
+class Sampling(Message, kw_only=True):
+    """Sampling parameters as workers need them: complete, validated by the gateway, in token ids."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    seed: int = 0
+    """The draw for output token i is a function of (seed, i) only."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """The client's and, unless `ignore_eos`, the model's; the gateway merged them."""
+    max_tokens: int = 16
+    """Output tokens of the whole request, those of earlier attempts counted."""
+    min_tokens: int = 0
+    """No stop id is sampled before this many output tokens."""
+
+
+class SequenceSpec(Message, kw_only=True):
+    """All that a worker needs to run, or to go on with, a request."""
+
+    request_id: RequestId
+    attempt: int
+    gateway_id: GatewayId
+    prompt_token_ids: tuple[int, ...]
+    """The client's prompt. Never empty."""
+    emitted_token_ids: tuple[int, ...] = ()
+    """Output tokens of earlier attempts; they are computed again as if they were prompt, and not sent again."""
+    block_hashes: tuple[BlockHash, ...] = ()
+    """Chained hashes of the full 16-token blocks of prompt + emitted tokens."""
+    root_hash: BlockHash = BlockHash(b"")
+    """The parent of block 0 (model fingerprint and tenant), for blocks that decode fills."""
+    sampling: Sampling
+    priority: int = 0
+    """Larger is more urgent."""
+    timeout_s: float | None = None
+    """What was left of the request's deadline when this was sent."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """The key of this attempt."""
+        return AttemptKey(self.request_id, self.attempt)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids are known: prompt and emitted ones."""
+        return len(self.prompt_token_ids) + len(self.emitted_token_ids)
+
+
+class WorkerInfo(Message, kw_only=True):
+    """What a worker registers once it listens."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    roles: tuple[RoleName, ...]
+    address: str
+    """host:port of its control server."""
+    pid: int
+    fingerprint: str
+    """Model fingerprint: workers with different ones never form a pair."""
+    kv_layout: KvLayout
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+    max_model_len: int
+
+
+class KvLayout(Message, kw_only=True):
+    """The shape of one token's KV, which both ends of a transfer must share."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """A torch dtype name such as `bfloat16`, or `fake`."""
+    bytes_per_token: int
+    """All layers, K and V."""
+
+
+class PeerRef(Message, kw_only=True):
+    """How to reach one life of a worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+
+
+# ---------------------------------------------------------------- gateway <-> worker
+
+
+class Dispatch(Message, tag=True, kw_only=True):
+    """Run this attempt. With `decode_peer`, prefill here and hand over to that worker; without, do all of it here."""
+
+    spec: SequenceSpec
+    decode_peer: PeerRef | None = None
+
+
+class Cancel(Message, tag=True, kw_only=True):
+    """Stop this attempt, in whatever phase it is. Idempotent; may arrive before the attempt itself."""
+
+    request_id: RequestId
+    attempt: int
+
+
+GatewayToWorker = Dispatch | Cancel
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one attempt: `token_ids[i]` has output index `first_index + i`."""
+
+    request_id: RequestId
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+
+
+class PrefillDone(Message, kw_only=True):
+    """P computed the whole prompt (and sampled token 0, which is in `StepUpdate.tokens`): its prefill slot is free."""
+
+    request_id: RequestId
+    attempt: int
+    cached_tokens: int
+    """Prompt tokens that P had."""
+
+
+class HandedOver(Message, kw_only=True):
+    """D owns the sequence now (sent by D when it commits)."""
+
+    request_id: RequestId
+    attempt: int
+    kv_bytes: int
+    """Bytes that moved."""
+    cached_tokens: int
+    """Prompt tokens that D had."""
+    transport: str
+
+
+class End(Message, kw_only=True):
+    """The attempt is over on this worker. The first one per attempt that says stop, length, deadline or failed wins."""
+
+    request_id: RequestId
+    attempt: int
+    reason: EndReason
+    detail: str = ""
+    cached_tokens: int = 0
+    """Prompt tokens that this worker had, where it prefilled itself."""
+
+
+class StepUpdate(Message, tag=True, kw_only=True):
+    """Everything that one step (or event) of a worker has for one gateway."""
+
+    tokens: tuple[TokenOut, ...] = ()
+    prefilled: tuple[PrefillDone, ...] = ()
+    handed_over: tuple[HandedOver, ...] = ()
+    ends: tuple[End, ...] = ()
+
+
+class SessionHello(Message, tag=True, kw_only=True):
+    """The worker's first message on a session."""
+
+    info: WorkerInfo
+
+
+WorkerToGateway = StepUpdate | SessionHello
+
+
+# ---------------------------------------------------------------- worker -> router
+
+
+class BlocksStored(Message, tag=True, kw_only=True):
+    """These prefix blocks can now be hit on this worker."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+class BlocksRemoved(Message, tag=True, kw_only=True):
+    """These prefix blocks are gone from this worker."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+class BlocksSnapshot(Message, tag=True, kw_only=True):
+    """All prefix blocks of this worker; replaces what was known."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
+
+
+class Load(Message, kw_only=True):
+    """What a worker is doing, in units that add up."""
+
+    num_running: int = 0
+    """Sequences in the batch."""
+    num_waiting: int = 0
+    """Sequences admitted and not yet started."""
+    uncomputed_prompt_tokens: int = 0
+    """Prompt tokens of this worker's sequences that no step has computed yet."""
+    blocks_total: int = 0
+    blocks_active: int = 0
+    """Held by sequences or pinned by transfers."""
+    blocks_cached: int = 0
+    """Unreferenced, content reusable."""
+    blocks_reserved: int = 0
+    """Promised and not written."""
+    steps: int = 0
+    """Engine steps since start; a counter that stands still under load is a hang."""
+
+
+class WorkerReport(Message, tag=True, kw_only=True):
+    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream (a snapshot)."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    sequence: int
+    load: Load
+    kv_events: tuple[KvEvent, ...] = ()
+
+
+class WatchRequest(Message, tag=True, kw_only=True):
+    """Opens a report stream; the first report carries a snapshot."""
+
+
+# ---------------------------------------------------------------- operator -> worker
+
+
+class AuditRequest(Message, tag=True, kw_only=True):
+    """Asks for an `AuditReport`."""
+
+
+class AuditReport(Message, tag=True, kw_only=True):
+    """What a worker holds. On an idle worker every count is zero and `problems` is empty."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    counts: dict[str, int]
+    """sequences, blocks_active, blocks_reserved, pins, leases, staging_slots, sending, receiving, tombstones..."""
+    problems: tuple[str, ...] = ()
+    """Findings of `check_integrity()`."""
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+
+
+# ---------------------------------------------------------------- P <-> D
+
+
+class PairHello(Message, tag=True, kw_only=True):
+    """P's first message on a control stream."""
+
+    info: WorkerInfo
+    receiver_incarnation: Incarnation
+    """The life of D that P means; another one refuses."""
+
+
+class PairWelcome(Message, tag=True, kw_only=True):
+    """D's answer: where the pair's process group meets."""
+
+    incarnation: Incarnation
+    pair_name: str
+    """Unique per (both incarnations, connection); the prefix in D's store."""
+    transport: str
+    store_address: str = ""
+    """host:port of D's rendezvous store; empty for in-process transports."""
+    credits: int
+    """Chunks that P may have announced and not seen `ChunkDone` for."""
+    max_chunk_bytes: int
+
+
+class PairRefused(Message, tag=True, kw_only=True):
+    """D will not form this pair (fingerprint, layout or incarnation differ)."""
+
+    reason: str
+
+
+class Offer(Message, tag=True, kw_only=True):
+    """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
+
+    spec: SequenceSpec
+
+
+class Reserved(Message, tag=True, kw_only=True):
+    """D counted the blocks and locked its cached prefix."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    """Names this reservation; every later message of the attempt carries it."""
+    cached_tokens: int
+    """Leading tokens whose KV D has; P does not send them."""
+
+
+class Refused(Message, tag=True, kw_only=True):
+    """D cannot take it now. No fault: the router places again."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class ChunkHeader(Message, tag=True, kw_only=True):
+    """Announces `nbytes` of KV for tokens [start_token, end_token), canonical order [layer][k|v][head][token][dim]."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+    """Counts chunks of the attempt from 0."""
+    start_token: int
+    end_token: int
+    nbytes: int
+    checksum: int
+    """xxh3-64 of the payload."""
+
+
+class ClearToSend(Message, tag=True, kw_only=True):
+    """A staging slot is held and the receive is posted: the payload of chunk `seq` must now be sent in full."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+
+
+class ChunkDone(Message, tag=True, kw_only=True):
+    """The chunk's staging slot is free again: one credit back. `ok` is false when the checksum did not match."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+    ok: bool = True
+
+
+class Commit(Message, tag=True, kw_only=True):
+    """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    token_id: int
+    num_chunks: int
+
+
+class CommitAck(Message, tag=True, kw_only=True):
+    """D owns the sequence; P may drop its KV."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+
+
+class Abort(Message, tag=True, kw_only=True):
+    """Either side gives the attempt up. Idempotent."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class AbortAck(Message, tag=True, kw_only=True):
+    """The other side holds nothing of the attempt any more, but what bytes under way still need."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class PairHeartbeat(Message, tag=True, kw_only=True):
+    """Renews the leases of all attempts of the pair."""
+
+
+SenderToReceiver = PairHello | Offer | ChunkHeader | Commit | Abort | AbortAck | PairHeartbeat
+ReceiverToSender = (
+    PairWelcome | PairRefused | Reserved | Refused | ClearToSend | ChunkDone | CommitAck | Abort | AbortAck | PairHeartbeat
+)
+
+
+# ---------------------------------------------------------------- encoding
+
+M = TypeVar("M")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decoder(kind: type[M]) -> msgspec.msgpack.Decoder[M]:
+    """A strict decoder for one closed union of the above; raises `msgspec.MsgspecError` on anything else."""
+    return msgspec.msgpack.Decoder(kind)
