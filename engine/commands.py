@@ -146,4 +146,6 @@ class Scattered:
     ok: bool
 
 
-Event = TokenSampled | ChunkComputed | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered
+Event = (
+    TokenSampled | ChunkComputed | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered
+)

@@ -47,10 +47,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watermark: float = 0.01
     """Share of the blocks that admission leaves free."""
     transport: TransportName = "gloo"
-    staging_bytes: int = 64 << 20
-    """Staging memory for each direction of KV transfer."""
     chunk_bytes: int = 4 << 20
-    """Largest payload of one KV message."""
+    """Largest payload of one KV message, and the size of a staging slot."""
+    staging_bytes: int = 64 << 20
+    """Most staging memory of a pair, on each side; slots are allocated when first used."""
     lease_timeout_s: float = 5.0
     """A reservation on D ends when P was silent for this long."""
     heartbeat_s: float = 0.5
@@ -58,3 +58,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Reports to the router are merged over this time."""
     report_idle_s: float = 0.25
     """A report is sent at least this often."""
+
+    @property
+    def num_staging_slots(self) -> int:
+        """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
+        return max(1, self.staging_bytes // self.chunk_bytes)

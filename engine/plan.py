@@ -1,8 +1,8 @@
 """What one step does, as data, and who carries it out.
 
-    plan = scheduler.schedule(now)      pure: which tokens of which sequences
-    tokens = runner.run(plan)           the model: one sampled token per entry that samples
-    events = scheduler.apply(plan, tokens)
+plan = scheduler.schedule(now)      pure: which tokens of which sequences
+tokens = runner.run(plan)           the model: one sampled token per entry that samples
+events = scheduler.apply(plan, tokens)
 """
 
 from __future__ import annotations

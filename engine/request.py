@@ -1,9 +1,9 @@
 """A sequence inside one worker: what is known, what is computed, which blocks hold it.
 
-    WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
-    WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
-    RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
-    RUNNING ──> WAITING                      preemption: blocks dropped, tokens kept, computed again
+WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
+WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
+RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
+RUNNING ──> WAITING                      preemption: blocks dropped, tokens kept, computed again
 """
 
 from __future__ import annotations

@@ -1,0 +1,203 @@
+"""The shell around one `Receiver`: the pair of this decode worker with one life of a prefill worker.
+
+It begins when the prefill worker's stream said hello, and ends with that stream. The byte transport is formed beside the stream; a
+chunk that is cleared before the transport stands waits for it. Owner: the asyncio thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.decode_worker.service import Outgoing
+from disagg.engine.commands import Join, Release, Reserve, Scatter
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.effects import (
+    ClosePair,
+    JoinSequence,
+    ReceiveBytes,
+    ReceiveOver,
+    ReceiverEffect,
+    ReleaseSequence,
+    ReserveBlocks,
+    ScatterChunk,
+    Send,
+)
+from disagg.engine.kv_transfer.receiver import Receiver
+from disagg.engine.kv_transfer.transport import PairTransport
+from disagg.engine.plan import Buffer
+from disagg.engine.role import RoleContext
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import SenderToReceiver, SequenceSpec, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCallbacks:
+    """What a link tells the role."""
+
+    on_offered: Callable[[PrefillLink, SequenceSpec], None]
+    """An attempt reached this worker; its engine events belong to the link until `on_over`."""
+    on_over: Callable[[PrefillLink, ReceiveOver], None]
+    on_lost: Callable[[PrefillLink], None]
+
+
+class PrefillLink:
+    """One pair, from the decode side."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        sender: WorkerInfo,
+        outgoing: Outgoing,
+        accept: Callable[[], PairTransport],
+        callbacks: LinkCallbacks,
+    ) -> None:
+        config = context.config
+        self.sender = sender
+        self._context = context
+        self._outgoing = outgoing
+        self._callbacks = callbacks
+        self._buffers: dict[int, Buffer] = {}
+        self._scatters: set[tuple[AttemptKey, int]] = set()
+        self._early: list[ReceiveBytes] = []
+        self._transport: PairTransport | None = None
+        self._lost = asyncio.Event()
+        self._receiver = Receiver(
+            context.now(),
+            bytes_per_token=context.info.kv_layout.bytes_per_token,
+            max_chunk_bytes=config.chunk_bytes,
+            credits=config.num_staging_slots,
+            num_slots=config.num_staging_slots,
+            lease_timeout_s=config.lease_timeout_s,
+            heartbeat_s=config.heartbeat_s,
+        )
+        self._task = asyncio.create_task(self._run(accept), name=f"transport-{sender.worker_id}")
+
+    # ------------------------------------------------------------ life
+
+    async def _run(self, accept: Callable[[], PairTransport]) -> None:
+        """Form the transport, and close it when the stream has ended."""
+        try:
+            transport = await asyncio.to_thread(accept)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no transport to %s: %s", self.sender.worker_id, error)
+            self._outgoing.close()
+            return
+        try:
+            if not self._lost.is_set():
+                self._transport = transport
+                early, self._early = self._early, []
+                for effect in early:
+                    self._receive(effect)
+            await self._lost.wait()
+        finally:
+            await asyncio.to_thread(transport.close)
+
+    def on_lost(self) -> None:
+        """The stream ended: nothing of the pair lives on, but what the engine or the transport still touches. Idempotent."""
+        if self._lost.is_set():
+            return
+        self._lost.set()
+        self._carry_out(self._receiver.close(self._context.now()))
+        early, self._early = self._early, []
+        for effect in early:
+            self._on_received(effect, False)
+        self._callbacks.on_lost(self)
+        self._context.flush()
+
+    async def close(self) -> None:
+        """End stream and transport; returns when both are gone."""
+        self._outgoing.close()
+        self.on_lost()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # ------------------------------------------------------------ inputs
+
+    def on_message(self, message: SenderToReceiver) -> None:
+        """A control message of the prefill worker."""
+        self._carry_out(self._receiver.on_message(message, self._context.now()))
+        self._context.flush()
+
+    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
+        """The engine counted the blocks."""
+        self._carry_out(self._receiver.on_reserved(key, cached_tokens))
+
+    def on_reserve_refused(self, key: AttemptKey, reason: str) -> None:
+        """The engine has no room."""
+        self._carry_out(self._receiver.on_reserve_refused(key, reason))
+
+    def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> None:
+        """The engine copied a chunk into its blocks, or dropped it."""
+        self._scatters.discard((key, seq))
+        self._carry_out(self._receiver.on_scattered(key, seq, ok))
+
+    def on_ended(self, key: AttemptKey, reason: str) -> None:
+        """The engine ended the sequence by itself."""
+        self._carry_out(self._receiver.on_ended(key, reason))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """The gateway gave the attempt up; it may not have been offered yet."""
+        self._carry_out(self._receiver.cancel(key))
+
+    def tick(self, now: float) -> None:
+        """Called every heartbeat."""
+        self._carry_out(self._receiver.tick(now))
+
+    def is_scattering(self, key: AttemptKey) -> bool:
+        """Whether the engine still owes `on_scattered` for this attempt."""
+        return any(scattering == key for scattering, _ in self._scatters)
+
+    def holdings(self) -> dict[str, int]:
+        """Counts of what the pair holds; zero when idle."""
+        return self._receiver.holdings()
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effects: list[ReceiverEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self._outgoing.put(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
+                case ReserveBlocks(spec):
+                    self._callbacks.on_offered(self, spec)
+                    self._context.post(Reserve(spec))
+                case ReceiveBytes():
+                    self._receive(effect)
+                case ScatterChunk():
+                    self._scatters.add((effect.key, effect.seq))
+                    data = self._buffer(effect.slot)[: effect.nbytes]
+                    self._context.post(Scatter(effect.key, effect.seq, effect.start, effect.end, data))
+                case JoinSequence(key, token_id):
+                    self._context.post(Join(key, token_id))
+                case ReleaseSequence(key):
+                    self._context.post(Release(key))
+                case ReceiveOver():
+                    self._callbacks.on_over(self, effect)
+                case ClosePair(reason):
+                    logger.warning("closing the pair with %s: %s", self.sender.worker_id, reason)
+                    self._outgoing.close()
+
+    def _receive(self, effect: ReceiveBytes) -> None:
+        """Start a receive; a chunk that is cleared before the transport stands waits for it."""
+        if self._transport is None:
+            self._early.append(effect)
+            return
+
+        def done(ok: bool, error: str) -> None:
+            self._context.call_soon(self._on_received, effect, ok)
+
+        self._transport.recv(self._buffer(effect.slot), effect.nbytes, done)
+
+    def _on_received(self, effect: ReceiveBytes, ok: bool) -> None:
+        digest = checksum(self._buffers[effect.slot][: effect.nbytes]) if ok else 0
+        self._carry_out(self._receiver.on_received(effect.key, effect.seq, ok, digest))
+
+    def _buffer(self, slot: int) -> Buffer:
+        """The memory of a slot, allocated at its first use."""
+        if slot not in self._buffers:
+            self._buffers[slot] = self._context.new_staging(self._context.config.chunk_bytes)
+        return self._buffers[slot]

@@ -1,0 +1,232 @@
+"""The decode role: takes sequences over from prefill workers, or runs them whole (local prefill, colocated mode), and streams.
+
+    hand-over   Offer -> engine Reserve -> chunks scattered -> Commit -> engine Join -> tokens
+    whole       dispatch without a decode worker -> engine Add -> tokens
+
+It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; this file adds what else the
+gateway must know: the hand-over and the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from disagg.decode_worker.link import LinkCallbacks, PrefillLink
+from disagg.decode_worker.service import Outgoing, Pair, TransferService
+from disagg.engine.commands import (
+    Add,
+    Ended,
+    Event,
+    Joined,
+    PrefillComputed,
+    Release,
+    Reserved,
+    ReserveRefused,
+    Scattered,
+)
+from disagg.engine.kv_transfer.effects import ReceiveOver
+from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
+from disagg.engine.role import RoleContext
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import (
+    Dispatch,
+    HandedOver,
+    PairHello,
+    PairRefused,
+    PairWelcome,
+    RoleName,
+    SequenceSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """Owner of the links to prefill workers. Asyncio thread only."""
+
+    name: RoleName = "decode"
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._links: set[PrefillLink] = set()
+        self._link_of: dict[AttemptKey, PrefillLink] = {}
+        """Attempts whose hand-over is under way, or whose data the engine still copies."""
+        self._receiving: set[AttemptKey] = set()
+        """Attempts whose hand-over is under way."""
+        self._gateway_of: dict[AttemptKey, GatewayId] = {}
+        """Every attempt of this role, from offer or dispatch to its end."""
+        self._kv_bytes_received = 0
+        self._rendezvous: Rendezvous | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Open the rendezvous of the byte transport."""
+        self._rendezvous = make_rendezvous(self._context.config.transport, self._context.config.host)
+
+    async def stop(self) -> None:
+        """Close all links and the rendezvous."""
+        for link in list(self._links):
+            await link.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def handlers(self) -> list[object]:
+        """The service that prefill workers dial."""
+        return [TransferService(self._accept).handler()]
+
+    def _accept(self, hello: PairHello, outgoing: Outgoing) -> tuple[PairWelcome, Pair] | PairRefused:
+        if self._rendezvous is None:
+            return PairRefused(reason="the decode worker is still starting")
+        if reason := self._why_not(hello):
+            logger.warning("refused a pair with %s: %s", hello.info.worker_id, reason)
+            return PairRefused(reason=reason)
+        info, config, rendezvous = self._context.info, self._context.config, self._rendezvous
+        pair_name = f"{hello.info.incarnation}-{info.incarnation}-{uuid.uuid4().hex[:8]}"
+        callbacks = LinkCallbacks(self._on_offered, self._on_over, self._on_lost)
+        link = PrefillLink(self._context, hello.info, outgoing, lambda: rendezvous.accept(pair_name), callbacks)
+        self._links.add(link)
+        welcome = PairWelcome(
+            incarnation=info.incarnation,
+            pair_name=pair_name,
+            transport=config.transport,
+            store_address=rendezvous.address,
+            credits=config.num_staging_slots,
+            max_chunk_bytes=config.chunk_bytes,
+        )
+        return welcome, link
+
+    def _why_not(self, hello: PairHello) -> str:
+        """Why this pair must not be formed; empty if it may."""
+        ours, theirs = self._context.info, hello.info
+        if hello.receiver_incarnation != ours.incarnation:
+            return f"{ours.worker_id} is incarnation {ours.incarnation}, not {hello.receiver_incarnation}"
+        if theirs.fingerprint != ours.fingerprint:
+            return f"model fingerprints differ: {theirs.fingerprint} and {ours.fingerprint}"
+        if theirs.kv_layout != ours.kv_layout:
+            return f"KV layouts differ: {theirs.kv_layout} and {ours.kv_layout}"
+        return ""
+
+    # ------------------------------------------------------------ dispatches
+
+    def takes(self, dispatch: Dispatch) -> bool:
+        """Dispatches without a decode worker: this worker runs them whole."""
+        return dispatch.decode_peer is None
+
+    def dispatch(self, dispatch: Dispatch) -> None:
+        """Run an attempt whole."""
+        spec = dispatch.spec
+        if spec.key in self._gateway_of:
+            logger.warning("dropped a second dispatch of %s", spec.key)
+            return
+        self._gateway_of[spec.key] = spec.gateway_id
+        self._context.post(Add(spec))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers."""
+        if (link := self._link_of.get(key)) is not None:
+            link.cancel(key)
+        elif key in self._gateway_of:
+            self._context.post(Release(key))
+        else:
+            for each in self._links:
+                each.cancel(key)
+        self._gateway_of.pop(key, None)
+
+    # ------------------------------------------------------------ engine events
+
+    def owns(self, key: AttemptKey) -> bool:
+        """Whether the attempt is here, if only for data that is still being copied."""
+        return key in self._gateway_of or key in self._link_of
+
+    def on_event(self, event: Event) -> None:
+        """Tell the link, and the gateway where it must know."""
+        link = self._link_of.get(event.key)
+        match event:
+            case PrefillComputed():
+                self._context.outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens)
+            case Ended():
+                if self._gateway_of.pop(event.key, None) is not None:
+                    outbox = self._context.outbox
+                    outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
+                if link is not None:
+                    link.on_ended(event.key, event.reason)
+            case Joined():
+                """The hand-over was committed when the receiver asked for the join."""
+            case _ if link is not None:
+                self._on_link_event(link, event)
+            case _:
+                logger.debug("%s came too late", event)
+
+    def _on_link_event(self, link: PrefillLink, event: Event) -> None:
+        match event:
+            case Reserved():
+                link.on_reserved(event.key, event.cached_tokens)
+            case ReserveRefused():
+                link.on_reserve_refused(event.key, event.reason)
+                self._drop(event.key)
+            case Scattered():
+                link.on_scattered(event.key, event.seq, event.ok)
+                self._forget_if_done(event.key)
+            case _:
+                raise AssertionError(f"a decode worker got {event}")
+
+    # ------------------------------------------------------------ links
+
+    def _on_offered(self, link: PrefillLink, spec: SequenceSpec) -> None:
+        self._link_of[spec.key] = link
+        self._receiving.add(spec.key)
+        self._gateway_of[spec.key] = spec.gateway_id
+
+    def _on_over(self, link: PrefillLink, over: ReceiveOver) -> None:
+        key = over.key
+        gateway_id = self._gateway_of.get(key)
+        if over.outcome == "committed":
+            self._kv_bytes_received += over.kv_bytes
+            if gateway_id is not None:
+                message = HandedOver(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    kv_bytes=over.kv_bytes,
+                    cached_tokens=over.cached_tokens,
+                    transport=self._context.config.transport,
+                )
+                self._context.outbox.handed_over(gateway_id, message)
+            self._receiving.discard(key)
+            self._forget_if_done(key)
+        else:
+            self._drop(key)
+
+    def _drop(self, key: AttemptKey) -> None:
+        """The attempt does not live here any more."""
+        self._gateway_of.pop(key, None)
+        self._receiving.discard(key)
+        self._forget_if_done(key)
+
+    def _forget_if_done(self, key: AttemptKey) -> None:
+        link = self._link_of.get(key)
+        if link is not None and key not in self._receiving and not link.is_scattering(key):
+            del self._link_of[key]
+
+    def _on_lost(self, link: PrefillLink) -> None:
+        self._links.discard(link)
+
+    # ------------------------------------------------------------ the rest
+
+    def tick(self, now: float) -> None:
+        """Heartbeats, leases and deadlines of all pairs."""
+        for link in list(self._links):
+            link.tick(now)
+
+    def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
+        """Live attempts of one gateway."""
+        return [key for key, owner in self._gateway_of.items() if owner == gateway_id]
+
+    def holdings(self) -> dict[str, int]:
+        """Attempts and what the pairs hold for them."""
+        total = {"decode_attempts": len(self._gateway_of), "kv_bytes_received": self._kv_bytes_received}
+        for link in self._links:
+            for name, count in link.holdings().items():
+                total[name] = total.get(name, 0) + count
+        return total

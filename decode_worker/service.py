@@ -1,0 +1,96 @@
+"""The decode worker's end of the pairs' control streams: prefill workers call it, one stream for each pair."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+import msgspec
+
+from disagg.engine.mailbox import Mailbox
+from disagg.proto.messages import (
+    PairHello,
+    PairRefused,
+    PairWelcome,
+    ReceiverToSender,
+    SenderToReceiver,
+    decoder,
+    encode,
+)
+from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_MESSAGES = 4096
+"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given up."""
+
+Outgoing = Mailbox[ReceiverToSender]
+
+
+class Pair(Protocol):
+    """The receiving side of one pair, as the stream sees it."""
+
+    def on_message(self, message: SenderToReceiver) -> None:
+        """A message after the hello."""
+        ...
+
+    def on_lost(self) -> None:
+        """The stream ended."""
+        ...
+
+
+class TransferService:
+    """Generic handler of the pair streams. `accept` checks the hello and makes the pair, or says why not."""
+
+    def __init__(self, accept: Callable[[PairHello, Outgoing], tuple[PairWelcome, Pair] | PairRefused]) -> None:
+        self._accept = accept
+        self._decoder = decoder(SenderToReceiver)
+
+    def handler(self) -> Any:
+        """To be added to the worker's server."""
+        methods = {service_and_method(TRANSFER)[1]: grpc.stream_stream_rpc_method_handler(self._pair)}
+        return grpc.method_handlers_generic_handler(TRANSFER_SERVICE, methods)
+
+    async def _pair(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        frames = aiter(requests)
+        hello = await self._hello(frames, context)
+        outgoing = Outgoing(MAX_UNSENT_MESSAGES)
+        accepted = self._accept(hello, outgoing)
+        if isinstance(accepted, PairRefused):
+            yield encode(accepted)
+            return
+        welcome, pair = accepted
+        reader = asyncio.create_task(self._read(frames, pair, outgoing), name=f"pair-{hello.info.worker_id}")
+        try:
+            yield encode(welcome)
+            async for message in outgoing:
+                yield encode(message)
+        finally:
+            reader.cancel()
+            pair.on_lost()
+
+    async def _hello(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> PairHello:
+        try:
+            message = self._decoder.decode(await anext(frames))
+        except (StopAsyncIteration, msgspec.MsgspecError):
+            message = None
+        if not isinstance(message, PairHello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pair stream begins with PairHello")
+        assert isinstance(message, PairHello)
+        return message
+
+    async def _read(self, frames: AsyncIterator[bytes], pair: Pair, outgoing: Outgoing) -> None:
+        try:
+            async for frame in frames:
+                pair.on_message(self._decoder.decode(frame))
+        except msgspec.MsgspecError as error:
+            logger.warning("closing a pair: bad frame: %s", error)
+        except grpc.RpcError as error:
+            logger.debug("a pair stream broke: %s", error)
+        finally:
+            outgoing.close()

@@ -1,0 +1,222 @@
+"""The KV blocks of a worker: who holds them, how many are promised, which can be found again by content.
+
+    free ──allocate──> active ──last holder lets go──> free      never published
+                         │                        └──> cached    published: its content stays until the block is needed
+                         │<──lock (prefix hit)───────────┤
+                         │<──evict and allocate──────────┘
+
+A block is held by sequences (once per table that lists it) and by pins. A pin is a named hold of a transfer, (attempt,
+operation); only the end of that operation drops it, the end of the sequence never does. While anything holds a block,
+it is not reused.
+
+Reserving is counting: `reserved` blocks are promised to sequences and not chosen yet. free + cached >= reserved always,
+so an allocation out of a reservation cannot fail. Everybody else may only take what is `available`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from disagg.engine.prefix_cache import PrefixCache
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import AttemptKey, BlockHash
+
+PinName = tuple[AttemptKey, str]
+"""The attempt, and the operation under way on its blocks."""
+
+
+class BlockManager:
+    """A fixed number of blocks of `block_size` tokens, named 0 .. num_blocks - 1. Owner: the scheduler.
+
+    Raises:
+        ValueError: if there is no block, or `block_size` is not a multiple of 16.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_watermark_blocks: int = 0) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
+        if block_size < 1 or block_size % HASH_BLOCK_TOKENS:
+            raise ValueError(f"block_size must be a multiple of {HASH_BLOCK_TOKENS}, not {block_size}")
+        if not 0 <= num_watermark_blocks < num_blocks:
+            raise ValueError(f"the watermark must leave blocks to use: {num_watermark_blocks} of {num_blocks}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_watermark_blocks = num_watermark_blocks
+        self.prefix = PrefixCache()
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_reserved = 0
+        self._refs = [0] * num_blocks
+        self._pin_counts = [0] * num_blocks
+        self._pins: dict[PinName, tuple[int, ...]] = {}
+
+    # ------------------------------------------------------------ counts
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without content or holder."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks with reusable content and no holder."""
+        return self.prefix.num_evictable
+
+    @property
+    def num_active(self) -> int:
+        """Blocks held by sequences or pins."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks promised and not allocated."""
+        return self._num_reserved
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may be taken without breaking a promise."""
+        return self.num_free + self.num_cached - self._num_reserved
+
+    @property
+    def num_pins(self) -> int:
+        """Operations that hold blocks."""
+        return len(self._pins)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def available_after_lock(self, blocks: Seq[int]) -> int:
+        """What `num_available` would be if `blocks` were locked."""
+        return self.num_available - sum(self.prefix.is_evictable(block) for block in blocks)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether exactly one sequence holds `block` and no hash fixes its content."""
+        return self._refs[block] == 1 and not self.prefix.is_published(block)
+
+    # ------------------------------------------------------------ holds
+
+    def match_prefix(self, hashes: Seq[BlockHash], max_tokens: int) -> list[int]:
+        """The blocks that hold the longest cached prefix of at most `max_tokens` tokens; not locked yet.
+
+        `hashes` are the chained hashes of the full 16-token blocks.
+        """
+        hashes_per_block = self.block_size // HASH_BLOCK_TOKENS
+        num_blocks = max_tokens // self.block_size
+        return self.prefix.match(hashes[hashes_per_block - 1 : num_blocks * hashes_per_block : hashes_per_block])
+
+    def lock(self, blocks: Iterable[int]) -> None:
+        """Hold published blocks for a sequence."""
+        for block in blocks:
+            self._hold(block)
+            self._refs[block] += 1
+
+    def reserve(self, num_blocks: int) -> None:
+        """Promise blocks; the caller has checked that they are available."""
+        assert 0 <= num_blocks <= self.num_available, f"{num_blocks} blocks promised, {self.num_available} available"
+        self._num_reserved += num_blocks
+
+    def unreserve(self, num_blocks: int) -> None:
+        """Take a promise back."""
+        assert 0 <= num_blocks <= self._num_reserved
+        self._num_reserved -= num_blocks
+
+    def allocate(self, num_blocks: int, *, reserved: bool) -> list[int]:
+        """Choose writable blocks for a sequence, out of its reservation or of what is available: free ones first, then
+        the oldest cached ones."""
+        if reserved:
+            self.unreserve(num_blocks)
+        assert num_blocks <= self.num_available, f"{num_blocks} blocks wanted, {self.num_available} available"
+        blocks = [self._free.pop() if self._free else self.prefix.evict() for _ in range(num_blocks)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def release(self, block_table: Seq[int]) -> None:
+        """A sequence lets go of its blocks. The last one goes first, so that the tail of a chain is evicted before its
+        head."""
+        for block in reversed(block_table):
+            assert self._refs[block] > 0, f"block {block} is released and not held"
+            self._refs[block] -= 1
+            self._let_go(block)
+
+    def publish(self, block: int, hashes: Seq[BlockHash]) -> bool:
+        """Make a full, computed block findable; see `PrefixCache.publish`."""
+        assert self._refs[block] > 0, f"block {block} is published and not held"
+        return self.prefix.publish(block, hashes)
+
+    def pin(self, key: AttemptKey, operation: str, blocks: Seq[int]) -> None:
+        """Hold active blocks until `unpin` for the same operation. A name is used once at a time."""
+        assert (key, operation) not in self._pins, f"{key} has pinned blocks for {operation} already"
+        assert not any(self._is_unheld(block) for block in blocks), "only held blocks can be pinned"
+        self._pins[key, operation] = tuple(blocks)
+        for block in blocks:
+            self._pin_counts[block] += 1
+
+    def unpin(self, key: AttemptKey, operation: str) -> None:
+        """The operation is proven to be over. Idempotent."""
+        for block in reversed(self._pins.pop((key, operation), ())):
+            self._pin_counts[block] -= 1
+            self._let_go(block)
+
+    # ------------------------------------------------------------ audit
+
+    def check_integrity(self, block_tables: Iterable[Seq[int]], num_promised: int) -> list[str]:
+        """Findings; empty when sound.
+
+        Args:
+            block_tables: the table of every sequence.
+            num_promised: the sum of the sequences' reservations.
+        """
+        refs = Counter(block for table in block_tables for block in table)
+        pins = Counter(block for blocks in self._pins.values() for block in blocks)
+        problems = self.prefix.check_integrity() + self._check_states()
+        problems += [
+            f"block {block}: {self._refs[block]} references counted, {refs[block]} tables list it"
+            for block in range(self.num_blocks)
+            if self._refs[block] != refs[block]
+        ]
+        problems += [
+            f"block {block}: {self._pin_counts[block]} pins counted, {pins[block]} operations name it"
+            for block in range(self.num_blocks)
+            if self._pin_counts[block] != pins[block]
+        ]
+        if num_promised != self._num_reserved:
+            problems.append(f"{self._num_reserved} blocks reserved, {num_promised} promised to sequences")
+        if self.num_available < 0:
+            problems.append(f"{self._num_reserved} blocks reserved, {self.num_free + self.num_cached} to be had")
+        return problems
+
+    def _check_states(self) -> list[str]:
+        free = Counter(self._free)
+        problems = []
+        for block in range(self.num_blocks):
+            states = ["free"] * free[block]
+            if self.prefix.is_evictable(block):
+                states.append("cached")
+            if not self._is_unheld(block):
+                states.append("active")
+            if len(states) != 1:
+                problems.append(f"block {block} is {' and '.join(states) or 'lost'}")
+            if states == ["free"] and self.prefix.is_published(block):
+                problems.append(f"block {block} is free and published")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _is_unheld(self, block: int) -> bool:
+        return self._refs[block] == 0 and self._pin_counts[block] == 0
+
+    def _hold(self, block: int) -> None:
+        assert self.prefix.is_published(block), f"block {block} is locked and not published"
+        if self._is_unheld(block):
+            self.prefix.remove_evictable(block)
+
+    def _let_go(self, block: int) -> None:
+        if not self._is_unheld(block):
+            return
+        if self.prefix.is_published(block):
+            self.prefix.add_evictable(block)
+        else:
+            self._free.append(block)

@@ -1,0 +1,357 @@
+"""The engine core: commands in, events out, one step at a time. Pure: the shell gives it the time and runs it on its
+thread.
+
+    Add ──> TokenSampled* ──> Ended                                          colocated
+    Add(hold) ──> ChunkComputed* , TokenSampled, PrefillComputed ──> Release prefill role; `Gather` copies KV out
+    Reserve ──> Reserved; Scatter ──> Scattered; Join ──> Joined, TokenSampled* ──> Ended         decode role
+
+Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
+here.
+
+What a peer got wrong never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
+that would start a key that is alive means that two parties take themselves for its owner: the attempt is ended as
+failed, so that the answer, which says that nothing is held, is true. A late `Gather` or `Scatter` is answered with
+`ok=False`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from disagg.engine.block_manager import BlockManager
+from disagg.engine.commands import (
+    Add,
+    Command,
+    Ended,
+    Event,
+    Gather,
+    Gathered,
+    Join,
+    Joined,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Scatter,
+    Scattered,
+)
+from disagg.engine.config import WorkerConfig
+from disagg.engine.lazy_heap import LazyHeap
+from disagg.engine.plan import ModelRunner, StepPlan
+from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.scheduler import Scheduler, finish_reason
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, SequenceSpec
+
+_log = logging.getLogger(__name__)
+
+_NO_GATEWAY = GatewayId("")
+"""In the `Ended` of a sequence that is not known any more."""
+
+
+class EngineCore:
+    """All sequences of one worker. Owner: the engine thread; every method is called from it.
+
+    Raises:
+        ValueError: if the runner's cache or the configuration cannot work.
+    """
+
+    def __init__(self, runner: ModelRunner, *, config: WorkerConfig) -> None:
+        if config.max_num_seqs < 1 or config.token_budget < 1:
+            raise ValueError(
+                f"max_num_seqs and token_budget must be positive, not {config.max_num_seqs} and {config.token_budget}"
+            )
+        if not 0.0 <= config.watermark < 1.0:
+            raise ValueError(f"watermark is a share of the blocks in [0, 1), not {config.watermark}")
+        self._runner = runner
+        num_watermark_blocks = int(runner.num_blocks * config.watermark)
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size, num_watermark_blocks)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
+            decode_reserve_tokens=config.decode_reserve_tokens,
+        )
+        self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
+        self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
+        """Token ranges that were scattered into RESERVED sequences."""
+        self._num_steps = 0
+        self._stalled = False
+        """The last step found that nothing can go on; only a command or a deadline changes that."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output: the model's limit, the configured one, or what all blocks hold."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+        return bool(self._scheduler.running) or (len(self._scheduler.waiting) > 0 and not self._stalled)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `step` must be called at the latest, also without work."""
+        head = self._deadlines.peek()
+        return None if head is None else head[0][0]
+
+    # ------------------------------------------------------------ commands
+
+    def handle(self, command: Command, now: float) -> list[Event]:
+        """Carry out one command; `now` is on this process's monotonic clock."""
+        self._stalled = False
+        match command:
+            case Add():
+                events = self._add(command, now)
+            case Reserve():
+                events = self._reserve(command, now)
+            case Scatter():
+                events = self._scatter(command)
+            case Join():
+                events = self._join(command)
+            case Gather():
+                events = self._gather(command)
+            case Release():
+                events = self._release(command)
+        self._forget_ended(events)
+        return events
+
+    def _add(self, command: Add, now: float) -> list[Event]:
+        spec = command.spec
+        duplicate = self._end_duplicate(spec.key)
+        if duplicate is not None:
+            return [duplicate]
+        sequence = _new_sequence(spec, SequenceState.WAITING, now)
+        sequence.hold_after_prefill = command.hold_after_prefill
+        refusal = self._refusal(sequence)
+        if refusal is not None:
+            return [Ended(spec.key, spec.gateway_id, *refusal)]
+        self._scheduler.add(sequence)
+        self._watch_deadline(sequence)
+        return []
+
+    def _reserve(self, command: Reserve, now: float) -> list[Event]:
+        key = command.spec.key
+        duplicate = self._end_duplicate(key)
+        if duplicate is not None:
+            return [duplicate, ReserveRefused(key, duplicate.detail)]
+        sequence = _new_sequence(command.spec, SequenceState.RESERVED, now)
+        refusal = self._refusal(sequence)
+        if refusal is not None:
+            return [ReserveRefused(key, refusal[1])]
+        reason = self._scheduler.reserve(sequence)
+        if reason is not None:
+            return [ReserveRefused(key, reason)]
+        self._landed[key] = []
+        self._watch_deadline(sequence)
+        return [Reserved(key, sequence.cached_tokens)]
+
+    def _scatter(self, command: Scatter) -> list[Event]:
+        key, start, end = command.key, command.start, command.end
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None or sequence.state is not SequenceState.RESERVED:
+            return [Scattered(key, command.seq, ok=False)]
+        if not sequence.cached_tokens <= start < end <= sequence.num_tokens:
+            return [Scattered(key, command.seq, ok=False)]
+        self._scheduler.extend_reserved(sequence, end)
+        try:
+            self._runner.scatter(sequence.block_table, start, end, command.data)
+        except Exception as error:
+            return [Scattered(key, command.seq, ok=False), self._fail(sequence, "scatter", error)]
+        self._landed[key].append((start, end))
+        return [Scattered(key, command.seq, ok=True)]
+
+    def _join(self, command: Join) -> list[Event]:
+        """`Joined`, then the joined token as `TokenSampled`, so that P may die; then `Ended` where that token is the
+        last."""
+        key = command.key
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None:
+            return [Ended(key, _NO_GATEWAY, "failed", "the sequence is gone")]
+        if sequence.state is not SequenceState.RESERVED:
+            return [self._scheduler.end(sequence, "failed", f"joined while {sequence.state.value}")]
+        if not 0 <= command.token_id < self._runner.vocab_size:
+            return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
+        num_landed = _covered_until(sequence.cached_tokens, self._landed[key])
+        if num_landed < sequence.num_tokens:
+            detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
+            return [self._scheduler.end(sequence, "failed", detail)]
+        del self._landed[key]
+        return [Joined(key), *self._scheduler.join(sequence, command.token_id)]
+
+    def _gather(self, command: Gather) -> list[Event]:
+        key, start, end = command.key, command.start, command.end
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None or not 0 <= start < end <= sequence.num_computed_tokens:
+            return [Gathered(key, command.seq, ok=False)]
+        try:
+            self._runner.gather(sequence.block_table, start, end, command.out)
+        except Exception as error:
+            return [Gathered(key, command.seq, ok=False), self._fail(sequence, "gather", error)]
+        return [Gathered(key, command.seq, ok=True)]
+
+    def _release(self, command: Release) -> list[Event]:
+        sequence = self._scheduler.sequences.get(command.key)
+        if sequence is not None:
+            self._scheduler.drop(sequence)
+            self._forget(command.key)
+        return []
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, now: float) -> list[Event]:
+        """End what is out of time, then compute one step. Empty when there was nothing to do."""
+        events: list[Event] = self._expire(now)
+        plan = self._scheduler.schedule()
+        self._stalled = not plan.entries
+        if plan.entries:
+            events += self._run(plan)
+            self._num_steps += 1
+        self._forget_ended(events)
+        return events
+
+    def _run(self, plan: StepPlan) -> list[Event]:
+        """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
+        published."""
+        num_sampled = sum(entry.samples for entry in plan.entries)
+        try:
+            token_ids = self._runner.run(plan)
+            if len(token_ids) != num_sampled:
+                raise RuntimeError(f"{len(token_ids)} tokens were sampled instead of {num_sampled}")
+        except Exception as error:
+            return [self._fail(entry.sequence, "step", error) for entry in plan.entries]
+        return self._scheduler.apply(plan, token_ids)
+
+    def _expire(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        while (head := self._deadlines.peek()) is not None and head[0][0] <= now:
+            key = head[1]
+            events.append(self._scheduler.end(self._scheduler.sequences[key], "deadline", "the deadline passed"))
+            self._forget(key)
+        return events
+
+    # ------------------------------------------------------------ reports
+
+    def load(self) -> Load:
+        """What this worker is doing. Reserved sequences count as waiting; their prompt is computed by another
+        worker."""
+        scheduler = self._scheduler
+        live = scheduler.sequences.values()
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + scheduler.num_reserved,
+            uncomputed_prompt_tokens=sum(_num_uncomputed_prompt_tokens(sequence) for sequence in live),
+            blocks_total=self._blocks.num_blocks,
+            blocks_active=self._blocks.num_active,
+            blocks_cached=self._blocks.num_cached,
+            blocks_reserved=self._blocks.num_reserved,
+            steps=self._num_steps,
+        )
+
+    def drain_kv_events(self) -> list[KvEvent]:
+        """What became findable, or went, since the last call, in order."""
+        return self._blocks.prefix.drain_events()
+
+    def prefix_snapshot(self) -> BlocksSnapshot:
+        """All prefix blocks that can be hit now."""
+        return self._blocks.prefix.snapshot()
+
+    def audit(self) -> tuple[dict[str, int], list[str]]:
+        """What is held (all zero when idle), and the findings of the integrity checks (empty when sound)."""
+        counts = {
+            "sequences": len(self._scheduler.sequences),
+            "blocks_active": self._blocks.num_active,
+            "blocks_reserved": self._blocks.num_reserved,
+            "pins": self._blocks.num_pins,
+        }
+        return counts, self.check_integrity()
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound. Costs O(blocks + sequences)."""
+        sequences = self._scheduler.sequences
+        reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
+        with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
+        problems = self._scheduler.check_integrity()
+        if reserved != self._landed.keys():
+            problems.append("landed ranges are kept for other sequences than the reserved ones")
+        if with_deadline != len(self._deadlines):
+            problems.append(f"{len(self._deadlines)} deadlines are watched, {with_deadline} sequences have one")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
+        """Why a new sequence cannot be run, or need not be; None for a good one."""
+        spec, token_ids = sequence.spec, sequence.token_ids
+        if not spec.prompt_token_ids:
+            return "failed", "the prompt is empty"
+        if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:
+            return "failed", "a token id is not in the vocabulary"
+        if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
+            return "failed", "there are more block hashes than full blocks"
+        if spec.emitted_token_ids or spec.sampling.max_tokens < 1:
+            reason = finish_reason(sequence, self.max_model_len)
+            if reason is not None:
+                return reason, "the output is complete already"
+        if len(token_ids) + 1 > self.max_model_len:
+            return "refused", f"{len(token_ids)} tokens and an answer do not fit into {self.max_model_len}"
+        return None
+
+    def _end_duplicate(self, key: AttemptKey) -> Ended | None:
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None:
+            return None
+        ended = self._scheduler.end(sequence, "failed", f"started again while {sequence.state.value}")
+        self._forget(key)
+        return ended
+
+    def _fail(self, sequence: Sequence, what: str, error: Exception) -> Ended:
+        _log.error("%s of %s failed", what, sequence.key, exc_info=error)
+        return self._scheduler.end(sequence, "failed", f"{what}: {type(error).__name__}: {error}")
+
+    def _watch_deadline(self, sequence: Sequence) -> None:
+        if sequence.deadline is not None:
+            self._deadlines.push((sequence.deadline,), sequence.key)
+
+    def _forget_ended(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Ended):
+                self._forget(event.key)
+
+    def _forget(self, key: AttemptKey) -> None:
+        self._deadlines.discard(key)
+        self._landed.pop(key, None)
+
+
+def _new_sequence(spec: SequenceSpec, state: SequenceState, now: float) -> Sequence:
+    return Sequence(
+        spec=spec,
+        state=state,
+        deadline=None if spec.timeout_s is None else now + spec.timeout_s,
+        arrival=now,
+        token_ids=[*spec.prompt_token_ids, *spec.emitted_token_ids],
+        block_hashes=list(spec.block_hashes),
+    )
+
+
+def _covered_until(start: int, ranges: list[tuple[int, int]]) -> int:
+    """How far [start, ...) is covered by `ranges`, which may come in any order, without a gap."""
+    for first, end in sorted(ranges):
+        if first > start:
+            break
+        start = max(start, end)
+    return start
+
+
+def _num_uncomputed_prompt_tokens(sequence: Sequence) -> int:
+    """What is left to prefill here. After a preemption that includes output; the one token of a decode does not
+    count."""
+    if sequence.state is SequenceState.WAITING:
+        return sequence.num_uncomputed_tokens
+    if sequence.state is not SequenceState.RUNNING:
+        return 0
+    if sequence.num_uncomputed_tokens > 1:
+        return sequence.num_uncomputed_tokens
+    return max(0, sequence.spec.num_known_tokens - sequence.num_computed_tokens)

@@ -1,0 +1,124 @@
+"""The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
+
+Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With nothing to do
+it sleeps until a command arrives or the next deadline of a sequence.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from disagg.engine.commands import Command, Event
+from disagg.engine.core import EngineCore
+from disagg.proto.messages import KvEvent, Load
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one turn of the engine has to tell."""
+
+    events: list[Event]
+    kv_events: tuple[KvEvent, ...]
+    load: Load
+
+
+class EngineThread:
+    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn that has news, and must not block."""
+
+    def __init__(
+        self, core: EngineCore, deliver: Callable[[Batch], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._on_crash = on_crash
+        self._inbox: deque[Command] = deque()
+        self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Queue a command; commands are handled in order. Any thread."""
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def call(self, function: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
+        """Run `function(core)` on the engine thread, between steps and after the commands posted before. Any thread."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._wake:
+            if self._stopping:
+                future.set_exception(RuntimeError("the engine has stopped"))
+                return future
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop after the running step; whether it ended in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        for _, future in self._calls:
+            future.cancel()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._turn()
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            self._on_crash(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep while there is nothing to do; false when the thread shall end."""
+        with self._wake:
+            while not (self._inbox or self._calls or self._stopping or self._core.has_work):
+                deadline = self._core.next_deadline
+                if deadline is None:
+                    self._wake.wait()
+                    continue
+                wait_s = deadline - time.monotonic()
+                if wait_s <= 0:
+                    break
+                self._wake.wait(wait_s)
+            return not self._stopping
+
+    def _turn(self) -> None:
+        with self._wake:
+            commands, self._inbox = self._inbox, deque()
+            calls, self._calls = self._calls, deque()
+        events: list[Event] = []
+        for command in commands:
+            events += self._core.handle(command, time.monotonic())
+        for function, future in calls:
+            _resolve(future, function, self._core)
+        events += self._core.step(time.monotonic())
+        kv_events = self._core.drain_kv_events()
+        self._deliver(Batch(events, kv_events, self._core.load()))
+
+
+def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(core))
+    except Exception as error:
+        future.set_exception(error)

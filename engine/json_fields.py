@@ -1,0 +1,74 @@
+"""Reading JSON files that others wrote: typed fields, and errors that name the file and the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from disagg.proto.errors import ConfigError
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or holds something else; names the file.
+    """
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: the file is missing") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: must hold a JSON object")
+    return value
+
+
+class JsonFields:
+    """Typed access to one JSON object; the error names the file and the field. A null counts as missing."""
+
+    def __init__(self, file: Path, values: dict[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def error(self, message: str) -> ConfigError:
+        """A `ConfigError` that names the file."""
+        return ConfigError(f"{self.file}: {message}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(f"`{name}` must be a whole number of at least {minimum}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"`{name}` must be a positive number, not {value!r}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"`{name}` must be true or false, not {value!r}")
+        return value
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"`{name}` is missing")
+        return value

@@ -1,0 +1,51 @@
+"""A bounded way out to one peer: put without waiting, iterate to send. A peer that falls too far behind loses the connection,
+because a queue without a bound would only move the trouble into memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """One reader, one asyncio loop."""
+
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self._items: deque[T] = deque()
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._closed
+
+    def put(self, item: T) -> None:
+        """Queue an item; beyond `max_items` the mailbox closes instead. Ignored once closed."""
+        if self._closed:
+            return
+        if len(self._items) >= self._max_items:
+            self.close()
+            return
+        self._items.append(item)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the iteration; what is queued is dropped. Idempotent."""
+        self._closed = True
+        self._items.clear()
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """Items in order, until closed."""
+        while not self._closed:
+            while self._items:
+                yield self._items.popleft()
+            self._wake.clear()
+            if not self._items and not self._closed:
+                await self._wake.wait()

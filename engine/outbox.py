@@ -1,0 +1,69 @@
+"""Collects what one turn of a worker has for each gateway, so that a step sends one message per gateway, never one per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import End, EndReason, HandedOver, PrefillDone, StepUpdate, TokenOut
+
+
+@dataclass(slots=True)
+class _Pending:
+    tokens: dict[AttemptKey, tuple[int, list[int]]] = field(default_factory=dict)
+    prefilled: list[PrefillDone] = field(default_factory=list)
+    handed_over: list[HandedOver] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+    def to_update(self) -> StepUpdate:
+        tokens = tuple(
+            TokenOut(key.request_id, key.attempt, first_index, tuple(token_ids))
+            for key, (first_index, token_ids) in self.tokens.items()
+        )
+        return StepUpdate(
+            tokens=tokens,
+            prefilled=tuple(self.prefilled),
+            handed_over=tuple(self.handed_over),
+            ends=tuple(self.ends),
+        )
+
+
+class Outbox:
+    """Owner: the asyncio side of one worker."""
+
+    def __init__(self) -> None:
+        self._pending: dict[GatewayId, _Pending] = {}
+
+    def token(self, gateway_id: GatewayId, key: AttemptKey, index: int, token_id: int) -> None:
+        """Output token `index` of an attempt; the indices of one attempt come in order."""
+        tokens = self._for(gateway_id).tokens
+        if key in tokens:
+            tokens[key][1].append(token_id)
+        else:
+            tokens[key] = (index, [token_id])
+
+    def prefill_done(self, gateway_id: GatewayId, key: AttemptKey, cached_tokens: int) -> None:
+        """The prompt is computed."""
+        message = PrefillDone(request_id=key.request_id, attempt=key.attempt, cached_tokens=cached_tokens)
+        self._for(gateway_id).prefilled.append(message)
+
+    def handed_over(self, gateway_id: GatewayId, message: HandedOver) -> None:
+        """The sequence is on the decode worker now."""
+        self._for(gateway_id).handed_over.append(message)
+
+    def end(
+        self, gateway_id: GatewayId, key: AttemptKey, reason: EndReason, detail: str = "", cached_tokens: int = 0
+    ) -> None:
+        """The attempt is over on this worker."""
+        message = End(
+            request_id=key.request_id, attempt=key.attempt, reason=reason, detail=detail, cached_tokens=cached_tokens
+        )
+        self._for(gateway_id).ends.append(message)
+
+    def flush(self) -> dict[GatewayId, StepUpdate]:
+        """One update for each gateway that has news; the outbox is empty afterwards."""
+        pending, self._pending = self._pending, {}
+        return {gateway_id: box.to_update() for gateway_id, box in pending.items()}
+
+    def _for(self, gateway_id: GatewayId) -> _Pending:
+        return self._pending.setdefault(gateway_id, _Pending())

@@ -1,0 +1,121 @@
+"""Which KV blocks can be found by their content, which of them may be evicted, and what the router is told about it.
+
+    published ──> (referenced <──> evictable) ──> evicted
+
+A physical block of k * 16 tokens is published once it is full and computed, under the chained hash of its last 16-token
+sub-block, which covers all tokens before it. It keeps that hash until it is evicted. Evictable blocks (published, held
+by nobody) leave in the order in which they became evictable; a sequence gives its blocks back last one first, so the
+tail of a chain goes before its head.
+
+The router's index works on 16-token hashes. Two blocks that differ only in their second half share the hashes of their
+first half, so these are counted: a hash is announced when the first block brings it, and withdrawn when the last one
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence as Seq
+
+from disagg.proto.ids import BlockHash
+from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent
+
+
+class PrefixCache:
+    """The content index over KV blocks. Owner: the block manager, which holds the references."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hashes_of: dict[int, tuple[BlockHash, ...]] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._announced: Counter[BlockHash] = Counter()
+        self._events: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[BlockHash]]] = []
+
+    @property
+    def num_evictable(self) -> int:
+        """Published blocks that nobody holds."""
+        return len(self._evictable)
+
+    def match(self, key_hashes: Seq[BlockHash]) -> list[int]:
+        """The blocks of the longest published prefix. `key_hashes` has one hash per physical block, in order."""
+        blocks: list[int] = []
+        for key_hash in key_hashes:
+            block = self._block_of.get(key_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, hashes: Seq[BlockHash]) -> bool:
+        """Make a full, referenced block findable. `hashes` are those of its 16-token sub-blocks, in order.
+
+        Returns whether it was published: another block with the same content keeps its place.
+        """
+        assert block not in self._hashes_of, f"block {block} is already published"
+        if hashes[-1] in self._block_of:
+            return False
+        self._block_of[hashes[-1]] = block
+        self._hashes_of[block] = tuple(hashes)
+        self._announce(BlocksStored, [block_hash for block_hash in hashes if not self._announced[block_hash]])
+        self._announced.update(hashes)
+        return True
+
+    def is_published(self, block: int) -> bool:
+        """Whether the content of `block` is fixed by a published hash."""
+        return block in self._hashes_of
+
+    def is_evictable(self, block: int) -> bool:
+        """Whether `block` is published and held by nobody."""
+        return block in self._evictable
+
+    def add_evictable(self, block: int) -> None:
+        """The last reference of a published block is gone."""
+        assert block in self._hashes_of
+        assert block not in self._evictable
+        self._evictable[block] = None
+
+    def remove_evictable(self, block: int) -> None:
+        """A published block is referenced again."""
+        del self._evictable[block]
+
+    def evict(self) -> int:
+        """Forget the content of the block that was evictable for longest, and return that block."""
+        block, _ = self._evictable.popitem(last=False)
+        hashes = self._hashes_of.pop(block)
+        del self._block_of[hashes[-1]]
+        self._announced.subtract(hashes)
+        gone = [block_hash for block_hash in hashes if not self._announced[block_hash]]
+        for block_hash in gone:
+            del self._announced[block_hash]
+        self._announce(BlocksRemoved, gone)
+        return block
+
+    def drain_events(self) -> list[KvEvent]:
+        """What changed since the last call, in order; neighbours of one kind are merged."""
+        events: list[KvEvent] = [kind(hashes=tuple(hashes)) for kind, hashes in self._events]
+        self._events.clear()
+        return events
+
+    def snapshot(self) -> BlocksSnapshot:
+        """All announced hashes. Events that are not drained yet may follow it: they change nothing that it says."""
+        return BlocksSnapshot(hashes=tuple(self._announced))
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        problems = []
+        if {hashes[-1]: block for block, hashes in self._hashes_of.items()} != self._block_of:
+            problems.append("prefix cache: hash index and block index differ")
+        if Counter(block_hash for hashes in self._hashes_of.values() for block_hash in hashes) != self._announced:
+            problems.append("prefix cache: announced hashes are not those of the published blocks")
+        problems += [
+            f"block {block} is evictable and has no hash" for block in self._evictable.keys() - self._hashes_of
+        ]
+        return problems
+
+    def _announce(self, kind: type[BlocksStored] | type[BlocksRemoved], hashes: list[BlockHash]) -> None:
+        if not hashes:
+            return
+        if self._events and self._events[-1][0] is kind:
+            self._events[-1][1].extend(hashes)
+        else:
+            self._events.append((kind, hashes))

@@ -1,0 +1,393 @@
+"""Which tokens of which sequences the next step computes. One scheduler for prefill, decode and colocated workers;
+pure.
+
+    plan = scheduler.schedule()              decodes first, then prompt chunks with the rest of the token budget
+    tokens = runner.run(plan)
+    events = scheduler.apply(plan, tokens)   tokens appended, full blocks published, ended sequences dropped
+
+Order is first come, first served within a priority; a preempted sequence goes before those of its priority that never
+ran.
+
+Room. A sequence is admitted with blocks promised for all its known tokens and for some output
+(`decode_reserve_tokens`), and the watermark stays free. A decode that outgrows its promise takes what is available;
+when nothing is, running sequences are preempted: lowest priority first, then fewest output tokens, then newest. So the
+one that got furthest is never the victim of its peers and always finishes. Sequences of the prefill role
+(`hold_after_prefill`), held and reserved ones are never preempted: a peer copies from them or into them. They end by
+themselves, by a command or by their deadline, so waiting for their blocks is no deadlock.
+
+No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, with whatever reserve
+is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+from disagg.engine.block_manager import BlockManager
+from disagg.engine.commands import ChunkComputed, Ended, Event, PrefillComputed, TokenSampled
+from disagg.engine.lazy_heap import LazyHeap, Order
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import EndReason
+
+
+def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
+    """Why the last known token ends the sequence, or None. A stop id counts from `min_tokens` output tokens on."""
+    sampling, num_output_tokens = sequence.spec.sampling, sequence.num_output_tokens
+    may_stop = num_output_tokens > 0 and num_output_tokens >= sampling.min_tokens
+    if may_stop and sequence.token_ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    if num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
+        return "length"
+    return None
+
+
+def queue_order(sequence: Sequence) -> Order:
+    """Who goes first: larger priority, then preempted ones, then the earlier arrival."""
+    return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival)
+
+
+def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, *, first: bool) -> int:
+    """How many of `num_uncomputed` tokens from `start` on to compute within `budget`.
+
+    A chunk that does not finish the prompt ends at a block boundary. Where the budget does not reach one, the step's
+    first chunk takes what there is, so that prefill always advances; later ones get nothing.
+    """
+    if num_uncomputed <= budget:
+        return num_uncomputed
+    aligned = (start + budget) // block_size * block_size - start
+    if aligned > 0:
+        return aligned
+    return budget if first else 0
+
+
+class Scheduler:
+    """All sequences of a worker and their blocks. Owner: the engine core.
+
+    Args:
+        max_num_seqs: sequences in the batch, promised places included. Never more than `token_budget`, so that every
+        decode
+            gets its token in each step and a prefill beside them at least one.
+        max_model_len: prompt plus output of any sequence; at most what all blocks hold.
+        decode_reserve_tokens: output tokens whose blocks are promised at admission.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        max_model_len: int,
+        decode_reserve_tokens: int,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = min(max_num_seqs, token_budget)
+        self.token_budget = token_budget
+        self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
+        self.decode_reserve_tokens = decode_reserve_tokens
+        self.sequences: dict[AttemptKey, Sequence] = {}
+        self.running: dict[AttemptKey, Sequence] = {}
+        self.waiting: LazyHeap[Sequence] = LazyHeap()
+        self.num_reserved = 0
+        """Sequences in state RESERVED."""
+        self.num_preempted = 0
+        """Sequences that wait because they were preempted."""
+
+    # ------------------------------------------------------------ life of a sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence in state WAITING."""
+        self.sequences[sequence.key] = sequence
+        self.waiting.push(queue_order(sequence), sequence)
+
+    def reserve(self, sequence: Sequence) -> str | None:
+        """Promise room to a sequence in state RESERVED and lock its cached prefix. Returns why not, or None."""
+        if self.num_preempted:
+            return "preempted sequences go first"
+        if self._num_places() < 1:
+            return "the batch is full"
+        if not self._place(sequence):
+            return "not enough free KV blocks"
+        self.sequences[sequence.key] = sequence
+        self.num_reserved += 1
+        return None
+
+    def extend_reserved(self, sequence: Sequence, end: int) -> None:
+        """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
+        assert sequence.state is SequenceState.RESERVED
+        self._extend(sequence, end)
+
+    def join(self, sequence: Sequence, token_id: int) -> list[Event]:
+        """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
+        assert sequence.state is SequenceState.RESERVED
+        self.num_reserved -= 1
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
+        self._publish(sequence, start)
+        return [self._append(sequence, token_id), *self._end_if_finished(sequence)]
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a live sequence in any state, and everything it holds."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.discard(sequence)
+            self.num_preempted -= sequence.num_preemptions > 0
+        elif sequence.state is SequenceState.RUNNING:
+            del self.running[sequence.key]
+        elif sequence.state is SequenceState.RESERVED:
+            self.num_reserved -= 1
+        self._let_go(sequence)
+        del self.sequences[sequence.key]
+        sequence.state = SequenceState.ENDED
+
+    def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
+        """Drop a live sequence and say so."""
+        self.drop(sequence)
+        return Ended(sequence.key, sequence.spec.gateway_id, reason, detail, sequence.cached_tokens)
+
+    # ------------------------------------------------------------ plan
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty when nothing can be computed now."""
+        num_preempted = self.num_preempted
+        decodes = self._plan_decodes()
+        may_admit = self.num_preempted == num_preempted
+        prefills = self._plan_prefills(self.token_budget - len(decodes), may_admit)
+        plan = StepPlan(decodes, prefills)
+        self._check_plan(plan)
+        return plan
+
+    def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
+        planned: dict[AttemptKey, ScheduledSequence] = {}
+        victims = self._victims()
+        for sequence in list(self.running.values()):
+            if sequence.num_uncomputed_tokens != 1:
+                continue
+            while sequence.state is SequenceState.RUNNING and not self._can_extend(sequence):
+                victim = next(victims)
+                self._preempt(victim)
+                planned.pop(victim.key, None)
+            if sequence.state is SequenceState.RUNNING:
+                self._extend(sequence, sequence.num_tokens)
+                planned[sequence.key] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
+        return tuple(planned.values())
+
+    def _victims(self) -> Iterator[Sequence]:
+        """Running sequences in the order in which they are preempted; sorted only when the first one is needed."""
+        newest_first = [s for s in reversed(self.running.values()) if not s.hold_after_prefill]
+        yield from sorted(newest_first, key=lambda s: (s.spec.priority, s.num_output_tokens, -s.arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
+        self._let_go(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.state = SequenceState.WAITING
+        self.num_preempted += 1
+        self.waiting.push(queue_order(sequence), sequence)
+
+    def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
+        started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=queue_order))
+        planned: list[ScheduledSequence] = []
+        while budget > 0:
+            head = self.waiting.peek() if may_admit else None
+            if head is not None and (not started or head[0] < queue_order(started[0])):
+                sequence = head[1]
+                may_admit = self._admit(sequence)
+                if not may_admit:
+                    continue
+            elif started:
+                sequence = started.popleft()
+            else:
+                break
+            entry = self._plan_chunk(sequence, budget, first=not planned)
+            if entry is None:
+                break
+            planned.append(entry)
+            budget -= entry.num_tokens
+        return tuple(planned)
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
+        start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
+        if num_tokens == 0:
+            return None
+        self._extend(sequence, start + num_tokens)
+        return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """Our own invariants: nobody computes into a block that somebody else can read."""
+        entries, block_size = plan.entries, self.blocks.block_size
+        assert plan.num_tokens <= self.token_budget, "the plan is over its token budget"
+        assert len({entry.sequence.key for entry in entries}) == len(entries), "a sequence is planned twice"
+        for entry in entries:
+            key, table, end = entry.sequence.key, entry.sequence.block_table, entry.start + entry.num_tokens
+            assert entry.sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
+            assert entry.start == entry.sequence.num_computed_tokens, f"{key} would leave a gap"
+            assert entry.samples == (end == entry.sequence.num_tokens), f"{key} samples at the wrong token"
+            assert len(table) * block_size >= end, f"the block table of {key} does not cover its chunk"
+            written = table[entry.start // block_size : self.blocks.blocks_for(end)]
+            assert all(self.blocks.is_writable(block) for block in written), f"{key} would write a shared block"
+
+    # ------------------------------------------------------------ apply
+
+    def apply(self, plan: StepPlan, token_ids: Seq[int]) -> list[Event]:
+        """Take in the result of a step: one token per sampling entry. For each sequence its token comes first."""
+        events: list[Event] = []
+        tokens = iter(token_ids)
+        for entry in plan.entries:
+            sequence = entry.sequence
+            sequence.num_computed_tokens = entry.start + entry.num_tokens
+            self._publish(sequence, entry.start)
+            if entry.samples:
+                events.append(self._append(sequence, next(tokens)))
+                events += self._end_if_finished(sequence)
+            if sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
+                events += self._report_prefill(sequence, computed=entry.samples)
+        return events
+
+    def _append(self, sequence: Sequence, token_id: int) -> TokenSampled:
+        index = sequence.num_output_tokens
+        sequence.token_ids.append(token_id)
+        return TokenSampled(sequence.key, sequence.spec.gateway_id, index, token_id)
+
+    def _end_if_finished(self, sequence: Sequence) -> list[Event]:
+        reason = finish_reason(sequence, self.max_model_len)
+        return [] if reason is None else [self.end(sequence, reason)]
+
+    def _report_prefill(self, sequence: Sequence, *, computed: bool) -> list[Event]:
+        events: list[Event] = [ChunkComputed(sequence.key, sequence.num_computed_tokens)]
+        if computed:
+            del self.running[sequence.key]
+            sequence.state = SequenceState.HELD
+            token_id = sequence.token_ids[-1]
+            events.append(PrefillComputed(sequence.key, sequence.spec.gateway_id, token_id, sequence.cached_tokens))
+        return events
+
+    def _publish(self, sequence: Sequence, start: int) -> None:
+        """Make the blocks findable that tokens [start, num_computed_tokens) have filled."""
+        if not sequence.spec.root_hash:
+            return
+        hashes, block_size = sequence.block_hashes, self.blocks.block_size
+        while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
+            first = len(hashes) * HASH_BLOCK_TOKENS
+            parent = hashes[-1] if hashes else sequence.spec.root_hash
+            hashes.append(child_hash(parent, sequence.token_ids[first : first + HASH_BLOCK_TOKENS]))
+        hashes_per_block = block_size // HASH_BLOCK_TOKENS
+        for index in range(start // block_size, sequence.num_computed_tokens // block_size):
+            block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
+            self.blocks.publish(sequence.block_table[index], block_hashes)
+
+    # ------------------------------------------------------------ room
+
+    def _num_places(self) -> int:
+        return self.max_num_seqs - len(self.running) - self.num_reserved
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a WAITING sequence into the batch if there is room."""
+        if self._num_places() < 1 or not self._place(sequence):
+            return False
+        self.waiting.discard(sequence)
+        self.num_preempted -= sequence.num_preemptions > 0
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        return True
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits."""
+        blocks = self.blocks
+        cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
+        matched = blocks.match_prefix(sequence.block_hashes, cap)
+        room = blocks.available_after_lock(matched)
+        num_needed = blocks.blocks_for(sequence.num_tokens) - len(matched)
+        num_wanted = blocks.blocks_for(self._num_tokens_to_reserve(sequence)) - len(matched)
+        if num_wanted > room - blocks.num_watermark_blocks:
+            if num_needed > room or len(self.sequences) > len(self.waiting):
+                return False
+            num_wanted = min(num_wanted, room)
+        blocks.lock(matched)
+        blocks.reserve(num_wanted)
+        sequence.block_table = matched
+        sequence.reserved_blocks = num_wanted
+        sequence.num_computed_tokens = len(matched) * blocks.block_size
+        if sequence.num_preemptions == 0:
+            sequence.cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _num_tokens_to_reserve(self, sequence: Sequence) -> int:
+        """Known tokens and output to come whose KV is written here; that of the very last token never is."""
+        if sequence.hold_after_prefill:
+            return sequence.num_tokens
+        num_remaining = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
+        num_tokens = sequence.num_tokens + min(num_remaining - 1, self.decode_reserve_tokens)
+        return min(num_tokens, max(self.max_model_len - 1, sequence.num_tokens))
+
+    def _can_extend(self, sequence: Sequence) -> bool:
+        """Whether the next token of a decoding sequence has a block, or can get one."""
+        if len(sequence.block_table) * self.blocks.block_size >= sequence.num_tokens:
+            return True
+        return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate the blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is
+        available."""
+        num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
+        if num_missing <= 0:
+            return
+        num_promised = min(num_missing, sequence.reserved_blocks)
+        sequence.reserved_blocks -= num_promised
+        sequence.block_table += self.blocks.allocate(num_promised, reserved=True)
+        sequence.block_table += self.blocks.allocate(num_missing - num_promised, reserved=False)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.block_table)
+        self.blocks.unreserve(sequence.reserved_blocks)
+        sequence.block_table = []
+        sequence.reserved_blocks = 0
+
+    # ------------------------------------------------------------ audit
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound. Costs O(blocks + sequences): for idle moments and tests."""
+        sequences = self.sequences.values()
+        problems = self.blocks.check_integrity(
+            [s.block_table for s in sequences], sum(s.reserved_blocks for s in sequences)
+        )
+        by_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
+        counted = {
+            SequenceState.WAITING: len(self.waiting),
+            SequenceState.RUNNING: len(self.running),
+            SequenceState.RESERVED: self.num_reserved,
+            SequenceState.ENDED: 0,
+        }
+        problems += [
+            f"{len(by_state[state])} sequences are {state.value}, {number} are counted"
+            for state, number in counted.items()
+            if len(by_state[state]) != number
+        ]
+        if sum(s.num_preemptions > 0 for s in by_state[SequenceState.WAITING]) != self.num_preempted:
+            problems.append(f"{self.num_preempted} preempted sequences are counted and other ones wait")
+        if self._num_places() < 0:
+            problems.append(f"{-self._num_places()} sequences more than the batch has places")
+        for sequence in sequences:
+            problems += self._check_sequence(sequence)
+        return problems
+
+    def _check_sequence(self, sequence: Sequence) -> list[str]:
+        key, table, state = sequence.key, sequence.block_table, sequence.state
+        problems = []
+        if len(set(table)) != len(table):
+            problems.append(f"{key} lists a block twice")
+        if len(table) * self.blocks.block_size < sequence.num_computed_tokens:
+            problems.append(f"the block table of {key} does not cover its computed tokens")
+        if state is SequenceState.WAITING and (table or sequence.reserved_blocks):
+            problems.append(f"{key} waits and holds blocks")
+        if state is SequenceState.HELD and sequence.reserved_blocks:
+            problems.append(f"{key} is computed and still has blocks promised")
+        return problems

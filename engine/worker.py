@@ -1,0 +1,270 @@
+"""ONE shell of a worker process, given one role or both.
+
+    start()   build the model runner, bind the control server, start engine thread and roles, return `WorkerInfo`
+    ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
+    stop()    roles give up their attempts, the server closes, both threads end
+
+Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and outbox. They meet in
+`EngineThread.post` (commands down) and `Worker._on_batch` (events up).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from disagg.engine.commands import Command, Event, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core import EngineCore
+from disagg.engine.engine_thread import Batch, EngineThread
+from disagg.engine.outbox import Outbox
+from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.role import Role, RoleContext
+from disagg.engine.service import WorkerService
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import AuditReport, BlocksSnapshot, Cancel, Dispatch, GatewayToWorker, Load, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+class RoleFactory(Protocol):
+    """Makes a role for a worker."""
+
+    def __call__(self, context: RoleContext) -> Role:
+        """The role, not started."""
+        ...
+
+
+def make_runner(config: WorkerConfig) -> ModelRunner:
+    """The model runner that the configuration asks for; `fake` needs neither weights nor torch."""
+    if config.model_path == "fake":
+        from disagg.engine.fake import FakeModelRunner
+
+        return FakeModelRunner(
+            num_blocks=config.num_blocks or 1024,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len or 4096,
+        )
+    from disagg.engine.model_runner import TorchModelRunner
+
+    runner = TorchModelRunner(config)
+    runner.warm_up()
+    return runner
+
+
+class Worker:
+    """A worker process's one object. Owner of the asyncio side; see the module docstring."""
+
+    def __init__(self, config: WorkerConfig, role_factories: Sequence[RoleFactory]) -> None:
+        self.config = config
+        self.outbox = Outbox()
+        self.incarnation = Incarnation(uuid.uuid4().hex[:16])
+        self._role_factories = role_factories
+        self._roles: list[Role] = []
+        self._info: WorkerInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_event: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
+        self.crashed = threading.Event()
+        """Set when the engine thread died: the process should exit and be restarted."""
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> WorkerInfo:
+        """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
+        self._runner = make_runner(self.config)
+        core = EngineCore(self._runner, config=self.config)
+        self._engine = EngineThread(core, self._deliver, self._on_engine_crash)
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        return self.info
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
+        loop, stop_event = self._loop, self._stop_event
+        if loop is not None and stop_event is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(stop_event.set)
+            self._thread.join(grace_s + 5.0)
+        if not self._engine.stop(timeout_s=grace_s + 5.0):
+            logger.error("%s: the engine thread did not end in time", self.config.worker_id)
+
+    def _run_loop(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            if self._ready.is_set():
+                logger.exception("%s: the asyncio thread died", self.config.worker_id)
+                self.crashed.set()
+            self._start_error = error
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_event = asyncio.Event()
+        self._roles = [factory(self) for factory in self._role_factories]
+        self._service = WorkerService(self)
+        port = await self._service.bind(
+            self.config.host, self.config.port, [h for r in self._roles for h in r.handlers()]
+        )
+        self._info = self._make_info(f"{self.config.host}:{port}")
+        self._engine.start()
+        for role in self._roles:
+            await role.start()
+        ticker = asyncio.create_task(self._tick_forever(), name="tick")
+        logger.info("%s listens on %s", self.config.worker_id, self._info.address)
+        self._ready.set()
+        try:
+            await self._stop_event.wait()
+        finally:
+            ticker.cancel()
+            for role in self._roles:
+                await role.stop()
+            await self._service.close()
+
+    def _make_info(self, address: str) -> WorkerInfo:
+        runner, config = self._runner, self.config
+        return WorkerInfo(
+            worker_id=WorkerId(config.worker_id),
+            incarnation=self.incarnation,
+            roles=config.roles,
+            address=address,
+            pid=os.getpid(),
+            fingerprint=runner.fingerprint,
+            kv_layout=runner.layout,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_model_len=runner.max_model_len,
+        )
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s)
+            for role in self._roles:
+                role.tick(self.now())
+            self.flush()
+
+    # ------------------------------------------------------------ what roles use
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the worker registers."""
+        if self._info is None:
+            raise RuntimeError("the worker has not started")
+        return self._info
+
+    def post(self, command: Command) -> None:
+        """Queue a command for the engine."""
+        self._engine.post(command)
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A staging buffer of the runner's kind."""
+        return self._runner.new_staging(nbytes)
+
+    def now(self) -> float:
+        """The monotonic clock."""
+        return time.monotonic()
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone: nobody is left to tell."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        try:
+            loop.call_soon_threadsafe(self._call_and_flush, callback, args)
+        except RuntimeError:
+            logger.debug("dropped a callback while stopping")
+
+    def flush(self) -> None:
+        """Send what the outbox holds, one message per gateway."""
+        for gateway_id, update in self.outbox.flush().items():
+            self._service.send(gateway_id, update)
+
+    def _call_and_flush(self, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
+        callback(*args)
+        self.flush()
+
+    # ------------------------------------------------------------ engine side
+
+    def _deliver(self, batch: Batch) -> None:
+        self.call_soon(self._on_batch, batch)
+
+    def _on_engine_crash(self, error: BaseException) -> None:
+        self.crashed.set()
+        loop, stop_event = self._loop, self._stop_event
+        if loop is not None and stop_event is not None:
+            loop.call_soon_threadsafe(stop_event.set)
+
+    def _on_batch(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, TokenSampled):
+                self.outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+            else:
+                self._route(event)
+        self._service.publish(batch.load, batch.kv_events)
+
+    def _route(self, event: Event) -> None:
+        for role in self._roles:
+            if role.owns(event.key):
+                role.on_event(event)
+                return
+
+    # ------------------------------------------------------------ gateway side, called by the service
+
+    def on_message(self, message: GatewayToWorker) -> None:
+        """A dispatch or a cancel from a gateway."""
+        match message:
+            case Cancel():
+                for role in self._roles:
+                    role.cancel(AttemptKey(message.request_id, message.attempt))
+            case Dispatch():
+                self._dispatch(message)
+        self.flush()
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        for role in self._roles:
+            if role.takes(dispatch):
+                role.dispatch(dispatch)
+                return
+        spec = dispatch.spec
+        detail = f"{self.config.worker_id} with roles {', '.join(self.config.roles)} cannot run this dispatch"
+        self.outbox.end(spec.gateway_id, spec.key, "refused", detail)
+
+    def on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        """A gateway's session broke: it will place its requests anew, so ours are orphans."""
+        for role in self._roles:
+            for key in role.keys_of_gateway(gateway_id):
+                role.cancel(key)
+
+    async def prefix_snapshot(self) -> tuple[BlocksSnapshot, Load]:
+        """All cached prefix blocks and the load, taken between two steps."""
+        return await asyncio.wrap_future(self._engine.call(lambda core: (core.prefix_snapshot(), core.load())))
+
+    async def audit(self) -> AuditReport:
+        """Everything that this worker holds."""
+        counts, problems = await asyncio.wrap_future(self._engine.call(lambda core: core.audit()))
+        holdings: dict[str, int] = {}
+        for role in self._roles:
+            for name, count in role.holdings().items():
+                holdings[name] = holdings.get(name, 0) + count
+        sent, received = holdings.pop("kv_bytes_sent", 0), holdings.pop("kv_bytes_received", 0)
+        return AuditReport(
+            worker_id=self.info.worker_id,
+            incarnation=self.incarnation,
+            counts={**counts, **holdings},
+            problems=tuple(problems),
+            kv_bytes_sent=sent,
+            kv_bytes_received=received,
+        )

@@ -1,0 +1,220 @@
+"""The shell around one `Sender`: the pair of this prefill worker with one life of a decode worker.
+
+    connecting   control stream, hello, then the byte transport; attempts wait
+    open         the sender decides, this file carries its effects out
+    closed       every attempt was reported; the role makes a new link when it is asked to
+
+Owner: the asyncio thread. The engine answers through `on_*`, the transport through `RoleContext.call_soon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from disagg.engine.commands import Add, Gather, Release
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.effects import (
+    CANCELLED,
+    ClosePair,
+    GatherChunk,
+    ReleaseSequence,
+    Send,
+    SendBytes,
+    SenderEffect,
+    SendOver,
+    StartPrefill,
+)
+from disagg.engine.kv_transfer.sender import Sender
+from disagg.engine.kv_transfer.transport import PairTransport, make_connector
+from disagg.engine.plan import Buffer
+from disagg.engine.role import RoleContext
+from disagg.prefill_worker.service import PairError, PairStream
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import PairWelcome, PeerRef, SequenceSpec
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 20.0
+
+
+class DecodeLink:
+    """One pair, from the prefill side.
+
+    Args:
+        on_over: told once per offered attempt.
+        on_closed: told once, when the link cannot be used any more.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        peer: PeerRef,
+        on_over: Callable[[SendOver], None],
+        on_closed: Callable[[DecodeLink], None],
+    ) -> None:
+        self.peer = peer
+        self._context = context
+        self._on_over = on_over
+        self._on_closed = on_closed
+        self._waiting: dict[AttemptKey, SequenceSpec] = {}
+        self._gathers: dict[tuple[AttemptKey, int], GatherChunk] = {}
+        """Copies that the engine still owes."""
+        self._stream = PairStream(peer)
+        self._sender: Sender | None = None
+        self._transport: PairTransport | None = None
+        self._buffers: dict[int, Buffer] = {}
+        self._slot_bytes = 0
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Form the pair in the background."""
+        self._task = asyncio.create_task(self._run(), name=f"pair-{self.peer.worker_id}")
+
+    async def close(self) -> None:
+        """Give all attempts up and end the pair; returns when its task is over."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        reason = "the link was closed"
+        try:
+            welcome = await self._stream.open(self._context.info, CONNECT_TIMEOUT_S)
+            await self._open(welcome)
+            async for message in self._stream.messages():
+                assert self._sender is not None
+                self._carry_out(self._sender.on_message(message, self._context.now()))
+                self._context.flush()
+            reason = f"{self.peer.worker_id} ended the control stream"
+        except (PairError, OSError, RuntimeError) as error:
+            reason = f"pair with {self.peer.worker_id}: {error}"
+            logger.warning("%s", reason)
+        finally:
+            await self._shut_down(reason)
+
+    async def _open(self, welcome: PairWelcome) -> None:
+        config, layout = self._context.config, self._context.info.kv_layout
+        connect = make_connector(welcome.transport, config.host)
+        self._transport = await asyncio.to_thread(connect, welcome.pair_name, welcome.store_address)
+        self._slot_bytes = min(config.chunk_bytes, welcome.max_chunk_bytes)
+        self._sender = Sender(
+            self._context.now(),
+            bytes_per_token=layout.bytes_per_token,
+            max_chunk_bytes=self._slot_bytes,
+            credits=welcome.credits,
+            num_slots=config.num_staging_slots,
+            lease_timeout_s=config.lease_timeout_s,
+            heartbeat_s=config.heartbeat_s,
+        )
+        logger.info("paired with %s over %s", self.peer.worker_id, welcome.transport)
+        waiting, self._waiting = self._waiting, {}
+        for spec in waiting.values():
+            self._carry_out(self._sender.offer(spec, self._context.now()))
+        self._context.flush()
+
+    async def _shut_down(self, reason: str) -> None:
+        self._on_closed(self)
+        waiting, self._waiting = self._waiting, {}
+        for key in waiting:
+            self._on_over(SendOver(key, "refused", reason))
+        if self._sender is not None:
+            self._carry_out(self._sender.close(self._context.now(), reason))
+        self._context.flush()
+        await self._stream.close()
+        if self._transport is not None:
+            await asyncio.to_thread(self._transport.close)
+
+    # ------------------------------------------------------------ inputs
+
+    def offer(self, spec: SequenceSpec) -> None:
+        """Offer an attempt to the decode worker, now or when the pair is formed."""
+        if self._sender is None:
+            self._waiting[spec.key] = spec
+        else:
+            self._carry_out(self._sender.offer(spec, self._context.now()))
+
+    def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> None:
+        """Give an attempt up; unknown ones are ignored."""
+        if self._waiting.pop(key, None) is not None:
+            self._on_over(SendOver(key, "cancelled", reason))
+        elif self._sender is not None:
+            self._carry_out(self._sender.cancel(key, reason))
+
+    def on_chunk_computed(self, key: AttemptKey, num_computed: int) -> None:
+        """The engine computed the KV of tokens [0, num_computed)."""
+        if self._sender is not None:
+            self._carry_out(self._sender.on_chunk_computed(key, num_computed))
+
+    def on_prefill_computed(self, key: AttemptKey, token_id: int) -> None:
+        """The engine computed the prompt and sampled its first token."""
+        if self._sender is not None:
+            self._carry_out(self._sender.on_prefill_computed(key, token_id))
+
+    def on_gathered(self, key: AttemptKey, seq: int, ok: bool) -> None:
+        """The engine filled a staging slot."""
+        assert self._sender is not None
+        gather = self._gathers.pop((key, seq))
+        digest = checksum(self._buffers[gather.slot][: gather.nbytes]) if ok else 0
+        self._carry_out(self._sender.on_gathered(key, seq, ok, gather.nbytes, digest))
+
+    def tick(self, now: float) -> None:
+        """Called every heartbeat."""
+        if self._sender is not None:
+            self._carry_out(self._sender.tick(now))
+
+    def is_gathering(self, key: AttemptKey) -> bool:
+        """Whether the engine still owes `on_gathered` for this attempt."""
+        return any(gathering == key for gathering, _ in self._gathers)
+
+    def holdings(self) -> dict[str, int]:
+        """Counts of what the pair holds; zero when idle."""
+        held = {} if self._sender is None else self._sender.holdings()
+        return {**held, "waiting_for_pair": len(self._waiting)}
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effects: list[SenderEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self._stream.send(message)  # type: ignore[arg-type]  # A sender says what senders say.
+                case StartPrefill(spec):
+                    self._context.post(Add(spec, hold_after_prefill=True))
+                case GatherChunk():
+                    self._gather(effect)
+                case SendBytes():
+                    self._send_bytes(effect)
+                case ReleaseSequence(key):
+                    self._context.post(Release(key))
+                case SendOver():
+                    self._on_over(effect)
+                case ClosePair(reason):
+                    logger.warning("closing the pair with %s: %s", self.peer.worker_id, reason)
+                    self._stream.abandon()
+
+    def _gather(self, effect: GatherChunk) -> None:
+        self._gathers[effect.key, effect.seq] = effect
+        buffer = self._buffer(effect.slot)[: effect.nbytes]
+        self._context.post(Gather(effect.key, effect.seq, effect.start, effect.end, buffer))
+
+    def _send_bytes(self, effect: SendBytes) -> None:
+        assert self._transport is not None
+
+        def done(ok: bool, error: str) -> None:
+            self._context.call_soon(self._on_sent, effect.key, effect.seq, ok)
+
+        self._transport.send(self._buffer(effect.slot), effect.nbytes, done)
+
+    def _on_sent(self, key: AttemptKey, seq: int, ok: bool) -> None:
+        assert self._sender is not None
+        self._carry_out(self._sender.on_sent(key, seq, ok))
+
+    def _buffer(self, slot: int) -> Buffer:
+        """The memory of a slot, allocated at its first use."""
+        if slot not in self._buffers:
+            self._buffers[slot] = self._context.new_staging(self._slot_bytes)
+        return self._buffers[slot]

@@ -1,0 +1,132 @@
+"""The prefill role: takes dispatches that name a decode worker, computes their prompts, hands their KV over.
+
+    dispatch -> link to D (made on demand, or ahead of time when a decode worker joins) -> Offer -> Reserved -> engine Add
+             -> KV chunks as they are computed -> token 0 to the gateway, Commit to D -> CommitAck -> engine Release
+
+The protocol is the pure `Sender` of each link; this file knows which link an attempt belongs to.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from disagg.engine.commands import ChunkComputed, Ended, Event, Gathered, PrefillComputed
+from disagg.engine.kv_transfer.effects import SendOver
+from disagg.engine.role import RoleContext
+from disagg.prefill_worker.link import DecodeLink
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import Dispatch, PeerRef, RoleName
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillRole:
+    """Owner of the links to decode workers. Asyncio thread only."""
+
+    name: RoleName = "prefill"
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._links: dict[PeerRef, DecodeLink] = {}
+        self._link_of: dict[AttemptKey, DecodeLink] = {}
+        self._gateway_of: dict[AttemptKey, GatewayId] = {}
+        self._kv_bytes_sent = 0
+
+    async def start(self) -> None:
+        """Nothing to do: links are made when decode workers are named."""
+
+    async def stop(self) -> None:
+        """Close all links."""
+        for link in list(self._links.values()):
+            await link.close()
+
+    def handlers(self) -> list[object]:
+        """The prefill role serves nobody but gateways."""
+        return []
+
+    def connect(self, peer: PeerRef) -> DecodeLink:
+        """The link to a decode worker; begins to form it if there is none."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = DecodeLink(self._context, peer, self._attempt_over, self._link_closed)
+            link.start()
+        return link
+
+    def takes(self, dispatch: Dispatch) -> bool:
+        """Dispatches with a decode worker."""
+        return dispatch.decode_peer is not None
+
+    def dispatch(self, dispatch: Dispatch) -> None:
+        """Offer the attempt to its decode worker."""
+        assert dispatch.decode_peer is not None
+        spec = dispatch.spec
+        if spec.key in self._link_of:
+            logger.warning("dropped a second dispatch of %s", spec.key)
+            return
+        link = self.connect(dispatch.decode_peer)
+        self._link_of[spec.key] = link
+        self._gateway_of[spec.key] = spec.gateway_id
+        link.offer(spec)
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one session."""
+        if (link := self._link_of.get(key)) is not None:
+            link.cancel(key, "cancelled")
+
+    def owns(self, key: AttemptKey) -> bool:
+        """Whether a link holds the attempt, if only for a buffer that is still being filled."""
+        return key in self._link_of
+
+    def on_event(self, event: Event) -> None:
+        """Tell the link, and the gateway where it must know."""
+        link = self._link_of[event.key]
+        match event:
+            case ChunkComputed():
+                link.on_chunk_computed(event.key, event.num_computed)
+            case PrefillComputed():
+                self._context.outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens)
+                link.on_prefill_computed(event.key, event.token_id)
+            case Ended():
+                self._context.outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
+                link.cancel(event.key, f"ended on the prefill worker: {event.reason}")
+            case Gathered():
+                link.on_gathered(event.key, event.seq, event.ok)
+                self._forget_if_done(event.key)
+            case _:
+                raise AssertionError(f"a prefill worker got {event}")
+
+    def tick(self, now: float) -> None:
+        """Heartbeats, leases and deadlines of all pairs."""
+        for link in list(self._links.values()):
+            link.tick(now)
+
+    def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
+        """Live attempts of one gateway."""
+        return [key for key, owner in self._gateway_of.items() if owner == gateway_id]
+
+    def holdings(self) -> dict[str, int]:
+        """Attempts and what the pairs hold for them."""
+        total = {"prefill_attempts": len(self._gateway_of), "kv_bytes_sent": self._kv_bytes_sent}
+        for link in self._links.values():
+            for name, count in link.holdings().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def _attempt_over(self, over: SendOver) -> None:
+        gateway_id = self._gateway_of.pop(over.key)
+        match over.outcome:
+            case "handed_over":
+                self._kv_bytes_sent += over.kv_bytes
+            case "refused" | "failed":
+                self._context.outbox.end(gateway_id, over.key, over.outcome, over.reason)
+            case "cancelled":
+                """Whoever cancelled knows: the gateway, or the engine, whose own end was sent on."""
+        self._forget_if_done(over.key)
+
+    def _forget_if_done(self, key: AttemptKey) -> None:
+        if key not in self._gateway_of and not self._link_of[key].is_gathering(key):
+            del self._link_of[key]
+
+    def _link_closed(self, link: DecodeLink) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]

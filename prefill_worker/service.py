@@ -1,0 +1,104 @@
+"""The prefill worker's end of a pair's control stream: it dials the decode worker and exchanges hand-over messages with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from disagg.engine.mailbox import Mailbox
+from disagg.proto.messages import (
+    PairHello,
+    PairRefused,
+    PairWelcome,
+    PeerRef,
+    ReceiverToSender,
+    SenderToReceiver,
+    WorkerInfo,
+    decoder,
+    encode,
+)
+from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
+
+MAX_UNSENT_MESSAGES = 4096
+"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given up."""
+
+
+class PairError(Exception):
+    """The pair cannot be formed, or its control stream broke."""
+
+
+class PairStream:
+    """One life of a control stream to a decode worker. Owner: the asyncio thread."""
+
+    def __init__(self, peer: PeerRef) -> None:
+        self._peer = peer
+        self._outgoing: Mailbox[SenderToReceiver] = Mailbox(MAX_UNSENT_MESSAGES)
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._decoder = decoder(ReceiverToSender)
+
+    async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
+        """Dial and shake hands.
+
+        Raises:
+            PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
+        """
+        self._channel = grpc.aio.insecure_channel(self._peer.address, options=CHANNEL_OPTIONS)
+        self._call = self._channel.stream_stream(TRANSFER)(self._frames())
+        self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
+        try:
+            async with asyncio.timeout(timeout_s):
+                frame = await self._call.read()
+        except (TimeoutError, grpc.RpcError) as error:
+            raise PairError(
+                f"no answer from {self._peer.worker_id} at {self._peer.address}: {_reason(error)}"
+            ) from error
+        if frame is grpc.aio.EOF:
+            raise PairError(f"{self._peer.worker_id} closed the stream")
+        match self._decoder.decode(frame):
+            case PairWelcome() as welcome:
+                return welcome
+            case PairRefused(reason=reason):
+                raise PairError(f"{self._peer.worker_id} refused the pair: {reason}")
+            case other:
+                raise PairError(f"{self._peer.worker_id} began with {type(other).__name__} instead of a welcome")
+
+    def send(self, message: SenderToReceiver) -> None:
+        """Queue a message. A peer that reads no longer loses the stream, which `messages` then reports."""
+        self._outgoing.put(message)
+        if self._outgoing.closed:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Break the stream off; `messages` ends."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def messages(self) -> AsyncIterator[ReceiverToSender]:
+        """What the peer says, until the stream ends; raises `PairError` when it breaks."""
+        try:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:
+                yield self._decoder.decode(frame)
+        except grpc.RpcError as error:
+            raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
+
+    async def close(self) -> None:
+        """End the stream and the channel. Idempotent."""
+        self._outgoing.close()
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        async for message in self._outgoing:
+            yield encode(message)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,73 @@
+"""Where our own processes meet: gRPC names of the internal services, and the channel options both ends use.
+
+The services have no protobuf: handlers are generic and the frames are `messages.encode` bytes.
+
+    SESSION   stream-stream  `Dispatch | Cancel` down, `SessionHello | StepUpdate` up; the hello is the first frame
+    WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
+    AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
+    TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up; P calls D
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from disagg.proto.messages import MAX_FRAME_BYTES
+
+WORKER_SERVICE: Final = "disagg.internal.Worker"
+TRANSFER_SERVICE: Final = "disagg.internal.Transfer"
+
+SESSION: Final = f"/{WORKER_SERVICE}/Session"
+WATCH: Final = f"/{WORKER_SERVICE}/Watch"
+AUDIT: Final = f"/{WORKER_SERVICE}/Audit"
+TRANSFER: Final = f"/{TRANSFER_SERVICE}/Pair"
+
+GATEWAY_ID_METADATA: Final = "gateway-id"
+"""Metadata key of a session: which gateway opened it."""
+
+_FRAME_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+)
+
+CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_FRAME_OPTIONS,
+    # Processes of one machine must not go through an http_proxy of the environment.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Channels to one address share a TCP connection by default; a second life at that address must get a new one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # How long gRPC itself waits between connection attempts. Callers add their own pause on top.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # In spite of its name: how long one connection attempt may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+"""For the calling side."""
+
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_FRAME_OPTIONS,
+    # Without this a second process could silently share the port.
+    ("grpc.so_reuseport", 0),
+    # Accept the keepalive pings of idle callers as often as `CHANNEL_OPTIONS` sends them.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+"""For the listening side."""
+
+
+def service_and_method(path: str) -> tuple[str, str]:
+    """Split `/package.Service/Method` for `grpc.method_handlers_generic_handler`.
+
+    Raises:
+        ValueError: if `path` is not of that form.
+    """
+    empty, separator, rest = path.partition("/")
+    service, slash, method = rest.partition("/")
+    if empty or not (separator and service and slash and method):
+        raise ValueError(f"not a gRPC method path: {path!r}")
+    return service, method

@@ -1,0 +1,105 @@
+"""What the gateway asks of the router: submit a request, read its tokens in order, cancel it. Plain data and one protocol, so
+that each side can be tested with a stand-in for the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from disagg.proto.ids import BlockHash, RequestId, WorkerId
+from disagg.proto.messages import Load, Sampling, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRequest:
+    """A validated, tokenized request."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
+    root_hash: BlockHash
+    sampling: Sampling
+    deadline: float | None = None
+    """On the gateway's monotonic clock."""
+    priority: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTrace:
+    """Where a request ran and what moved; filled while it runs, kept in a ring afterwards."""
+
+    request_id: RequestId
+    prefill_worker: WorkerId | None = None
+    decode_worker: WorkerId | None = None
+    transport: str = ""
+    kv_bytes: int = 0
+    prefill_cached_tokens: int = 0
+    decode_cached_tokens: int = 0
+    attempts: int = 0
+    arrival: float = 0.0
+    """On the gateway's monotonic clock."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How an answer ended."""
+
+    reason: Literal["stop", "length"]
+    num_output_tokens: int
+    cached_tokens: int
+    """Prompt tokens that nobody computed."""
+
+
+class RequestHandle(Protocol):
+    """One running request, read by one consumer."""
+
+    request_id: RequestId
+    completion: Completion | None
+    """Set when the iteration has ended normally."""
+
+    def __aiter__(self) -> AsyncIterator[list[int]]:
+        """New output token ids in index order, several at once where the consumer was slow. Ends after the last token; raises a
+        `DisaggError` when the request failed, was refused, or ran out of time."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the request up, in any phase; idempotent. The iteration ends with `RequestCancelledError`. Must be called whenever
+        the consumer stops reading before the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as the router sees it."""
+
+    info: WorkerInfo
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The cluster as the router sees it."""
+
+    workers: tuple[WorkerView, ...]
+    num_queued: int
+    num_running: int
+
+
+class Router(Protocol):
+    """The shell around the router core."""
+
+    def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
+        """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at once where
+        it can see that the request cannot be served; then nothing is held."""
+        ...
+
+    def view(self) -> ClusterView:
+        """The cluster now."""
+        ...
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        """A running or recent request."""
+        ...

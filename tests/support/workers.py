@@ -1,0 +1,203 @@
+"""Real workers inside the test's process (own threads, real gRPC, real transports) and a stand-in for the gateway that talks to them.
+
+The stand-in chooses the pair itself, so a test decides which cache is warm on which side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from disagg.decode_worker.role import DecodeRole
+from disagg.engine.config import WorkerConfig
+from disagg.engine.worker import RoleFactory, Worker
+from disagg.prefill_worker.role import PrefillRole
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.ids import AttemptKey, GatewayId, RequestId
+from disagg.proto.messages import (
+    AuditReport,
+    AuditRequest,
+    Cancel,
+    Dispatch,
+    End,
+    GatewayToWorker,
+    HandedOver,
+    PeerRef,
+    PrefillDone,
+    Sampling,
+    SequenceSpec,
+    SessionHello,
+    StepUpdate,
+    WorkerInfo,
+    WorkerToGateway,
+    decoder,
+    encode,
+)
+from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION
+
+GATEWAY = GatewayId("test-gateway")
+_FACTORIES: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
+
+
+def start_worker(config: WorkerConfig) -> Worker:
+    """A started worker with the roles of its configuration."""
+    worker = Worker(config, [_FACTORIES[role] for role in config.roles])
+    worker.start()
+    return worker
+
+
+@dataclass
+class Answer:
+    """What the workers said about one attempt."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    prefilled: list[PrefillDone] = field(default_factory=list)
+    handed_over: list[HandedOver] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    first_token: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Output tokens; their indices must be complete."""
+        assert sorted(self.tokens) == list(range(len(self.tokens))), sorted(self.tokens)
+        return [self.tokens[index] for index in range(len(self.tokens))]
+
+    @property
+    def reason(self) -> str:
+        return self.ends[0].reason
+
+
+class GatewayStub:
+    """Sessions to workers, by worker id. Use within `open_gateway`."""
+
+    def __init__(self) -> None:
+        self.answers: dict[AttemptKey, Answer] = {}
+        self.infos: dict[str, WorkerInfo] = {}
+        self._queues: dict[str, asyncio.Queue[GatewayToWorker]] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        self._ids = itertools.count()
+
+    async def connect(self, info: WorkerInfo) -> None:
+        queue: asyncio.Queue[GatewayToWorker] = asyncio.Queue()
+        channel = grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS)
+
+        async def frames() -> AsyncIterator[bytes]:
+            while True:
+                yield encode(await queue.get())
+
+        call = channel.stream_stream(SESSION)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
+        hello = decoder(WorkerToGateway).decode(await call.read())
+        assert hello == SessionHello(info=info)
+        self.infos[info.worker_id] = info
+        self._queues[info.worker_id] = queue
+        self._channels[info.worker_id] = channel
+        self._readers.append(asyncio.create_task(self._read(call)))
+
+    async def close(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        decode = decoder(WorkerToGateway).decode
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            update = decode(frame)
+            assert isinstance(update, StepUpdate)
+            self._apply(update)
+
+    def _apply(self, update: StepUpdate) -> None:
+        for out in update.tokens:
+            answer = self.answers[AttemptKey(out.request_id, out.attempt)]
+            for offset, token in enumerate(out.token_ids):
+                known = answer.tokens.setdefault(out.first_index + offset, token)
+                assert known == token, f"token {out.first_index + offset} was {known} and is {token}"
+            answer.first_token.set()
+        for prefilled in update.prefilled:
+            self.answers[AttemptKey(prefilled.request_id, prefilled.attempt)].prefilled.append(prefilled)
+        for handed_over in update.handed_over:
+            self.answers[AttemptKey(handed_over.request_id, handed_over.attempt)].handed_over.append(handed_over)
+        for end in update.ends:
+            answer = self.answers[AttemptKey(end.request_id, end.attempt)]
+            answer.ends.append(end)
+            answer.ended.set()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        worker: str,
+        to: str | None = None,
+        max_tokens: int = 16,
+        sampling: Sampling | None = None,
+        emitted: Sequence[int] = (),
+        timeout_s: float | None = None,
+        attempt: int = 1,
+    ) -> tuple[AttemptKey, Answer]:
+        """Dispatch to `worker`, handing over to `to` if given."""
+        info = self.infos[worker]
+        root = root_hash(info.fingerprint)
+        spec = SequenceSpec(
+            request_id=RequestId(f"r{next(self._ids)}"),
+            attempt=attempt,
+            gateway_id=GATEWAY,
+            prompt_token_ids=tuple(prompt),
+            emitted_token_ids=tuple(emitted),
+            block_hashes=tuple(chain_hashes(root, [*prompt, *emitted])),
+            root_hash=root,
+            sampling=sampling or Sampling(temperature=0.0, max_tokens=max_tokens),
+            timeout_s=timeout_s,
+        )
+        answer = self.answers[spec.key] = Answer()
+        peer = None
+        if to is not None:
+            decode = self.infos[to]
+            peer = PeerRef(worker_id=decode.worker_id, incarnation=decode.incarnation, address=decode.address)
+        self._queues[worker].put_nowait(Dispatch(spec=spec, decode_peer=peer))
+        return spec.key, answer
+
+    async def run(self, prompt: Sequence[int], **how: object) -> Answer:
+        """`submit` and wait for the end."""
+        _, answer = self.submit(prompt, **how)  # type: ignore[arg-type]
+        await asyncio.wait_for(answer.ended.wait(), 60)
+        return answer
+
+    def cancel(self, key: AttemptKey) -> None:
+        """To all workers, as the gateway does."""
+        for queue in self._queues.values():
+            queue.put_nowait(Cancel(request_id=key.request_id, attempt=key.attempt))
+
+    async def audit(self, worker: str) -> AuditReport:
+        frame = await self._channels[worker].unary_unary(AUDIT)(encode(AuditRequest()))
+        return decoder(AuditReport).decode(frame)
+
+    async def wait_until_idle(self, timeout_s: float = 5.0) -> None:
+        """Every worker holds nothing and finds no problem, within `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            reports = [await self.audit(worker) for worker in self.infos]
+            left = {r.worker_id: ({k: v for k, v in r.counts.items() if v}, r.problems) for r in reports}
+            if not any(counts or problems for counts, problems in left.values()):
+                return
+            assert asyncio.get_running_loop().time() < deadline, f"left over: {left}"
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def open_gateway(*workers: Worker) -> AsyncIterator[GatewayStub]:
+    """A stub with sessions to `workers`; at the end all of them must be idle, whatever the test did."""
+    stub = GatewayStub()
+    try:
+        for worker in workers:
+            await stub.connect(worker.info)
+        yield stub
+        await stub.wait_until_idle()
+    finally:
+        await stub.close()
