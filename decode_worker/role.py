@@ -165,7 +165,6 @@ class DecodeRole:
                 link.on_reserved(event.key, event.cached_tokens)
             case ReserveRefused():
                 link.on_reserve_refused(event.key, event.reason)
-                self._drop(event.key)
             case Scattered():
                 link.on_scattered(event.key, event.seq, event.ok)
                 self._forget_if_done(event.key)

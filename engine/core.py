@@ -1,9 +1,8 @@
-"""The engine core: commands in, events out, one step at a time. Pure: the shell gives it the time and runs it on its
-thread.
+"""The engine core: commands in, events out, one step at a time. Pure: the shell gives it the time.
 
-    Add ──> TokenSampled* ──> Ended                                          colocated
-    Add(hold) ──> ChunkComputed* , TokenSampled, PrefillComputed ──> Release prefill role; `Gather` copies KV out
-    Reserve ──> Reserved; Scatter ──> Scattered; Join ──> Joined, TokenSampled* ──> Ended         decode role
+    colocated   Add ──> TokenSampled* ──> Ended
+    prefill     Add(hold) ──> ChunkComputed*, TokenSampled, PrefillComputed ──> (Gather ──> Gathered)* ──> Release
+    decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
 
 Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
 here.
@@ -250,7 +249,7 @@ class EngineCore:
             steps=self._num_steps,
         )
 
-    def drain_kv_events(self) -> list[KvEvent]:
+    def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """What became findable, or went, since the last call, in order."""
         return self._blocks.prefix.drain_events()
 

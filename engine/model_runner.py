@@ -1,7 +1,7 @@
 """The model runner on torch: parameters, paged KV cache, decoder and sampler behind the `ModelRunner` protocol.
 
-Made once per worker; only the engine thread calls it. `run` is `forward` (plan to logits)
-and sampling. `gather` and `scatter` move KV between the cache and staging memory, between steps.
+Made once per worker; only the engine thread calls it. `run` is `forward` (plan to logits) and sampling. `gather` and
+`scatter` move KV between the cache and staging memory, between steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TorchModelRunner:
         parameters = load_parameters(config.model_path, model, dtype, self._device)
         rope = RopeTable(model, self.max_model_len, dtype, self._device)
         self._decoder = Decoder(model, parameters, rope, self._cache)
-        self._batches = BatchBuilder(self.block_size, self.vocab_size, self.max_model_len, self._device)
+        self._batches = BatchBuilder(self.block_size, self.max_model_len, self._device)
         self._sampler = Sampler(model.vocab_size)
 
     def run(self, plan: StepPlan) -> list[int]:
@@ -69,8 +69,7 @@ class TorchModelRunner:
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype. KV is written.
 
-        Raises:
-            ValueError: a token id outside the vocabulary.
+        Token ids must be within the vocabulary: the engine core checked them.
         """
         return self._decoder.forward(self._batches.build(plan))
 

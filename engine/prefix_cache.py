@@ -90,9 +90,9 @@ class PrefixCache:
         self._announce(BlocksRemoved, gone)
         return block
 
-    def drain_events(self) -> list[KvEvent]:
+    def drain_events(self) -> tuple[KvEvent, ...]:
         """What changed since the last call, in order; neighbours of one kind are merged."""
-        events: list[KvEvent] = [kind(hashes=tuple(hashes)) for kind, hashes in self._events]
+        events = tuple(kind(hashes=tuple(hashes)) for kind, hashes in self._events)
         self._events.clear()
         return events
 

@@ -1,5 +1,4 @@
-"""Which tokens of which sequences the next step computes. One scheduler for prefill, decode and colocated workers;
-pure.
+"""Which tokens of which sequences the next step computes. Pure, and one for all roles.
 
     plan = scheduler.schedule()              decodes first, then prompt chunks with the rest of the token budget
     tokens = runner.run(plan)

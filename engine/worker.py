@@ -70,6 +70,7 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
+        self._started = False
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
@@ -80,9 +81,11 @@ class Worker:
 
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
-        self._runner = make_runner(self.config)
-        core = EngineCore(self._runner, config=self.config)
-        self._engine = EngineThread(core, self._deliver, self._on_engine_crash)
+        runner = make_runner(self.config)
+        core = EngineCore(runner, config=self.config)
+        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_engine_crash)
+        self._max_model_len = core.max_model_len
+        self._started = True
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -92,6 +95,8 @@ class Worker:
 
     def stop(self, grace_s: float = 2.0) -> None:
         """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
+        if not self._started:
+            return
         loop, stop_event = self._loop, self._stop_event
         if loop is not None and stop_event is not None and self._thread.is_alive():
             loop.call_soon_threadsafe(stop_event.set)
@@ -146,7 +151,7 @@ class Worker:
             block_size=runner.block_size,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            max_model_len=runner.max_model_len,
+            max_model_len=self._max_model_len,
         )
 
     async def _tick_forever(self) -> None:

@@ -1,4 +1,4 @@
-"""Real workers inside the test's process (own threads, real gRPC, real transports) and a stand-in for the gateway that talks to them.
+"""Real worker processes and a stand-in for the gateway that talks to them.
 
 The stand-in chooses the pair itself, so a test decides which cache is warm on which side.
 """
@@ -6,16 +6,18 @@ The stand-in chooses the pair itself, so a test decides which cache is warm on w
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
-from disagg.decode_worker.role import DecodeRole
+
+from disagg.cluster.process_tools import thread_environment
+from disagg.cluster.processes import start_child, stop_children, wait_ready
 from disagg.engine.config import WorkerConfig
-from disagg.engine.worker import RoleFactory, Worker
-from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import (
@@ -40,14 +42,27 @@ from disagg.proto.messages import (
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION
 
 GATEWAY = GatewayId("test-gateway")
-_FACTORIES: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
+MODULE = "disagg.cluster.worker_process"
+START_TIMEOUT_S = 60.0
 
 
-def start_worker(config: WorkerConfig) -> Worker:
-    """A started worker with the roles of its configuration."""
-    worker = Worker(config, [_FACTORIES[role] for role in config.roles])
-    worker.start()
-    return worker
+@contextmanager
+def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
+    """Worker processes, started together; every one must end by itself when told to."""
+    with tempfile.TemporaryDirectory() as logs:
+        children = [
+            start_child(c.worker_id, "disagg.cluster.worker_process", c, Path(logs), thread_environment(1))
+            for c in configs
+        ]
+        try:
+            yield wait_ready(children, WorkerInfo, START_TIMEOUT_S)
+        finally:
+            killed = stop_children(children)
+            problems = [
+                line for child in children for line in child.log.read_text().splitlines() if "Traceback" in line
+            ]
+    assert not killed
+    assert not problems
 
 
 @dataclass
@@ -80,8 +95,8 @@ class GatewayStub:
         self.infos: dict[str, WorkerInfo] = {}
         self._queues: dict[str, asyncio.Queue[GatewayToWorker]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._calls: list[grpc.aio.StreamStreamCall[bytes, bytes]] = []
         self._readers: list[asyncio.Task[None]] = []
-        self._ids = itertools.count()
 
     async def connect(self, info: WorkerInfo) -> None:
         queue: asyncio.Queue[GatewayToWorker] = asyncio.Queue()
@@ -92,6 +107,7 @@ class GatewayStub:
                 yield encode(await queue.get())
 
         call = channel.stream_stream(SESSION)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
+        self._calls.append(call)
         hello = decoder(WorkerToGateway).decode(await call.read())
         assert hello == SessionHello(info=info)
         self.infos[info.worker_id] = info
@@ -103,8 +119,12 @@ class GatewayStub:
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
+        for call in self._calls:
+            call.cancel()
+            await call.code()
         for channel in self._channels.values():
             await channel.close()
+        await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         decode = decoder(WorkerToGateway).decode
@@ -145,7 +165,7 @@ class GatewayStub:
         info = self.infos[worker]
         root = root_hash(info.fingerprint)
         spec = SequenceSpec(
-            request_id=RequestId(f"r{next(self._ids)}"),
+            request_id=RequestId(uuid.uuid4().hex),
             attempt=attempt,
             gateway_id=GATEWAY,
             prompt_token_ids=tuple(prompt),
@@ -183,20 +203,25 @@ class GatewayStub:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             reports = [await self.audit(worker) for worker in self.infos]
-            left = {r.worker_id: ({k: v for k, v in r.counts.items() if v}, r.problems) for r in reports}
+            left = {r.worker_id: (_held(r.counts), r.problems) for r in reports}
             if not any(counts or problems for counts, problems in left.values()):
                 return
             assert asyncio.get_running_loop().time() < deadline, f"left over: {left}"
             await asyncio.sleep(0.02)
 
 
+def _held(counts: dict[str, int]) -> dict[str, int]:
+    """What is not zero, but for tombstones: those are memories, which fade by time."""
+    return {name: count for name, count in counts.items() if count and name != "tombstones"}
+
+
 @asynccontextmanager
-async def open_gateway(*workers: Worker) -> AsyncIterator[GatewayStub]:
-    """A stub with sessions to `workers`; at the end all of them must be idle, whatever the test did."""
+async def open_gateway(infos: Sequence[WorkerInfo]) -> AsyncIterator[GatewayStub]:
+    """A stub with sessions to all workers; at the end all of them must be idle, whatever the test did."""
     stub = GatewayStub()
     try:
-        for worker in workers:
-            await stub.connect(worker.info)
+        for info in infos:
+            await stub.connect(info)
         yield stub
         await stub.wait_until_idle()
     finally:

@@ -1,0 +1,85 @@
+# Everything a person types here. Needs Python >= 3.11, make and a C/C++ compiler; the rest goes into .venv.
+# Variables: PYTHON (interpreter for .venv), MODEL (default model), ARGS (appended to the command of serve, demo, bench and test).
+
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.install-stamp
+TORCH := $(shell grep -E '^torch==' constraints.txt)
+PROTO_TOOLS := build/proto-tools
+PROTOS := $(sort $(wildcard proto/disagg/v1/*.proto))
+GRPC_TOOLS := grpcio-tools==1.74.0 # the oldest version that pyproject.toml accepts: newer runtimes read older stubs, not the reverse
+
+QUIET := sh scripts/quiet.sh
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install model demo serve test lint format check bench proto clean
+
+help: ## what can be made
+	@echo "disagg: a disaggregated prefill/decode serving cluster"
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "disagg needs Python >= 3.11; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@mkdir -p build
+	@[ -x $(BIN)/python ] || $(QUIET) "Creating $(VENV)" build/venv.log $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "No virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
+	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## the virtual environment with everything in it
+
+model: $(STAMP) ## the default model in the model cache (needs the network once)
+	@$(BIN)/disagg model import $(MODEL)
+
+demo: model ## a real model answers through a prefill worker, a KV transfer and a decode worker
+	@$(BIN)/disagg demo $(ARGS)
+
+serve: model ## a cluster on this machine, until Ctrl-C (ARGS='--config FILE')
+	@$(BIN)/disagg up $(ARGS)
+
+test: export OMP_NUM_THREADS = 1
+test: export TOKENIZERS_PARALLELISM = false
+test: model ## unit and integration tests
+	@echo "Testing (about five minutes on two cores)"
+	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy (strict) and buf
+	@echo "ruff check";  $(BIN)/ruff check .
+	@echo "ruff format"; $(BIN)/ruff format --check .
+	@echo "mypy";        $(BIN)/mypy -p disagg -p tests -p benchmarks
+	@echo "buf lint";    $(BIN)/buf lint
+
+format: $(STAMP) ## rewrite the code in the one format
+	@$(BIN)/ruff check --fix-only -q .
+	@$(BIN)/ruff format .
+	@$(BIN)/buf format -w
+
+check: lint test ## lint and test
+
+bench: model ## tokens/s, TTFT and TPOT of a cluster that it starts (a few minutes)
+	@mkdir -p build
+	@$(BIN)/python benchmarks/serving.py --launch both --json build/serving.json $(ARGS)
+
+$(PROTO_TOOLS)/.install-stamp: Makefile
+	@mkdir -p build
+	@$(QUIET) "Creating $(PROTO_TOOLS)" build/proto-venv.log $(PYTHON) -m venv $(PROTO_TOOLS)
+	@$(QUIET) "Installing $(GRPC_TOOLS)" build/proto-install.log \
+	  $(PROTO_TOOLS)/bin/python -m pip --disable-pip-version-check -q install $(GRPC_TOOLS) 'setuptools<81'
+	@touch $@
+
+proto: $(PROTO_TOOLS)/.install-stamp ## regenerate the gRPC stubs from proto/disagg/v1/*.proto
+	@echo "Generating stubs"
+	@$(PROTO_TOOLS)/bin/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+
+clean: ## remove everything that make created here (imported models stay in their cache)
+	@echo "Removing $(VENV), build products and caches"
+	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

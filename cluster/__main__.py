@@ -1,0 +1,8 @@
+"""`python -m disagg.cluster` is the `disagg` program."""
+
+from __future__ import annotations
+
+from disagg.cluster.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The cluster's configuration: a YAML file, or nothing at all, becomes frozen structs.
+
+    load_config(file) -> override (command line) -> layout.py makes the configs of workers, router and gateway
+
+Every key has a default, so that an empty file is a working cluster: one prefill and one decode worker on this
+machine's CPU. Any mistake is a `ConfigError` that names the key's path and what is allowed there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from disagg.cluster.config_reader import read_struct
+from disagg.cluster.models import DEFAULT_MODEL
+from disagg.engine.config import Dtype, TransportName
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.errors import ConfigError
+
+Mode = Literal["disaggregated", "colocated"]
+PoolName = Literal["prefill", "decode", "colocated"]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Core = Annotated[int, msgspec.Meta(ge=0)]
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`model`: what is served."""
+
+    name: Name | None = None
+    """The name that requests use and, without `path`, the model's name in the cache (`disagg model list`). Left out,
+    it is the default model's or, with `path`, the folder's."""
+    path: str | None = None
+    """A checkpoint folder; `fake` runs the deterministic model without weights."""
+    dtype: Dtype = "bfloat16"
+    """Of weights, activations and KV."""
+    max_model_len: Count | None = None
+    """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use."""
+        if self.name is not None:
+            return self.name
+        return DEFAULT_MODEL if self.path is None else Path(self.path).name
+
+
+class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
+    """`gateway`: where clients come in."""
+
+    host: Name = "127.0.0.1"
+    """The address to bind. Anything but loopback needs `insecure: true`, because there is no TLS and no token yet."""
+    port: Port = 8470
+    """0 takes any free port."""
+    max_queued: Count = 1024
+    """Requests that wait for a worker; one more is refused as overload."""
+    insecure: bool = False
+    """Allow `host` to be reachable by others without TLS and without authentication."""
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`pools.<name>`: workers of one kind."""
+
+    size: Count = 1
+    """Worker processes."""
+    num_threads: Count = 1
+    """Compute threads of each worker."""
+    cores: Literal["auto", "none"] | tuple[Core, ...] = "auto"
+    """CPU cores to pin each worker to: `auto` gives each its own, `none` does not pin, a list is used as it is."""
+    kv_cache_bytes: Bytes = 1 << 30
+    """Memory of each worker's KV cache."""
+    num_blocks: Count | None = None
+    """Number of KV blocks, instead of `kv_cache_bytes`."""
+    block_size: Count = 16
+    """Tokens of a KV block; a multiple of 16."""
+    token_budget: Count = 512
+    """Tokens of one step."""
+    max_num_seqs: Count = 256
+    """Sequences in a batch."""
+    decode_reserve_tokens: Count = 512
+    """Output tokens counted as reserved when a sequence is admitted."""
+    watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
+    """Share of the blocks that admission leaves free."""
+    device: Name = "cpu"
+    """`cpu`, `cuda` or `cuda:<index>`."""
+
+
+class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`pools`: `prefill` and `decode` are used in mode `disaggregated`, `colocated` in mode `colocated`."""
+
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+    colocated: PoolConfig = PoolConfig()
+
+
+class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`placement`: how the router chooses workers."""
+
+    local_prefill: Literal["auto", "never"] = "auto"
+    """`auto`: a decode worker computes a short uncached suffix itself. `never`: every prompt goes through a prefill
+    worker."""
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`transfer`: the hand-over of KV from prefill to decode workers."""
+
+    transport: TransportName | Literal["auto"] = "auto"
+    """`auto` is gloo on CPU and nccl on CUDA."""
+    chunk_bytes: Bytes = 4 << 20
+    """Largest payload of one KV message, and the size of a staging slot."""
+    staging_bytes: Bytes = 64 << 20
+    """Most staging memory of each pair of workers, on each side."""
+    lease_timeout_s: Seconds = 5.0
+    """A reservation on a decode worker ends when its prefill worker was silent for this long."""
+    heartbeat_s: Seconds = 0.5
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`ray`: used by the Ray launcher."""
+
+    address: Name = "local"
+    """`local` starts a private Ray on this machine; anything else joins that cluster, whose nodes need a
+    `disagg_slot` resource."""
+    temp_dir: str | None = None
+    """Where a private Ray keeps sockets and logs; a short path. A fresh private folder, removed at the end, when
+    unset."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    gateway: GatewaySection = GatewaySection()
+    mode: Mode = "disaggregated"
+    """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers with both roles."""
+    pools: PoolsConfig = PoolsConfig()
+    placement: PlacementConfig = PlacementConfig()
+    transfer: TransferConfig = TransferConfig()
+    ray: RayConfig = RayConfig()
+
+
+def load_config(file: Path | None) -> ClusterConfig:
+    """Read and check a configuration file; the defaults without one.
+
+    Raises:
+        ConfigError: if the file cannot be read, is no YAML, or says something that cannot work.
+    """
+    if file is None:
+        return ClusterConfig()
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+    return parse_config(raw)
+
+
+def parse_config(raw: object) -> ClusterConfig:
+    """A checked configuration from parsed YAML; raises `ConfigError`."""
+    config = read_struct(ClusterConfig, raw)
+    check(config)
+    return config
+
+
+def override(config: ClusterConfig, values: Mapping[str, object]) -> ClusterConfig:
+    """The configuration with some values replaced, named by path: `{"gateway.port": 0}`.
+
+    Raises:
+        ConfigError: for a value that is not allowed, as in the file.
+    """
+    raw: dict[str, Any] = msgspec.to_builtins(config)
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        target = raw
+        for section in sections:
+            target = target[section]
+        target[key] = value
+    return parse_config(raw)
+
+
+def active_pools(config: ClusterConfig) -> list[tuple[PoolName, PoolConfig]]:
+    """The pools that the mode uses, prefill first."""
+    if config.mode == "colocated":
+        return [("colocated", config.pools.colocated)]
+    return [("prefill", config.pools.prefill), ("decode", config.pools.decode)]
+
+
+def check(config: ClusterConfig) -> None:
+    """What no single key can tell; raises `ConfigError`."""
+    for name, pool in active_pools(config):
+        _check_pool(f"pools.{name}", pool)
+    devices = {pool.device.partition(":")[0] for _, pool in active_pools(config)}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"pools.decode.device: all pools need the same kind of device; got {', '.join(sorted(devices))}"
+        )
+    transfer = config.transfer
+    if transfer.transport == "nccl" and "cpu" in devices:
+        raise ConfigError(
+            "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu"
+        )
+    if transfer.chunk_bytes > transfer.staging_bytes:
+        raise ConfigError(
+            f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than "
+            f"transfer.staging_bytes ({transfer.staging_bytes})"
+        )
+    if transfer.heartbeat_s * 2 > transfer.lease_timeout_s:
+        raise ConfigError(
+            f"transfer.heartbeat_s: {transfer.heartbeat_s} must be at most half of transfer.lease_timeout_s "
+            f"({transfer.lease_timeout_s}), or leases run out between heartbeats"
+        )
+    if not (config.gateway.insecure or is_loopback(config.gateway.host)):
+        raise ConfigError(
+            f"gateway.host: {config.gateway.host} can be reached by others, without TLS or authentication; "
+            "bind to 127.0.0.1, or say gateway.insecure: true"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_pool(path: str, pool: PoolConfig) -> None:
+    if not _DEVICE.fullmatch(pool.device):
+        raise ConfigError(f"{path}.device: expected cpu, cuda or cuda:<index>; got {pool.device!r}")
+    if pool.block_size % HASH_BLOCK_TOKENS:
+        raise ConfigError(f"{path}.block_size: {pool.block_size} is not a multiple of {HASH_BLOCK_TOKENS}")
+    if isinstance(pool.cores, tuple):
+        if len(set(pool.cores)) != len(pool.cores) or not pool.cores:
+            raise ConfigError(
+                f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
+            )
+        if pool.num_threads > len(pool.cores):
+            raise ConfigError(f"{path}.num_threads: {pool.num_threads} threads do not fit on {len(pool.cores)} cores")

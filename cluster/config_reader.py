@@ -1,0 +1,101 @@
+"""From parsed YAML to config structs, with errors that a user can act on: the path of the key, what is wrong, what is
+allowed.
+
+Keys that end in `_bytes` may be written as `64MiB`; everything else is taken as it is, nothing is coerced from strings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from disagg.proto.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `1GiB`, `64 MiB`, `1.5G` (powers of 1024) or `1GB` (powers of 1000).
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 64MiB, 1GiB or 1000000")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def read_struct(kind: type[T], raw: object, path: str = "") -> T:
+    """An instance of `kind` from a mapping; sections that are left out or empty take their defaults.
+
+    Raises:
+        ConfigError: naming the dotted path of the first key that is unknown or has a value that is not allowed.
+    """
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path or 'the configuration'}: expected a mapping of keys to values; got {raw!r}")
+    hints = get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        here = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            raise ConfigError(unknown_key(here, str(key), list(hints)))
+        values[key] = _read_value(hints[key], value, here)
+    return kind(**values)
+
+
+def unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:
+    """The message for a key that does not exist, with the nearest one that does."""
+    return f"{path}: unknown key{suggestion(key, allowed)}; allowed here: {', '.join(allowed)}"
+
+
+def suggestion(word: str, allowed: Sequence[str]) -> str:
+    """`, did you mean 'size'?` where something is near, else nothing."""
+    close = difflib.get_close_matches(word, allowed, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _read_value(hint: Any, value: object, path: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return read_struct(hint, value, path)
+    if path.endswith("_bytes") and isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    choices = _choices(hint)
+    if choices and isinstance(value, str) and value not in choices:
+        raise ConfigError(
+            f"{path}: {value!r} is not allowed{suggestion(value, choices)}; choose from: {', '.join(choices)}"
+        )
+    try:
+        return msgspec.convert(value, type=hint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_expectation(str(error))}; got {value!r}") from None
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that a type allows, when words are all the strings that it allows."""
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    arguments = get_args(hint)
+    if str in arguments:
+        return []
+    return [choice for argument in arguments if get_origin(argument) is Literal for choice in get_args(argument)]
+
+
+def _expectation(text: str) -> str:
+    """`Expected `int`, got `str` - at `$[0]`` without what the path and the value say anyway."""
+    text = re.sub(r", got `.*?`| - at `.*`", "", text).replace("`", "")
+    return text[:1].lower() + text[1:]

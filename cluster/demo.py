@@ -1,0 +1,243 @@
+"""The demonstration: real prompts on a running cluster, streamed to the terminal, then what moved where.
+
+    one prompt -> several at once -> a second turn that shares the first one's prefix -> table -> verdict
+
+The verdict is an exit status: 0 only if every answer has text and came through both pools, with KV moved in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from disagg.client import Client
+
+SYSTEM = (
+    "You are a helpful assistant. You answer in two or three short sentences, in plain words, and you stay with the "
+    "facts. When you are asked about cities, countries, rivers or mountains, you name the place first and then say "
+    "what it is known for. When you are asked about animals or plants, you say where they live and what they need. "
+    "You do not make lists, you do not repeat the question, and you do not say that you are an assistant."
+)
+"""Long enough that a second turn finds several blocks of it in the caches."""
+
+FIRST_QUESTION = "What is the capital of France?"
+SECOND_QUESTION = "What can a visitor see there?"
+PARALLEL_QUESTIONS = (
+    "Why is the sky blue?",
+    "How do bees make honey?",
+    "What is the difference between a river and a lake?",
+)
+MAX_TOKENS = 64
+
+Chat = list[dict[str, str]]
+"""Turns with `role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One answer, what the client measured, and what the cluster says about it."""
+
+    name: str
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+    """None for an answer of one token."""
+    prefill_worker: str
+    """Empty when none took part."""
+    decode_worker: str
+    """Empty when none took part."""
+    prefill_cached_tokens: int
+    decode_cached_tokens: int
+    kv_bytes: int
+    transport: str
+
+
+def run_demo(address: str, console: Console) -> int:
+    """Run all scenes against the gateway at `address`; the exit status. Raises `DisaggError` when a request fails."""
+    with Client(address) as client:
+        outcomes = run_scenes(client, console)
+        pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
+    console.print()
+    console.print(make_table(outcomes, pids))
+    return verdict(outcomes, console)
+
+
+# ---------------------------------------------------------------- scenes
+
+
+def run_scenes(client: Client, console: Console) -> list[Outcome]:
+    """All scenes, in order; the second turn is the last outcome."""
+    _title(console, "1. One prompt, streamed as it is made")
+    first_turn = _chat(FIRST_QUESTION)
+    _question(console, FIRST_QUESTION)
+    first = ask(client, "one prompt", first_turn, _printer(console))
+
+    _title(console, f"2. {len(PARALLEL_QUESTIONS)} prompts at once, shown as they finish")
+    several = _ask_together(client, console)
+
+    _title(console, "3. A second turn: its prefix, the first turn, is in the caches already")
+    history = [*first_turn, {"role": "assistant", "content": first.text}, {"role": "user", "content": SECOND_QUESTION}]
+    _question(console, SECOND_QUESTION)
+    second = ask(client, "second turn", history, _printer(console))
+    return [first, *several, second]
+
+
+def ask(client: Client, name: str, chat: Chat, on_text: Callable[[str], None]) -> Outcome:
+    """One greedy request, its text given to `on_text` as it comes."""
+    sent = time.perf_counter()
+    first = last = sent
+    pieces: list[str] = []
+    num_tokens = 0
+    stream = client.stream(chat, max_tokens=MAX_TOKENS, temperature=0.0)
+    for delta in stream:
+        if delta.token_ids:
+            last = time.perf_counter()
+            first = last if num_tokens == 0 else first
+            num_tokens += len(delta.token_ids)
+        pieces.append(delta.text)
+        on_text(delta.text)
+    finished = stream.finished
+    trace = client.explain(finished.request_id)
+    return Outcome(
+        name=name,
+        text="".join(pieces),
+        prompt_tokens=finished.usage.prompt_tokens,
+        output_tokens=num_tokens,
+        ttft_s=first - sent,
+        tpot_s=(last - first) / (num_tokens - 1) if num_tokens > 1 else None,
+        prefill_worker=trace.prefill_worker,
+        decode_worker=trace.decode_worker,
+        prefill_cached_tokens=trace.prefill_cached_tokens,
+        decode_cached_tokens=trace.decode_cached_tokens,
+        kv_bytes=trace.kv_bytes,
+        transport=trace.transport,
+    )
+
+
+def _ask_together(client: Client, console: Console) -> list[Outcome]:
+    """All parallel questions at once, each printed whole when it is done; in the order of the questions."""
+    outcomes: dict[int, Outcome] = {}
+    with ThreadPoolExecutor(len(PARALLEL_QUESTIONS)) as threads:
+        running = {
+            threads.submit(ask, client, f"{i + 1} of {len(PARALLEL_QUESTIONS)} at once", _chat(question), _silent): i
+            for i, question in enumerate(PARALLEL_QUESTIONS)
+        }
+        for done in as_completed(running):
+            i = running[done]
+            outcomes[i] = done.result()
+            _question(console, PARALLEL_QUESTIONS[i])
+            console.print(outcomes[i].text.strip(), markup=False, highlight=False)
+    return [outcomes[i] for i in sorted(outcomes)]
+
+
+def _chat(question: str) -> Chat:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
+def _silent(text: str) -> None:
+    """Text that nobody watches as it comes."""
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    """Prints pieces of text one after the other, as they come."""
+
+    def print_piece(text: str) -> None:
+        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    return print_piece
+
+
+def _title(console: Console, text: str) -> None:
+    console.print(f"\n\n[bold]{escape(text)}[/bold]", highlight=False)
+
+
+def _question(console: Console, text: str) -> None:
+    console.print(f"\n[cyan]> {escape(text)}[/cyan]", highlight=False)
+
+
+# ---------------------------------------------------------------- what is shown and decided
+
+
+def make_table(outcomes: Sequence[Outcome], pids: dict[str, int]) -> Table:
+    """One row per answer. `pids` are the workers' process ids."""
+    table = Table(title="What the cluster did", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("request")
+    for column in ("prompt tokens", "cached on P / D", "generated", "TTFT ms", "TPOT ms", "KV moved"):
+        table.add_column(column, justify="right")
+    table.add_column("from process")
+    table.add_column("to process")
+    for outcome in outcomes:
+        table.add_row(*_row(outcome, pids))
+    return table
+
+
+def _row(outcome: Outcome, pids: dict[str, int]) -> tuple[str, ...]:
+    tpot = "-" if outcome.tpot_s is None else f"{outcome.tpot_s * 1e3:.1f}"
+    return (
+        outcome.name,
+        str(outcome.prompt_tokens),
+        f"{outcome.prefill_cached_tokens} / {outcome.decode_cached_tokens}",
+        str(outcome.output_tokens),
+        f"{outcome.ttft_s * 1e3:.0f}",
+        tpot,
+        f"{format_bytes(outcome.kv_bytes)} {outcome.transport}".strip(),
+        _process(outcome.prefill_worker, pids),
+        _process(outcome.decode_worker, pids),
+    )
+
+
+def _process(worker_id: str, pids: dict[str, int]) -> str:
+    return f"{worker_id} (pid {pids.get(worker_id, '?')})" if worker_id else "-"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Such as `0 B`, `48 KiB` or `2.2 MiB`."""
+    if num_bytes < 1 << 10:
+        return f"{num_bytes} B"
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / (1 << 10):.0f} KiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def problems(outcomes: Sequence[Outcome]) -> list[str]:
+    """Why the demonstration failed; empty when every answer came through both pools and the second turn hit a cache."""
+    found = [f"{outcome.name}: {problem}" for outcome in outcomes for problem in _problems_of(outcome)]
+    if outcomes and not max(outcomes[-1].prefill_cached_tokens, outcomes[-1].decode_cached_tokens):
+        found.append(f"{outcomes[-1].name}: no part of its prefix was found in a cache")
+    return found
+
+
+def _problems_of(outcome: Outcome) -> list[str]:
+    found = []
+    if not outcome.text.strip() or outcome.output_tokens == 0:
+        found.append("the answer is empty")
+    if not outcome.prefill_worker:
+        found.append("no prefill worker took part")
+    if not outcome.decode_worker:
+        found.append("no decode worker took part")
+    if outcome.decode_worker and outcome.prefill_worker == outcome.decode_worker:
+        found.append(f"{outcome.decode_worker} did both prefill and decode")
+    if outcome.kv_bytes == 0:  # the last prompt token is never cached, so something always moves
+        found.append("no KV moved")
+    return found
+
+
+def verdict(outcomes: Sequence[Outcome], console: Console) -> int:
+    """Print what `problems` found; the exit status."""
+    found = problems(outcomes)
+    for problem in found:
+        console.print(f"[red]failed[/red] {escape(problem)}", highlight=False)
+    if found:
+        return 1
+    moved = format_bytes(sum(outcome.kv_bytes for outcome in outcomes))
+    console.print(f"[green]ok[/green] every answer came through both pools; {moved} of KV moved", highlight=False)
+    return 0

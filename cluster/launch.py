@@ -1,0 +1,128 @@
+"""What both launchers share: the plan of a cluster, and the face of a running one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from disagg.cluster import layout
+from disagg.cluster.config import ClusterConfig
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.models import FAKE_MODEL, resolve_model
+from disagg.cluster.process_tools import available_cores
+from disagg.engine.config import WorkerConfig
+from disagg.proto.ids import GatewayId
+from disagg.proto.messages import WorkerInfo
+from disagg.router.config import RouterConfig
+from disagg.router.gateway.config import GatewayConfig
+
+GATEWAY = "gateway"
+"""The gateway's name among the processes of a cluster."""
+
+START_TIMEOUT_S = 180.0
+"""How long all workers together may take to load."""
+
+Progress = Callable[[str, str], None]
+"""Told (process name, what it does now): `starting`, `ready`, `stopped`."""
+
+
+def no_progress(name: str, state: str) -> None:
+    """For callers who do not want to know."""
+
+
+class GatewayLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a gateway process is told at start."""
+
+    gateway: GatewayConfig
+    router: RouterConfig
+    gateway_id: GatewayId
+    workers: tuple[WorkerInfo, ...]
+    cores: tuple[int, ...] = ()
+
+
+class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway process answers once clients can come."""
+
+    address: str
+    """host:port of the public gRPC server."""
+    pid: int
+
+
+class Cluster(Protocol):
+    """A running cluster, whatever launched it. `stop` leaves no process behind."""
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """What is, or will be, started."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """host:port for clients."""
+        ...
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The workers as they registered."""
+        ...
+
+    def start(self) -> None:
+        """Blocks until requests can be served; raises `LaunchError` or `ConfigError`, and then nothing is left
+        running."""
+        ...
+
+    def lost(self) -> list[str]:
+        """The names of processes that ended by themselves."""
+        ...
+
+    def stop(self) -> None:
+        """Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that is known before the first process starts."""
+
+    config: ClusterConfig
+    model_path: str
+    """A checkpoint folder, or `fake`."""
+    cores: layout.CorePlan
+    workers: list[WorkerConfig]
+
+    def gateway(self, infos: list[WorkerInfo]) -> GatewayLaunch:
+        """What the gateway is told, once the workers are there. Raises `LaunchError` if they do not run the same
+        model."""
+        fingerprints = {info.fingerprint for info in infos}
+        if len(fingerprints) != 1:
+            found = ", ".join(f"{info.worker_id} {info.fingerprint}" for info in infos)
+            raise LaunchError(f"the workers do not run the same model: {found}")
+        return GatewayLaunch(
+            gateway=layout.gateway_config(self.config, self.model_path, infos),
+            router=layout.router_config(self.config),
+            gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
+            workers=tuple(infos),
+            cores=self.cores.gateway,
+        )
+
+
+def plan_launch(config: ClusterConfig) -> LaunchPlan:
+    """Find the model and lay out the processes; raises `ConfigError`."""
+    path = config.model.path
+    model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
+    cores = layout.plan_cores(config, available_cores())
+    return LaunchPlan(config, model_path, cores, layout.worker_configs(config, model_path, cores))
+
+
+def missing_pool(plan: LaunchPlan, lost: list[str]) -> str | None:
+    """The first pool that has no worker left, or the gateway; None while requests can still be served."""
+    if GATEWAY in lost:
+        return GATEWAY
+    for role in ("prefill", "decode"):
+        if all(worker.worker_id in lost for worker in plan.workers if role in worker.roles):
+            return f"every {role} worker"
+    return None

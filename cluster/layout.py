@@ -1,0 +1,138 @@
+"""From a configuration to what each process is told. Pure: the machine's cores come as an argument.
+
+plan_cores      which worker runs on which cores; warnings where cores are shared
+worker_configs  one `WorkerConfig` per worker, prefill workers first
+router_config, gateway_config
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.cluster.config import ClusterConfig, PoolConfig, PoolName, active_pools
+from disagg.engine.config import TransportName, WorkerConfig
+from disagg.proto.messages import RoleName, WorkerInfo
+from disagg.router.config import RouterConfig
+from disagg.router.gateway.config import GatewayConfig
+
+ROLES: dict[PoolName, tuple[RoleName, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "colocated": ("prefill", "decode"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CorePlan:
+    """Who is pinned where; an empty tuple is not pinned."""
+
+    workers: dict[str, tuple[int, ...]]
+    """Worker id -> cores."""
+    gateway: tuple[int, ...]
+    """The gateway shares with the first prefill worker, never with a decode worker while there is a choice."""
+    warnings: tuple[str, ...]
+
+
+def worker_id(pool: PoolName, index: int) -> str:
+    """The stable name of a place in a pool, such as `prefill-0`."""
+    return f"{pool}-{index}"
+
+
+def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
+    """Give each worker with `cores: auto` on a CPU the next `num_threads` of the `available` cores, round and round."""
+    workers: dict[str, tuple[int, ...]] = {}
+    next_core = 0
+    for name, pool in active_pools(config):
+        for index in range(pool.size):
+            if pool.cores == "auto" and pool.device == "cpu":
+                count = min(pool.num_threads, len(available))
+                cores = tuple(available[(next_core + offset) % len(available)] for offset in range(count))
+                next_core += count
+            else:
+                cores = pool.cores if isinstance(pool.cores, tuple) else ()
+            workers[worker_id(name, index)] = cores
+    first = next(iter(workers.values()))
+    return CorePlan(workers, first[:1], _sharing_warnings(workers, available))
+
+
+def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[int]) -> tuple[str, ...]:
+    users = Counter(core for cores in workers.values() for core in cores)
+    warnings = []
+    for core in sorted(users):
+        names = [name for name, cores in workers.items() if core in cores]
+        if core not in available:
+            warnings.append(
+                f"core {core} (for {', '.join(names)}) is not among this process's cores; they will not be pinned"
+            )
+        elif len(names) > 1:
+            warnings.append(f"core {core} is shared by {', '.join(names)}: fine for trying out, not for timing")
+    return tuple(warnings)
+
+
+def worker_configs(config: ClusterConfig, model_path: str, cores: CorePlan) -> list[WorkerConfig]:
+    """What each worker process is told. `model_path` is the resolved checkpoint folder, or `fake`."""
+    return [
+        _worker_config(config, name, pool, index, model_path, cores)
+        for name, pool in active_pools(config)
+        for index in range(pool.size)
+    ]
+
+
+def _worker_config(
+    config: ClusterConfig, name: PoolName, pool: PoolConfig, index: int, model_path: str, cores: CorePlan
+) -> WorkerConfig:
+    transfer = config.transfer
+    return WorkerConfig(
+        worker_id=worker_id(name, index),
+        roles=ROLES[name],
+        model_path=model_path,
+        device=pool.device,
+        dtype=config.model.dtype,
+        cores=cores.workers[worker_id(name, index)],
+        num_threads=pool.num_threads,
+        block_size=pool.block_size,
+        kv_cache_bytes=pool.kv_cache_bytes,
+        num_blocks=pool.num_blocks,
+        max_num_seqs=pool.max_num_seqs,
+        token_budget=pool.token_budget,
+        max_model_len=config.model.max_model_len,
+        decode_reserve_tokens=pool.decode_reserve_tokens,
+        watermark=pool.watermark,
+        transport=transport_name(config),
+        chunk_bytes=transfer.chunk_bytes,
+        staging_bytes=transfer.staging_bytes,
+        lease_timeout_s=transfer.lease_timeout_s,
+        heartbeat_s=transfer.heartbeat_s,
+    )
+
+
+def transport_name(config: ClusterConfig) -> TransportName:
+    """The transport that `auto` stands for, or the one asked for."""
+    if config.transfer.transport != "auto":
+        return config.transfer.transport
+    return "gloo" if active_pools(config)[0][1].device == "cpu" else "nccl"
+
+
+def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo]) -> GatewayConfig:
+    """What the gateway is told. `infos` are the workers, which must all have the same fingerprint."""
+    return GatewayConfig(
+        model_name=config.model.served_name,
+        model_path=model_path,
+        fingerprint=infos[0].fingerprint,
+        host=config.gateway.host,
+        port=config.gateway.port,
+        max_model_len=min(info.max_model_len for info in infos),
+    )
+
+
+def router_config(config: ClusterConfig) -> RouterConfig:
+    """What the router is told."""
+    decode_pool = active_pools(config)[-1][1]
+    return RouterConfig(
+        local_prefill=config.placement.local_prefill,
+        max_queued=config.gateway.max_queued,
+        decode_reserve_tokens=decode_pool.decode_reserve_tokens,
+        watermark=decode_pool.watermark,
+    )

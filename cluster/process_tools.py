@@ -1,0 +1,192 @@
+"""What every process of a cluster needs from the operating system: cores, thread limits, signals, a line to its parent.
+
+The line to the parent: its configuration comes as line 1 of standard input, one JSON line (ready, or `{"error":
+...}`) goes out on standard output. Afterwards an end of standard input means that the parent is gone, and is taken as
+SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class Stopped(BaseException):
+    """Raised in the main thread when a stop is asked for before the process is ready."""
+
+
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def pin_process(cores: Iterable[int]) -> bool:
+    """Pin all threads of this process to `cores`; threads to come inherit it. No cores: nothing is done.
+
+    Returns:
+        Whether the process is pinned now. A machine that lacks the cores, or forbids it, is warned about, not an error.
+    """
+    wanted = tuple(cores)
+    if not wanted:
+        return False
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), wanted)
+        except ProcessLookupError:  # the thread ended since it was listed
+            continue
+        except OSError as error:
+            logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
+            return False
+    return True
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Environment that keeps a process to `num_threads` compute threads and its memory to few malloc arenas.
+
+    Read by libraries when they load, so it must be set before the process starts.
+    """
+    count = str(num_threads)
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), count)
+    return {**limits, "MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class StopSignal:
+    """SIGTERM and the parent's death as one event; before `armed` they interrupt the main thread instead."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._armed = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
+
+    def arm(self) -> None:
+        """From now on a stop only sets the event."""
+        self._armed = True
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.event.set()
+        if not self._armed:
+            raise Stopped
+
+    def watch_stdin(self) -> None:
+        """Take an end of standard input as SIGTERM."""
+        threading.Thread(target=self._read_to_end, name="parent-watch", daemon=True).start()
+
+    @staticmethod
+    def _read_to_end() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class ParentLine:
+    """The two pipes to the launcher. Takes standard output for itself: whatever else is printed goes to standard
+    error."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        os.dup2(2, 1)
+
+    def read(self, kind: type[T]) -> T:
+        """The configuration; raises `msgspec.ValidationError`."""
+        return msgspec.json.decode(_read_line(0), type=kind)
+
+    def ready(self, info: msgspec.Struct) -> None:
+        """Tell the parent that this process can be used."""
+        self._send(msgspec.json.encode(info))
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the parent why it cannot."""
+        self._send(msgspec.json.encode({"error": describe(error)}))
+
+    def _send(self, line: bytes) -> None:
+        os.write(self._out, line + b"\n")
+        os.close(self._out)
+
+
+def _read_line(fd: int) -> bytes:
+    """One line, byte by byte in large steps: nothing may stay in a buffer that the watcher does not see."""
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = os.read(fd, 65536)
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def describe(error: BaseException) -> str:
+    """One line: the message of errors made for users, with the type for others."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def setup_logging() -> None:
+    """Warnings and up to standard error; `DISAGG_LOG=info` or `debug` for more."""
+    level = os.environ.get("DISAGG_LOG", "warning").upper()
+    logging.basicConfig(
+        stream=sys.stderr, level=level if level in logging.getLevelNamesMapping() else "WARNING", format=LOG_FORMAT
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRef:
+    """One life of a process id: a reused id is another process."""
+
+    pid: int
+    start_ticks: int
+    """When it started, from /proc; -1 if it was gone already."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessRef:
+        """The process that has this id now."""
+        return cls(pid, _start_ticks(pid))
+
+    @classmethod
+    def mentioning(cls, text: str) -> list[ProcessRef]:
+        """The processes, but for this one, with `text` (a private path) in their command line."""
+        needle = text.encode()
+        pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+        return [cls.of(pid) for pid in pids if pid != os.getpid() and needle in _command_line(pid)]
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        return self.start_ticks >= 0 and _start_ticks(self.pid) == self.start_ticks
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _start_ticks(pid: int) -> int:
+    """Field 22 of /proc/<pid>/stat, or -1 for a process that is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    state, *fields = stat.rpartition(")")[2].split()
+    return -1 if state == "Z" else int(fields[18])
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

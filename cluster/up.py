@@ -1,0 +1,242 @@
+"""`disagg up` and `disagg demo`: launch a cluster, show how it comes up, hold it until it is told to stop, leave
+nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from disagg.cluster.config import ClusterConfig, load_config, override
+from disagg.cluster.launch import Cluster, LaunchPlan, Progress, missing_pool
+from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
+from disagg.proto.errors import ConfigError
+
+Launcher = Literal["ray", "processes"]
+
+EXIT_OK = 0
+EXIT_LOST = 1
+EXIT_INTERRUPTED = 130
+WATCH_INTERVAL_S = 0.5
+DEFAULT_ADDRESS = "127.0.0.1:8470"
+DEMO_KV_CACHE_BYTES = 64 << 20
+
+
+class StopRequest:
+    """SIGINT and SIGTERM as an event; while `interrupting`, the first of them raises `KeyboardInterrupt` as well."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._interrupting = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        first = not self.event.is_set()
+        self.event.set()
+        if first and self._interrupting:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Take both signals over for the body."""
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """The body may be cut off by a `KeyboardInterrupt`."""
+        self._interrupting = True
+        try:
+            yield
+        finally:
+            self._interrupting = False
+
+
+class LaunchDisplay:
+    """Shows which processes are starting: a spinner on a terminal, a line per change elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._starting: list[str] = []
+        self._status: Status | None = None
+
+    def __call__(self, name: str, state: str) -> None:
+        """A `launch.Progress`."""
+        if state == "starting":
+            self._starting.append(name)
+        elif name in self._starting:
+            self._starting.remove(name)
+        if state == "ready":
+            elapsed_s = time.monotonic() - self._started
+            self._console.print(f"  [green]ready[/green]  {name} [dim]({elapsed_s:.1f} s)[/dim]", highlight=False)
+        self._show()
+
+    def _show(self) -> None:
+        if not self._console.is_terminal:
+            return
+        if not self._starting:
+            self.close()
+            return
+        text = f"starting {', '.join(self._starting)}"
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def close(self) -> None:
+        """Take the spinner away."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def build_config(
+    file: Path | None,
+    *,
+    colocated: bool = False,
+    model: str | None = None,
+    port: int | None = None,
+    prefill: int | None = None,
+    decode: int | None = None,
+) -> ClusterConfig:
+    """The configuration of a file with the command line's options on top; raises `ConfigError`."""
+    config = load_config(file)
+    if (colocated or config.mode == "colocated") and (prefill is not None or decode is not None):
+        raise ConfigError("--prefill, --decode: a colocated cluster has one pool; set pools.colocated.size in the file")
+    values: dict[str, object] = {
+        "mode": "colocated" if colocated else None,
+        "gateway.port": port,
+        "pools.prefill.size": prefill,
+        "pools.decode.size": decode,
+    }
+    chosen = {path: value for path, value in values.items() if value is not None}
+    if model is not None:
+        is_path = model == FAKE_MODEL or "/" in model
+        chosen |= {"model.name": None if is_path else model, "model.path": model if is_path else None}
+    return override(config, chosen)
+
+
+def make_cluster(config: ClusterConfig, launcher: Launcher, progress: Progress, log_dir: Path | None) -> Cluster:
+    """A cluster, not started. Raises `ConfigError`, also where the model is missing."""
+    if launcher == "processes":
+        from disagg.cluster.processes import ProcessCluster
+
+        return ProcessCluster(config, progress=progress, log_dir=log_dir)
+    if log_dir is not None:
+        raise ConfigError(
+            "--log-dir: Ray keeps its own logs; set ray.temp_dir in the file, or use --launcher processes"
+        )
+    from disagg.cluster.ray_actors import RayCluster
+
+    return RayCluster(config, progress=progress)
+
+
+def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status."""
+
+    def serve(cluster: Cluster, plan: LaunchPlan, stop: StopRequest) -> int:
+        print_ready(console, cluster, config)
+        return _watch(cluster, plan, stop, console)
+
+    return _with_cluster(config, launcher, console, log_dir, serve)
+
+
+def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
+    """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
+    from disagg.cluster import demo
+
+    def show(cluster: Cluster, plan: LaunchPlan, stop: StopRequest) -> int:
+        with stop.interrupting():
+            return int(demo.run_demo(cluster.address, console))
+
+    ensure_model(config, console)
+    return _with_cluster(config, launcher, console, log_dir, show)
+
+
+def ensure_model(config: ClusterConfig, console: Console) -> None:
+    """Import the default model where it is asked for and missing; anything else is left to the user."""
+    if config.model.path is not None:
+        return
+    try:
+        resolve_model(config.model.served_name)
+    except ConfigError:
+        import_model(
+            config.model.served_name, progress=lambda text: console.print(f"  {escape(text)}", highlight=False)
+        )
+
+
+def _with_cluster(
+    config: ClusterConfig,
+    launcher: Launcher,
+    console: Console,
+    log_dir: Path | None,
+    body: Callable[[Cluster, LaunchPlan, StopRequest], int],
+) -> int:
+    display = LaunchDisplay(console)
+    cluster = make_cluster(config, launcher, display, log_dir)
+    for warning in cluster.plan.cores.warnings:
+        console.print(f"  [yellow]note[/yellow]   {escape(warning)}", highlight=False)
+    with StopRequest().installed() as stop:
+        try:
+            with stop.interrupting():
+                cluster.start()
+            return body(cluster, cluster.plan, stop)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        finally:
+            display.close()
+            cluster.stop()
+
+
+def _watch(cluster: Cluster, plan: LaunchPlan, stop: StopRequest, console: Console) -> int:
+    """Until a stop is asked for, or so many processes are lost that nothing can be served any more."""
+    known: set[str] = set()
+    while not stop.event.wait(WATCH_INTERVAL_S):
+        lost = cluster.lost()
+        for name in sorted(set(lost) - known):
+            console.print(f"[red]lost[/red] {name}: its process ended", highlight=False)
+        known.update(lost)
+        missing = missing_pool(plan, lost)
+        if missing is not None:
+            console.print(f"[red]error:[/red] {missing} is gone; stopping", highlight=False)
+            return EXIT_LOST
+    console.print("stopping")
+    return EXIT_OK
+
+
+def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> None:
+    """What is running where, and lines to try it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
+    for column in ("worker", "roles", "pid", "address", "KV blocks"):
+        table.add_column(column)
+    for info in cluster.workers:
+        blocks = f"{info.num_blocks} x {info.block_size} tokens"
+        table.add_row(info.worker_id, ", ".join(info.roles), str(info.pid), info.address, blocks)
+    name = config.model.served_name
+    console.print(f"\nserving [bold]{escape(name)}[/bold] on [bold]{cluster.address}[/bold] (gRPC)\n", highlight=False)
+    console.print(table)
+    console.print("\ntry it from another terminal:", style="dim")
+    address = "" if cluster.address == DEFAULT_ADDRESS else f" --address {cluster.address}"
+    console.print(f'  disagg generate "What is a cache?"{address}', highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {client_line(cluster.address)}", highlight=False, markup=False, soft_wrap=True)
+    console.print("\nCtrl-C stops the cluster", style="dim")
+
+
+def client_line(address: str) -> str:
+    """A line of shell that uses the Python client."""
+    code = f"from disagg.client import Client; print(Client('{address}').generate('The capital of France is').text)"
+    return f'python -c "{code}"'

@@ -1,0 +1,147 @@
+"""What a half of the hand-over asks of the worker around it. Plain frozen data, to be carried out in the order given.
+
+Order matters in three places. Commands for the engine (`StartPrefill`, `GatherChunk`, `ReserveBlocks`, `ScatterChunk`,
+`JoinSequence`, `ReleaseSequence`) go into one queue, so that a release runs after all that was asked before it.
+`SendBytes` and `ReceiveBytes` go to the transport in order. `ReceiveBytes` is started before the `Send(ClearToSend)`
+that follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import ReceiverToSender, SenderToReceiver, SequenceSpec
+
+SendOutcome = Literal["handed_over", "refused", "failed", "cancelled"]
+ReceiveOutcome = Literal["committed", "aborted"]
+
+CANCELLED = "cancelled"
+"""The reason of an abort that nobody is to blame for; the other side reports it as cancelled, not failed."""
+DEADLINE = "deadline"
+LEASE_LOST = "lease lost: the peer was silent for too long"
+PAIR_CLOSED = "pair closed"
+STUCK = "the peer answers, but what it owes does not come"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Write this message to the pair's control stream."""
+
+    message: SenderToReceiver | ReceiverToSender
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """P: run the prompt and hold it afterwards; D has room for it."""
+
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GatherChunk:
+    """P: copy the KV of tokens [start, end), `nbytes` bytes, into staging slot `slot`. Answer: `Sender.on_gathered`."""
+
+    key: AttemptKey
+    seq: int
+    start: int
+    end: int
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendBytes:
+    """P: send the first `nbytes` bytes of slot `slot`. Answer: `Sender.on_sent`."""
+
+    key: AttemptKey
+    seq: int
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveBlocks:
+    """D: lock the cached prefix and count the blocks. Answer: `Receiver.on_reserved` or `on_reserve_refused`."""
+
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveBytes:
+    """D: receive `nbytes` bytes into slot `slot`. Answer: `Receiver.on_received`."""
+
+    key: AttemptKey
+    seq: int
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterChunk:
+    """D: copy slot `slot` into the blocks of tokens [start, end). Answer: `Receiver.on_scattered`."""
+
+    key: AttemptKey
+    seq: int
+    start: int
+    end: int
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSequence:
+    """D: all KV is in place; append `token_id`, which P sampled, and decode on. No answer is needed."""
+
+    key: AttemptKey
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSequence:
+    """Drop the sequence and its blocks, in whatever state it is. Idempotent. No answer."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendOver:
+    """P: the hand-over of this attempt is decided; exactly once per offered attempt. Slots that bytes under way need
+    may be held a little longer, and the sequence until its last gather."""
+
+    key: AttemptKey
+    outcome: SendOutcome
+    reason: str = ""
+    kv_bytes: int = 0
+    """Bytes of KV announced to D."""
+    cached_tokens: int = 0
+    """Leading tokens that D had."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOver:
+    """D: the hand-over of this attempt is decided; exactly once per attempt that blocks were asked for. Committed: the
+    engine owns the sequence now. Slots that bytes under way need may be held a little longer."""
+
+    key: AttemptKey
+    outcome: ReceiveOutcome
+    reason: str = ""
+    kv_bytes: int = 0
+    """Bytes of KV that landed."""
+    cached_tokens: int = 0
+    """Leading tokens that D had."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePair:
+    """Destroy the pair: end the control stream and close the transport. The machine is closed already and holds only
+    the slots that the transport or the engine may still touch; their answers free them."""
+
+    reason: str
+
+
+SenderEffect = Send | StartPrefill | GatherChunk | SendBytes | ReleaseSequence | SendOver | ClosePair
+ReceiverEffect = (
+    Send | ReserveBlocks | ReceiveBytes | ScatterChunk | JoinSequence | ReleaseSequence | ReceiveOver | ClosePair
+)

@@ -1,0 +1,191 @@
+"""Bytes between two GPUs, by NCCL: a communicator of two ranks (0 is P, 1 is D) per pair.
+
+NOT VERIFIED: written from the documentation, on a machine without a GPU; no test has run it. Importable everywhere.
+
+The pair meets as in `gloo.py`. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
+before `send`, and after `done`. NCCL has no tags and wants all calls of a device from one thread, so one thread posts
+the operations of all pairs in order and polls their completion; a receive is on its way to that thread when `recv`
+returns.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from disagg.engine.kv_transfer.gloo import RECEIVER_RANK, SENDER_RANK, StoreHost, meet
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, TransportError
+from disagg.engine.plan import Buffer
+
+_dist: Any = torch.distributed
+_cuda: Any = torch.cuda
+
+CLOSED = "the channel is closed"
+_POLL_S = 50e-6
+
+
+def _require_nccl() -> None:
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        raise RuntimeError("transport nccl needs a CUDA device and a torch that was built with NCCL; use gloo")
+
+
+class NcclRendezvous:
+    """D's meeting point; its store is the same as gloo's.
+
+    Raises:
+        RuntimeError: without a CUDA device or NCCL.
+    """
+
+    def __init__(self, host: str) -> None:
+        _require_nccl()
+        self._store = StoreHost(host)
+
+    @property
+    def address(self) -> str:
+        """See `Rendezvous.address`."""
+        return self._store.address
+
+    def accept(self, pair_name: str) -> NcclTransport:
+        """See `Rendezvous.accept`."""
+        self._store.check_open()
+        return _join(pair_name, self._store.address, RECEIVER_RANK)
+
+    def close(self) -> None:
+        """See `Rendezvous.close`."""
+        self._store.close()
+
+
+class NcclConnector:
+    """P's way to any D. NCCL chooses its interface by NCCL_SOCKET_IFNAME, not by `host`.
+
+    Raises:
+        RuntimeError: without a CUDA device or NCCL.
+    """
+
+    def __init__(self, host: str) -> None:
+        _require_nccl()
+
+    def __call__(self, pair_name: str, address: str) -> NcclTransport:
+        """See `Connector`."""
+        return _join(pair_name, address, SENDER_RANK)
+
+
+def _join(pair_name: str, address: str, rank: int) -> NcclTransport:
+    store = meet(pair_name, address, rank)
+    try:
+        group = _new_group(store, rank)
+    except RuntimeError as error:
+        raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
+    return NcclTransport(group, 1 - rank, _device_thread(torch.cuda.current_device()))
+
+
+def _new_group(store: Any, rank: int) -> Any:
+    options = _dist.ProcessGroupNCCL.Options()
+    options.config.blocking = False
+    options._timeout = datetime.timedelta(seconds=SET_UP_TIMEOUT_S)
+    return _dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    transport: NcclTransport
+    tensor: torch.Tensor
+    sends: bool
+    done: Done
+    event: Any = None
+    error: str = ""
+
+    @property
+    def over(self) -> bool:
+        return bool(self.error) or self.transport.closed or self.event.query()
+
+
+class _DeviceThread:
+    """The one thread that makes the NCCL calls of a device. Lives as long as the process."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._queue: deque[_Operation] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name=f"kv-nccl-{device}", daemon=True).start()
+
+    def submit(self, operation: _Operation) -> None:
+        with self._changed:
+            self._queue.append(operation)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        stream = _cuda.Stream(self._device)
+        under_way: list[_Operation] = []
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._changed.wait(_POLL_S if under_way else None)
+                fresh = list(self._queue)
+                self._queue.clear()
+            with torch.cuda.stream(stream):
+                for operation in fresh:
+                    self._post(operation, stream)
+            under_way += fresh
+            finished = [operation for operation in under_way if operation.over]
+            under_way = [operation for operation in under_way if operation not in finished]
+            for operation in finished:
+                error = operation.error or (CLOSED if operation.transport.closed else "")
+                operation.done(not error, error)
+
+    def _post(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+        group = operation.transport.group
+        if group is None:
+            operation.error = CLOSED
+            return
+        start = group.send if operation.sends else group.recv
+        try:
+            work = start([operation.tensor], operation.transport.peer, 0)
+            work.wait()  # Makes the stream wait, not the thread.
+            operation.event = _cuda.Event()
+            operation.event.record(stream)
+        except RuntimeError as error:
+            operation.error = str(error)
+
+
+_threads: dict[int, _DeviceThread] = {}
+_threads_lock = threading.Lock()
+
+
+def _device_thread(device: int) -> _DeviceThread:
+    with _threads_lock:
+        if device not in _threads:
+            _threads[device] = _DeviceThread(device)
+        return _threads[device]
+
+
+class NcclTransport:
+    """See `PairTransport`."""
+
+    def __init__(self, group: Any, peer: int, thread: _DeviceThread) -> None:
+        self.group: Any = group
+        self.peer = peer
+        self.closed = False
+        self._thread = thread
+
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """See `PairTransport.send`."""
+        self._thread.submit(_Operation(self, buffer[:nbytes], True, done))
+
+    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """See `PairTransport.recv`."""
+        self._thread.submit(_Operation(self, buffer[:nbytes], False, done))
+
+    def close(self) -> None:
+        """See `PairTransport.close`: the communicator is aborted, after which nothing writes to its buffers."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+            self.closed = True

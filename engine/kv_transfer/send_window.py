@@ -1,0 +1,169 @@
+"""P's chunks under way: staging slots, the order of announcing, and D's credits.
+
+The window knows when a slot's memory may be used again; the `Sender` decides what is worth sending and what is given
+up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from disagg.engine.kv_transfer.chunks import TokenRange
+from disagg.engine.kv_transfer.pair_state import SlotPool, TransitionError
+from disagg.engine.kv_transfer.sending import (
+    CREDITED,
+    GRANTED,
+    HOLDS_SLOT,
+    SENT_CHUNK_TABLE,
+    TOUCHED,
+    UNANNOUNCED,
+    SendAttempt,
+    SentChunk,
+    SentChunkEvent,
+    SentChunkState,
+)
+from disagg.proto.ids import AttemptKey
+
+
+class SendWindow:
+    """Chunks of all attempts of a pair. Owner: its `Sender`.
+
+    Raises:
+        ValueError: if there is no slot or no credit.
+    """
+
+    def __init__(self, credits: int, num_slots: int) -> None:
+        if credits < 1:
+            raise ValueError(f"a pair needs at least one credit, not {credits}")
+        self._credits = credits
+        self._slots = SlotPool(num_slots)
+        self._chunks: dict[tuple[AttemptKey, int], SentChunk] = {}
+        self._outbox: deque[SentChunk] = deque()
+        """Chunks to announce, in the order in which they were cut."""
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that can be gathered into."""
+        return self._slots.num_free
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Slots whose memory is in use."""
+        return self._slots.num_busy
+
+    @property
+    def num_credited(self) -> int:
+        """Chunks announced and not done."""
+        return sum(chunk.state in CREDITED for chunk in self._chunks.values())
+
+    @property
+    def oldest_grant(self) -> float | None:
+        """When D cleared the chunk that it has not acknowledged for longest."""
+        return min((chunk.granted_at for chunk in self._chunks.values() if chunk.state in GRANTED), default=None)
+
+    def has_any_of(self, key: AttemptKey) -> bool:
+        """Whether a chunk of this attempt is under way."""
+        return any(chunk_key == key for chunk_key, _ in self._chunks)
+
+    def get(self, key: AttemptKey, seq: int) -> SentChunk | None:
+        """A chunk under way, if it is."""
+        return self._chunks.get((key, seq))
+
+    def cut(self, attempt: SendAttempt, tokens: TokenRange, nbytes: int) -> SentChunk:
+        """Take a free slot for the next chunk of `attempt`, to be gathered now."""
+        chunk = SentChunk(attempt, attempt.next_seq, tokens.start, tokens.end, self._slots.take(), nbytes)
+        self._chunks[attempt.key, chunk.seq] = chunk
+        self._outbox.append(chunk)
+        attempt.next_seq += 1
+        attempt.next_token = tokens.end
+        attempt.num_unannounced += 1
+        attempt.num_gathering += 1
+        return chunk
+
+    def gathered(self, key: AttemptKey, seq: int) -> SentChunk:
+        """The engine is done with the slot. A chunk of an attempt that is over is dropped."""
+        chunk = self._advance(key, seq, SentChunkEvent.GATHERED)
+        chunk.attempt.num_gathering -= 1
+        if not chunk.attempt.live:
+            self._drop(chunk)
+        return chunk
+
+    def pop_announceable(self) -> SentChunk | None:
+        """The next chunk to announce, if it is gathered and there is a credit."""
+        if not self._outbox or self._outbox[0].state is not SentChunkState.READY or self.num_credited >= self._credits:
+            return None
+        chunk = self._outbox.popleft()
+        chunk.state = SENT_CHUNK_TABLE.next(chunk.state, SentChunkEvent.ANNOUNCE)
+        chunk.attempt.num_unannounced -= 1
+        chunk.attempt.kv_bytes += chunk.nbytes
+        return chunk
+
+    def grant(self, chunk: SentChunk, now: float) -> None:
+        """D has posted the receive: the bytes are owed.
+
+        Raises:
+            PeerError: if the chunk was not announced, or cleared before.
+        """
+        chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.GRANTED)
+        chunk.granted_at = now
+
+    def sent(self, key: AttemptKey, seq: int) -> SentChunk:
+        """The transport is done with the slot."""
+        chunk = self._advance(key, seq, SentChunkEvent.SENT)
+        self._slots.give_back(chunk.slot)
+        if chunk.state is SentChunkState.GONE:
+            del self._chunks[key, seq]
+        return chunk
+
+    def done(self, chunk: SentChunk) -> None:
+        """D's slot is free: one credit back.
+
+        Raises:
+            PeerError: if D had not cleared the chunk, or said so before.
+        """
+        chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.DONE)
+        if chunk.state is SentChunkState.GONE:
+            del self._chunks[chunk.attempt.key, chunk.seq]
+
+    def drop_unannounced(self, attempt: SendAttempt) -> None:
+        """Take back what D does not know of; a slot that the engine writes to stays until it answers."""
+        mine = [chunk for chunk in self._outbox if chunk.attempt is attempt]
+        self._outbox = deque(chunk for chunk in self._outbox if chunk.attempt is not attempt)
+        for chunk in mine:
+            assert chunk.state in UNANNOUNCED, chunk.state
+            if chunk.state is SentChunkState.READY:
+                self._drop(chunk)
+
+    def drop_uncleared(self, attempt: SendAttempt) -> None:
+        """D can ask for nothing more of this attempt: free what it did not clear."""
+        for chunk in list(self._chunks.values()):
+            if chunk.attempt is attempt and chunk.state is SentChunkState.ANNOUNCED:
+                self._drop(chunk)
+
+    def close(self) -> None:
+        """No message comes any more: keep only slots that the engine or the transport still works on."""
+        self._outbox.clear()
+        for chunk in list(self._chunks.values()):
+            if chunk.state not in TOUCHED:
+                self._drop(chunk)
+
+    def forget(self, chunk: SentChunk) -> None:
+        """Drop a sent chunk whose acknowledgement cannot come any more."""
+        if (chunk.attempt.key, chunk.seq) in self._chunks:
+            self._drop(chunk)
+
+    def _drop(self, chunk: SentChunk) -> None:
+        if chunk.state in HOLDS_SLOT:
+            self._slots.give_back(chunk.slot)
+        chunk.state = SentChunkState.GONE
+        del self._chunks[chunk.attempt.key, chunk.seq]
+
+    def _advance(self, key: AttemptKey, seq: int, event: SentChunkEvent) -> SentChunk:
+        chunk = self._chunks.get((key, seq))
+        if chunk is None:
+            raise TransitionError(f"chunk {seq} of {key} is not under way")
+        chunk.state = SENT_CHUNK_TABLE.next(chunk.state, event)
+        return chunk

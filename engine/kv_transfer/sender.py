@@ -1,0 +1,400 @@
+"""P's half of the hand-over: a pure state machine, one per pair and life of its control stream.
+
+An attempt is offered; when D has reserved, its prefill starts. What a prefill step computed is gathered into a
+staging slot, announced to D with its checksum, and sent when D clears it. When all chunks are announced and token 0
+is known, `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
+
+The blocks of a sequence are kept until then, or until the attempt is given up, and never released while a gather from
+them is to come. A staging slot is held from `GatherChunk` until the bytes left, or until D can no longer ask for
+them: it acknowledged our abort, or aborted itself (its stream is ordered, so nothing of the attempt follows). A chunk
+that D cleared is always sent in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from disagg.engine.kv_transfer.chunks import next_chunk, tokens_per_chunk
+from disagg.engine.kv_transfer.effects import (
+    CANCELLED,
+    DEADLINE,
+    LEASE_LOST,
+    PAIR_CLOSED,
+    STUCK,
+    ClosePair,
+    GatherChunk,
+    ReleaseSequence,
+    Send,
+    SendBytes,
+    SenderEffect,
+    SendOutcome,
+    SendOver,
+    StartPrefill,
+)
+from disagg.engine.kv_transfer.pair_state import PairClock, PeerError, TransitionError
+from disagg.engine.kv_transfer.send_window import SendWindow
+from disagg.engine.kv_transfer.sending import SEND_TABLE, SendAttempt, SendEvent, SendState
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    ClearToSend,
+    CommitAck,
+    Offer,
+    PairHeartbeat,
+    ReceiverToSender,
+    Refused,
+    Reserved,
+    SequenceSpec,
+)
+
+Effects = list[SenderEffect]
+
+
+class Sender:
+    """The sending half of one pair. Owner: the asyncio thread of P.
+
+    Every input returns the effects to carry out, in order. `counters` counts what a healthy pair never sees (`stale`,
+    `violations`) and what moved (`chunks_sent`, `kv_bytes_sent`).
+
+    Args:
+        now: this process's clock, seconds.
+        bytes_per_token: bytes of one token's KV, all layers.
+        max_chunk_bytes: largest payload.
+        credits: chunks that may be announced and not done.
+        num_slots: staging slots of `max_chunk_bytes` each.
+        lease_timeout_s: silence of D after which attempts fail; after twice as long the pair is closed, if anything
+            of it is still to come.
+        heartbeat_s: how often to beat.
+        transfer_timeout_s: how long granted bytes, or the answer to an abort, may take before the pair is closed.
+
+    Raises:
+        ValueError: if not even one token fits a chunk, or there is no slot or credit.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        *,
+        bytes_per_token: int,
+        max_chunk_bytes: int,
+        credits: int,
+        num_slots: int,
+        lease_timeout_s: float = 5.0,
+        heartbeat_s: float = 0.5,
+        transfer_timeout_s: float = 30.0,
+    ) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
+        self._window = SendWindow(credits, num_slots)
+        self._transfer_timeout_s = transfer_timeout_s
+        self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
+        self._attempts: dict[AttemptKey, SendAttempt] = {}
+        self.closed = False
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ our own inputs
+
+    def offer(self, spec: SequenceSpec, now: float) -> Effects:
+        """Ask D to take this attempt.
+
+        Raises:
+            TransitionError: if the attempt was offered before and something of it is still here.
+        """
+        self._clock.see(now)
+        if self.closed:
+            return [SendOver(spec.key, "failed", PAIR_CLOSED)]
+        if spec.key in self._attempts or self._window.has_any_of(spec.key):
+            raise TransitionError(f"{spec.key} was offered before")
+        deadline = None if spec.timeout_s is None else now + spec.timeout_s
+        self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline)
+        return [Send(Offer(spec=spec))]
+
+    def on_chunk_computed(self, key: AttemptKey, num_computed: int) -> Effects:
+        """The KV of tokens [0, num_computed) is valid on P."""
+        out: Effects = []
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.live:
+            assert num_computed <= attempt.num_known_tokens, (key, num_computed)
+            attempt.num_computed = num_computed
+            self._pump(out)
+        return out
+
+    def on_prefill_computed(self, key: AttemptKey, token_id: int) -> Effects:
+        """The whole prompt is computed, and token 0 is sampled and was not the last."""
+        out: Effects = []
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.live:
+            attempt.num_computed = attempt.num_known_tokens
+            attempt.token_id = token_id
+            self._pump(out)
+        return out
+
+    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Effects:
+        """The copy into the slot is done; not `ok` if the sequence is gone.
+
+        Raises:
+            TransitionError: if this chunk was not to be gathered.
+        """
+        out: Effects = []
+        chunk = self._window.gathered(key, seq)
+        attempt = chunk.attempt
+        if not attempt.live:
+            self._release(attempt, out)
+        elif not ok:
+            self._give_up(attempt, "failed", "its KV is gone on the prefill worker", out)
+        else:
+            assert nbytes == chunk.nbytes, (nbytes, chunk.nbytes)
+            chunk.checksum = checksum
+        self._pump(out)
+        return out
+
+    def on_sent(self, key: AttemptKey, seq: int, ok: bool) -> Effects:
+        """The transport is done with the slot; not `ok` if the connection broke, which ends the pair.
+
+        Raises:
+            TransitionError: if this chunk was not being sent.
+        """
+        out: Effects = []
+        chunk = self._window.sent(key, seq)
+        if self.closed:
+            self._window.forget(chunk)
+        if ok:
+            self.counters["chunks_sent"] += 1
+            self.counters["kv_bytes_sent"] += chunk.nbytes
+        elif not self.closed:
+            return self._close_pair("the transport failed while sending")
+        self._pump(out)
+        return out
+
+    def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> Effects:
+        """Give the attempt up: the client went, the sequence ended on P, or its deadline passed. Idempotent."""
+        out: Effects = []
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.live:
+            self._give_up(attempt, "cancelled", reason, out)
+            self._pump(out)
+        return out
+
+    def tick(self, now: float) -> Effects:
+        """Let time pass: beat, and end what waited too long. To be called at least every `heartbeat_s`."""
+        out: Effects = []
+        if self.closed:
+            return out
+        if self._clock.tick(now):
+            out.append(Send(PairHeartbeat()))
+        lost = self._clock.silence_s >= self._clock.lease_timeout_s
+        for attempt in [a for a in self._attempts.values() if a.live]:
+            if lost:
+                self._give_up(attempt, "failed", LEASE_LOST, out)
+            elif attempt.deadline is not None and now >= attempt.deadline:
+                self._give_up(attempt, "cancelled", DEADLINE, out)
+        if self._clock.silence_s >= 2 * self._clock.lease_timeout_s and (self._attempts or len(self._window)):
+            return out + self._close_pair(LEASE_LOST)
+        if self._is_stuck():
+            return out + self._close_pair(STUCK)
+        self._pump(out)
+        return out
+
+    def close(self, now: float, reason: str = PAIR_CLOSED) -> Effects:
+        """The control stream ended, or D is gone: every attempt fails. Idempotent.
+
+        Slots that the engine or the transport still works on are freed by `on_gathered` and `on_sent`; closing the
+        transport makes it answer.
+        """
+        self._clock.see(now)
+        out: Effects = []
+        if self.closed:
+            return out
+        self.closed = True
+        for attempt in self._attempts.values():
+            if attempt.live:
+                attempt.state = SendState.OVER
+                self._report(attempt, "failed", reason, out)
+            attempt.state = SendState.OVER
+            self._release(attempt, out)
+        self._attempts.clear()
+        self._window.close()
+        return out
+
+    def holdings(self) -> dict[str, int]:
+        """What this half holds; all zero when idle."""
+        return {
+            "sending": len(self._attempts),
+            "sending_chunks": len(self._window),
+            "sending_slots": self._window.num_busy_slots,
+        }
+
+    # ------------------------------------------------------------ the peer's messages
+
+    def on_message(self, message: ReceiverToSender, now: float) -> Effects:
+        """A control message of D. One that D must not send closes the pair."""
+        if self.closed:
+            return []
+        self._clock.heard(now)
+        out: Effects = []
+        try:
+            self._receive(message, out)
+            self._pump(out)
+        except PeerError as error:
+            self.counters["violations"] += 1
+            out += self._close_pair(f"protocol violation by the decode worker: {error}")
+        return out
+
+    def _receive(self, message: ReceiverToSender, out: Effects) -> None:
+        match message:
+            case PairHeartbeat():
+                pass
+            case Reserved():
+                self._on_reserved(message, out)
+            case Refused():
+                self._on_refused(message, out)
+            case ClearToSend():
+                self._on_clear_to_send(message, out)
+            case ChunkDone():
+                self._on_chunk_done(message, out)
+            case CommitAck():
+                self._on_commit_ack(message, out)
+            case Abort():
+                self._on_abort(message, out)
+            case AbortAck():
+                self._on_abort_ack(message)
+            case _:
+                raise PeerError(f"{type(message).__name__} in the middle of the stream")
+
+    def _on_reserved(self, message: Reserved, out: Effects) -> None:
+        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        if attempt is None:
+            # D holds a reservation that nobody here wants: tell it, or it would be kept for as long as the pair lives.
+            self.counters["stale"] += 1
+            out.append(Send(Abort(request_id=message.request_id, attempt=message.attempt, reason="not offered")))
+            return
+        attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.RESERVED)
+        if attempt.state is SendState.ABORTING:
+            return
+        if not 0 <= message.cached_tokens <= attempt.num_known_tokens:
+            raise PeerError(f"Reserved with {message.cached_tokens} cached of {attempt.num_known_tokens} tokens")
+        attempt.generation = message.generation
+        attempt.cached_tokens = attempt.next_token = message.cached_tokens
+        attempt.started = True
+        out.append(StartPrefill(attempt.spec))
+
+    def _on_refused(self, message: Refused, out: Effects) -> None:
+        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        if attempt is None:
+            self.counters["stale"] += 1
+            return
+        attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.REFUSED)
+        if attempt.state is SendState.OVER:
+            self._report(attempt, "refused", message.reason, out)
+            self._forget(attempt)
+
+    def _on_clear_to_send(self, message: ClearToSend, out: Effects) -> None:
+        key = AttemptKey(message.request_id, message.attempt)
+        chunk = self._window.get(key, message.seq)
+        if chunk is None or chunk.attempt.generation != message.generation:
+            # D has posted a receive that nothing of ours belongs to: it would swallow the next chunk.
+            raise PeerError(f"ClearToSend for chunk {message.seq} of {key}, which was not announced")
+        self._window.grant(chunk, self._clock.now)
+        out.append(SendBytes(key, chunk.seq, chunk.slot, chunk.nbytes))
+
+    def _on_chunk_done(self, message: ChunkDone, out: Effects) -> None:
+        key = AttemptKey(message.request_id, message.attempt)
+        chunk = self._window.get(key, message.seq)
+        if chunk is None or chunk.attempt.generation != message.generation:
+            self.counters["stale"] += 1
+            return
+        self._window.done(chunk)
+        if not message.ok and chunk.attempt.live:
+            self._give_up(chunk.attempt, "failed", f"the decode worker rejected chunk {message.seq}", out)
+
+    def _on_commit_ack(self, message: CommitAck, out: Effects) -> None:
+        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        if attempt is None or attempt.generation != message.generation:
+            self.counters["stale"] += 1
+            return
+        attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.ACKED)
+        if attempt.state is SendState.OVER:
+            self._report(attempt, "handed_over", "", out)
+            self._forget(attempt)
+            self._release(attempt, out)
+
+    def _on_abort(self, message: Abort, out: Effects) -> None:
+        out.append(Send(AbortAck(request_id=message.request_id, attempt=message.attempt)))
+        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        if attempt is None:
+            return
+        was_live = attempt.live
+        attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.PEER_ABORT)
+        if was_live:
+            self._report(attempt, "cancelled" if message.reason == CANCELLED else "failed", message.reason, out)
+        self._window.drop_unannounced(attempt)
+        self._forget(attempt)
+        self._release(attempt, out)
+
+    def _on_abort_ack(self, message: AbortAck) -> None:
+        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        if attempt is None:
+            return
+        attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.ABORT_ACKED)
+        self._forget(attempt)
+
+    # ------------------------------------------------------------ moving on
+
+    def _pump(self, out: Effects) -> None:
+        """Do all that slots, credits and computed tokens allow."""
+        if self.closed:
+            return
+        while (chunk := self._window.pop_announceable()) is not None:
+            out.append(Send(chunk.header))
+        for attempt in self._attempts.values():
+            self._gather(attempt, out)
+        for attempt in self._attempts.values():
+            if attempt.can_commit:
+                attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
+                out.append(Send(attempt.commit))
+
+    def _gather(self, attempt: SendAttempt, out: Effects) -> None:
+        """Fill free slots; the attempt that was offered first is served first."""
+        while attempt.state is SendState.PREFILLING and self._window.num_free_slots:
+            tokens = next_chunk(attempt.next_token, attempt.num_computed, self._chunk_tokens, complete=attempt.complete)
+            if tokens is None:
+                return
+            chunk = self._window.cut(attempt, tokens, (tokens.end - tokens.start) * self._bytes_per_token)
+            out.append(GatherChunk(attempt.key, chunk.seq, chunk.start, chunk.end, chunk.slot, chunk.nbytes))
+
+    # ------------------------------------------------------------ giving up
+
+    def _give_up(self, attempt: SendAttempt, outcome: SendOutcome, reason: str, out: Effects) -> None:
+        """Abort a live attempt; announced chunks keep their slots until D can no longer clear them."""
+        attempt.state = SEND_TABLE.next(attempt.state, SendEvent.GIVE_UP)
+        attempt.aborting_since = self._clock.now
+        self._window.drop_unannounced(attempt)
+        request_id, number = attempt.key
+        out.append(Send(Abort(request_id=request_id, attempt=number, reason=reason)))
+        self._report(attempt, outcome, reason, out)
+        self._release(attempt, out)
+
+    def _forget(self, attempt: SendAttempt) -> None:
+        """D can ask for nothing more of this attempt."""
+        del self._attempts[attempt.key]
+        self._window.drop_uncleared(attempt)
+
+    def _release(self, attempt: SendAttempt, out: Effects) -> None:
+        """Let the engine drop the sequence, once, when no gather from it is to come."""
+        if attempt.started and attempt.num_gathering == 0:
+            attempt.started = False
+            out.append(ReleaseSequence(attempt.key))
+
+    def _report(self, attempt: SendAttempt, outcome: SendOutcome, reason: str, out: Effects) -> None:
+        out.append(SendOver(attempt.key, outcome, reason, attempt.kv_bytes, attempt.cached_tokens))
+
+    def _close_pair(self, reason: str) -> Effects:
+        return [*self.close(self._clock.now, reason), ClosePair(reason)]
+
+    def _is_stuck(self) -> bool:
+        since = [a.aborting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
+        if self._window.oldest_grant is not None:
+            since.append(self._window.oldest_grant)
+        return any(self._clock.now - moment >= self._transfer_timeout_s for moment in since)

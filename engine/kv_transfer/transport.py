@@ -1,0 +1,122 @@
+"""How the bytes of a pair move, as an interface, and the door to what carries it out.
+
+    D  make_rendezvous(name, host) ──> Rendezvous: its address goes to P in `PairWelcome`
+    D  rendezvous.accept(pair_name) ──> PairTransport      both block until the other side is there; so not on an
+    P  make_connector(name, host)(pair_name, address) ──> PairTransport                           event loop's thread
+    P  send(buffer, n, done)   D  recv(buffer, n, done)    any number under way; first in, first out
+    both  close()                                          everything under way is answered, not ok
+
+There are no headers and no tags: the control stream says which bytes come, in which order, and how many. A size that
+differs between the two sides ends the pair, or with gloo the process, so sizes are checked before a receive is posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.engine.config import TransportName
+from disagg.engine.plan import Buffer
+
+Done = Callable[[bool, str], None]
+"""Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
+buffer is the caller's again. Must not raise and must not block."""
+
+SET_UP_TIMEOUT_S = 20.0
+"""How long `accept` and `connect` wait for the other side."""
+
+
+class TransportError(RuntimeError):
+    """The two sides could not be joined."""
+
+
+class PairTransport(Protocol):
+    """The byte channel of one pair. Thread-safe."""
+
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """Send the first `nbytes` bytes of `buffer`, which must not change until `done`. Never raises for the peer's
+        sake."""
+        ...
+
+    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """Receive `nbytes` bytes into `buffer`, which is the transport's until `done`. When this returns, the peer
+        may send."""
+        ...
+
+    def close(self) -> None:
+        """End the channel: what is under way is answered not ok, the peer's side fails soon. Returns when no thread
+        and no operation is left. Idempotent; may block for a moment."""
+        ...
+
+
+class Rendezvous(Protocol):
+    """D's meeting point of all its pairs. Thread-safe."""
+
+    @property
+    def address(self) -> str:
+        """What P needs to know."""
+        ...
+
+    def accept(self, pair_name: str) -> PairTransport:
+        """Wait for P under this name, which is used once.
+
+        Raises:
+            TransportError: if P does not come in time, or the channel cannot be made.
+        """
+        ...
+
+    def close(self) -> None:
+        """Take no more pairs. Pairs that were made live on. Idempotent."""
+        ...
+
+
+Connector = Callable[[str, str], PairTransport]
+"""(pair_name, address of D's rendezvous) -> the pair's channel. Raises `TransportError` like `Rendezvous.accept`."""
+
+
+def make_rendezvous(name: TransportName, host: str) -> Rendezvous:
+    """D's end of a transport. It listens on `host` only.
+
+    Raises:
+        ValueError: if there is no such transport.
+        OSError: if it cannot listen on `host`.
+        RuntimeError: if this machine lacks what the transport needs.
+    """
+    # Imported here, because each brings its own heavy dependency and a worker uses one.
+    match name:
+        case "local":
+            from disagg.engine.kv_transfer.local import LocalRendezvous
+
+            return LocalRendezvous()
+        case "gloo":
+            from disagg.engine.kv_transfer.gloo import GlooRendezvous
+
+            return GlooRendezvous(host)
+        case "nccl":
+            from disagg.engine.kv_transfer.nccl import NcclRendezvous
+
+            return NcclRendezvous(host)
+    raise ValueError(f"transport must be gloo, nccl or local, not {name!r}")
+
+
+def make_connector(name: str, host: str) -> Connector:
+    """P's end of the transport that D named. It binds to `host` only.
+
+    Raises:
+        ValueError: if there is no such transport.
+        RuntimeError: if this machine lacks what the transport needs.
+    """
+    match name:
+        case "local":
+            from disagg.engine.kv_transfer.local import connect_local
+
+            return connect_local
+        case "gloo":
+            from disagg.engine.kv_transfer.gloo import GlooConnector
+
+            return GlooConnector(host)
+        case "nccl":
+            from disagg.engine.kv_transfer.nccl import NcclConnector
+
+            return NcclConnector(host)
+    raise ValueError(f"transport must be gloo, nccl or local, not {name!r}")

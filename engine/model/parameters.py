@@ -1,0 +1,83 @@
+"""The parameters of the decoder: tensors in the shapes that it computes with, q, k, v and gate, up fused.
+
+`allocate_parameters` makes them empty, `disagg.engine.weights` fills them from a checkpoint. Shape letters: H hidden, I
+intermediate, V vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
+"""
+
+# ruff: noqa: N815 - fields carry their shape
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.engine.checkpoint import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParameters:
+    """One decoder layer. Biases and head norms are None where the family has none."""
+
+    input_norm_H: Tensor
+    qkv_weight_QH: Tensor
+    qkv_bias_Q: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o_weight_HA: Tensor
+    o_bias_H: Tensor | None
+    post_norm_H: Tensor
+    gate_up_weight_2IH: Tensor
+    gate_up_bias_2I: Tensor | None
+    down_weight_HI: Tensor
+    down_bias_H: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameters:
+    """The whole decoder. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor."""
+
+    embedding_VH: Tensor
+    layers: tuple[LayerParameters, ...]
+    final_norm_H: Tensor
+    lm_head_VH: Tensor
+
+
+def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelParameters:
+    """Parameters with undefined contents."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    embedding_VH = empty(config.vocab_size, config.hidden_size)
+    return ModelParameters(
+        embedding_VH=embedding_VH,
+        layers=tuple(_allocate_layer(config, dtype, device) for _ in range(config.num_layers)),
+        final_norm_H=empty(config.hidden_size),
+        lm_head_VH=embedding_VH if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
+    )
+
+
+def _allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerParameters:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    attention_size = config.num_heads * head_dim
+    qkv_size = attention_size + 2 * config.num_kv_heads * head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return LayerParameters(
+        input_norm_H=empty(hidden),
+        qkv_weight_QH=empty(qkv_size, hidden),
+        qkv_bias_Q=empty(qkv_size) if config.qkv_bias else None,
+        q_norm_D=empty(head_dim) if config.qk_norm else None,
+        k_norm_D=empty(head_dim) if config.qk_norm else None,
+        o_weight_HA=empty(hidden, attention_size),
+        o_bias_H=empty(hidden) if config.o_bias else None,
+        post_norm_H=empty(hidden),
+        gate_up_weight_2IH=empty(2 * inner, hidden),
+        gate_up_bias_2I=empty(2 * inner) if config.mlp_bias else None,
+        down_weight_HI=empty(hidden, inner),
+        down_bias_H=empty(hidden) if config.mlp_bias else None,
+    )

@@ -1,0 +1,118 @@
+"""Compiles the C++ kernels once per (sources, flags, compiler, processor) and keeps the library in the user's cache folder.
+
+A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start together
+meet at a file lock, so that one compiles and the others load what it made; the library appears under its name in one piece.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
+)
+"""No -ffast-math: NaN and infinity must go through, and sums keep the order that the source gives them."""
+
+TIMEOUT_S = 300.0
+
+
+class BuildError(Exception):
+    """There is no usable compiler, the build failed, or its result cannot be kept; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A compiled library."""
+
+    path: Path
+    simd: str
+    """The widest vector instructions that it was compiled for."""
+
+
+def sources() -> list[Path]:
+    """The C++ files and headers of this folder, sorted."""
+    folder = Path(__file__).resolve().parent
+    return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: `$XDG_CACHE_HOME/disagg/kernels`, or `~/.cache/disagg/kernels`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "disagg" / "kernels"
+
+
+def find_compiler() -> str:
+    """The first C++ compiler on PATH; BuildError if there is none."""
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
+
+
+def build(files: Sequence[Path], folder: Path, compiler: str) -> Library:
+    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done."""
+    macros = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    path = folder / f"{_digest(files, macros)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(files, path, compiler)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error}") from error
+    return Library(path, _simd(macros))
+
+
+def _compile(files: Sequence[Path], path: Path, compiler: str) -> None:
+    logger.info("compiling the CPU kernels with %s into %s: once, a few seconds", compiler, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / "kernels.so"
+        _run([compiler, *FLAGS, *(str(file) for file in files if file.suffix == ".cpp"), "-o", str(made)])
+        made.replace(path)
+
+
+def _run(command: list[str]) -> str:
+    """The command's output; BuildError with the end of its complaint when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()[-1000:]}")
+    return done.stdout
+
+
+def _digest(files: Sequence[Path], macros: str) -> str:
+    """Names sources, flags, compiler version and processor: the last two are among the predefined macros."""
+    digest = hashlib.sha256("\n".join((*FLAGS, macros)).encode())
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _simd(macros: str) -> str:
+    for macro, name in (("__AVX512F__", "avx512"), ("__AVX2__", "avx2"), ("__ARM_NEON", "neon"), ("__SSE2__", "sse2")):
+        if f"#define {macro} " in macros:
+            return name
+    return "generic"

@@ -1,0 +1,172 @@
+"""Torch references of all ops: the oracle of every faster kernel, and the path that runs where there is none.
+
+Plain and stateless; any device, any dtype. `disagg.kernels.dispatch` is what callers import.
+
+Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV heads, D head
+dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K, B, D]: a strided view
+`cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], its inner [K, B, D] contiguous.
+
+Cache slots that no token was written to may hold anything, NaN included; no op lets them reach a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dim (any leading dims), then times the weight.
+
+    Numerics of transformers' `LlamaRMSNorm`: fp32 inside, cast back to the input dtype, then multiplied by the weight.
+    """
+    x = x_TH.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return weight_H * x.to(x_TH.dtype)
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual); the sum is rounded to the input dtype. Inputs stay as they are."""
+    residual = x_TH + residual_TH
+    return rms_norm(residual, weight_H, eps), residual
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def apply_rope(q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding, Llama's half rotation: pairs are (i, i + D/2). cos and sin repeat their first half."""
+    cos = cos_TD.unsqueeze(1)
+    sin = sin_TD.unsqueeze(1)
+    return q_TND * cos + _rotate_half(q_TND) * sin, k_TKD * cos + _rotate_half(k_TKD) * sin
+
+
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(gate) * up, where gate is the first half of the last dim."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, as [T, O]."""
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+def kv_write(
+    k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Write each token's K and V at its slot (block * B + offset, int64). Slots must be valid and distinct."""
+    block_size = key_cache_NKBD.shape[2]
+    block_T = slot_mapping_T // block_size
+    offset_T = slot_mapping_T % block_size
+    key_cache_NKBD[block_T, :, offset_T] = k_TKD
+    value_cache_NKBD[block_T, :, offset_T] = v_TKD
+
+
+def paged_decode_attention(
+    q_SND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_tables_SM: Tensor,
+    context_lens_S: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of one query row per sequence over its first `context_lens` cached tokens; [S, N, D].
+
+    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0. Scores, softmax and the sum are
+    fp32. A sequence of length 0 gives zeros.
+    """
+    S, N, D = q_SND.shape
+    K = key_cache_NKBD.shape[1]
+    tables = block_tables_SM.long()
+    key_SKCD = key_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, D).float()
+    value_SKCD = value_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, D).float()
+    positions_C = torch.arange(key_SKCD.shape[2], device=q_SND.device)
+    hidden_SC = positions_C[None, :] >= context_lens_S[:, None]
+    q_SKGD = q_SND.view(S, K, N // K, D).float()
+    scores_SKGC = (q_SKGD @ key_SKCD.transpose(2, 3)) * scale
+    scores_SKGC.masked_fill_(hidden_SC[:, None, None, :], float("-inf"))
+    weights_SKGC = torch.softmax(scores_SKGC, dim=-1).masked_fill_(hidden_SC[:, None, None, :], 0.0)
+    value_SKCD = value_SKCD.masked_fill(hidden_SC[:, None, :, None], 0.0)
+    return (weights_SKGC @ value_SKCD).view(S, N, D).to(q_SND.dtype)
+
+
+def paged_prefill_attention(
+    q_TND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_table_M: Tensor,
+    start: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D].
+
+    Query i sees positions <= start + i. Copies the context's K and V once, then torch's scaled dot product attention.
+    """
+    T = q_TND.shape[0]
+    K, block_size, D = key_cache_NKBD.shape[1:]
+    end = start + T
+    blocks = block_table_M[: (end + block_size - 1) // block_size].long()
+    key_KCD = key_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
+    value_KCD = value_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
+    query_positions_T = torch.arange(start, end, device=q_TND.device)
+    visible_TC = torch.arange(end, device=q_TND.device)[None, :] <= query_positions_T[:, None]
+    out_NTD = F.scaled_dot_product_attention(
+        q_TND.transpose(0, 1)[None],
+        key_KCD[None],
+        value_KCD[None],
+        attn_mask=None if start == 0 else visible_TC,
+        is_causal=start == 0,
+        scale=scale,
+        enable_gqa=q_TND.shape[1] != K,
+    )[0]
+    return out_NTD.transpose(0, 1)
+
+
+def _token_bytes(cache_NL2KBD: Tensor, data: Tensor, start: int, end: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Both sides as bytes: the cache [num_blocks, L, 2, K, B, D * itemsize], the flat buffer [L, 2, K, end - start, ...]."""
+    cache = cache_NL2KBD.view(torch.uint8)
+    _, L, two, K, block_size, row_bytes = cache.shape
+    if not 0 <= start <= end <= num_blocks * block_size:
+        raise ValueError(f"tokens [{start}, {end}) are not within {num_blocks} blocks of {block_size}")
+    nbytes = L * two * K * (end - start) * row_bytes
+    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != nbytes:
+        raise ValueError(
+            f"tokens [{start}, {end}) take {nbytes} bytes; the buffer is {data.dtype} of shape {list(data.shape)}"
+        )
+    return cache, data.view(L, two, K, end - start, row_bytes)
+
+
+def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
+    """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor.
+
+    Order [layer][k|v][head][token][dim], bytes of the cache's dtype; it does not depend on the block size. The range need not
+    be aligned to blocks. ValueError when the range or the size of `out` does not fit.
+    """
+    cache, flat = _token_bytes(cache_NL2KBD, out, start, end, len(block_ids))
+    block_size = cache.shape[4]
+    token = start
+    while token < end:
+        offset = token % block_size
+        count = min(block_size - offset, end - token)
+        source = cache[block_ids[token // block_size], :, :, :, offset : offset + count]
+        flat[:, :, :, token - start : token - start + count].copy_(source)
+        token += count
+
+
+def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
+    """Copy `data` (as `gather_kv` wrote it, possibly from a cache of another block size) into tokens [start, end)."""
+    cache, flat = _token_bytes(cache_NL2KBD, data, start, end, len(block_ids))
+    block_size = cache.shape[4]
+    token = start
+    while token < end:
+        offset = token % block_size
+        count = min(block_size - offset, end - token)
+        source = flat[:, :, :, token - start : token - start + count]
+        cache[block_ids[token // block_size], :, :, :, offset : offset + count].copy_(source)
+        token += count

@@ -1,0 +1,82 @@
+"""The knobs of the router. `cluster` makes this from the user's YAML."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from disagg.proto.errors import ConfigError
+
+LocalPrefill = Literal["auto", "never"]
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One router."""
+
+    local_prefill: LocalPrefill = "auto"
+    """`auto`: a decode worker computes a short uncached suffix itself. `never`: every prompt goes through a prefill
+    worker."""
+    local_prefill_tokens: int = 32
+    """The longest uncached suffix that counts as short."""
+    max_queued: int = 1024
+    """Requests that wait for a worker; one more is refused as overload."""
+    retry_after_s: float = 1.0
+    """What a refused client is told to wait."""
+    max_attempts: int = 3
+    """Attempts of a request that may be lost to a fault. Refusals do not count."""
+    max_refusals: int = 100
+    """How often workers may refuse a request before it fails."""
+    refusal_pause_s: float = 0.05
+    """After its n-th refusal a request avoids the worker that refused for n times this long."""
+    failure_pause_s: float = 0.2
+    """After its n-th fault a request avoids the workers to blame for n times this long."""
+    max_pause_s: float = 1.0
+    """Longest of those pauses."""
+    no_worker_grace_s: float = 10.0
+    """How long a queued request waits for a worker that could take it at all to come (back)."""
+    prefill_chunks: int = 2
+    """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
+    worker."""
+    decode_reserve_tokens: int = 512
+    """Output tokens whose blocks are booked on the decode worker (less if the request may make less)."""
+    watermark: float = 0.01
+    """Share of a worker's blocks that the books leave free."""
+    prefix_weight: float = 0.5
+    """What a fully cached prompt is worth when decode workers are compared, in units of KV utilization."""
+    num_traces: int = 1000
+    """Ended requests that can still be explained."""
+    outbox_frames: int = 4096
+    """Frames that may wait for one worker; a worker that takes none for so long is treated as lost."""
+    hello_timeout_s: float = 5.0
+    """How long a worker may take to greet a new session."""
+    min_reconnect_s: float = 0.1
+    """First pause after a lost session; it doubles up to `max_reconnect_s`."""
+    max_reconnect_s: float = 2.0
+    """Longest pause between two tries to reach a worker."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for values that cannot work."""
+        for name in ("max_queued", "max_attempts", "max_refusals", "prefill_chunks", "num_traces", "outbox_frames"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"router.{name}: must be at least 1, not {getattr(self, name)}")
+        for name in ("local_prefill_tokens", "decode_reserve_tokens", "prefix_weight"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"router.{name}: must not be negative, not {getattr(self, name)}")
+        for name in _DURATIONS:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"router.{name}: must be positive, not {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"router.watermark: must be in [0, 1), not {self.watermark}")
+
+
+_DURATIONS = (
+    "retry_after_s",
+    "refusal_pause_s",
+    "failure_pause_s",
+    "max_pause_s",
+    "no_worker_grace_s",
+    "hello_timeout_s",
+    "min_reconnect_s",
+    "max_reconnect_s",
+)

@@ -1,0 +1,394 @@
+"""The router's mind: queue, books, prefix index and ledgers behind one pure function, (event, now) -> commands.
+
+    Submit ──> queue ──a slot opens──> Dispatch to P (with D) or to one worker alone
+    FromWorker: tokens ──> Emit, in index order, each once
+                prefill done, handed over ──> the books get back what P no longer owes
+                end ──> Finish, or back to the queue (refused, failed), or Fail
+    WorkerLost ──> every attempt on it fails at once and goes back to the queue with the tokens released so far
+
+No clock, no I/O: `now` is the gateway's monotonic clock. The shell calls `handle` for every event, one at a time,
+executes the commands in order, and comes back with `Tick` at `next_wakeup()`.
+
+Owner of all state below: this object. When no request is in it, `holdings()` is zero throughout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledError, UnavailableError
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
+from disagg.router import events
+from disagg.router.admission import refusal
+from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.attempts import Attempts, blame, note_cached
+from disagg.router.config import RouterConfig
+from disagg.router.events import Command, Event
+from disagg.router.fleet import Fleet
+from disagg.router.ledger import TokenLedger
+from disagg.router.placement import LeastLoaded, Policy
+from disagg.router.queue import RequestQueue
+from disagg.router.record import EndOfAnswer, RequestRecord
+from disagg.router.states import AttemptEvent, AttemptState, RequestEvent, RequestState
+from disagg.router.traces import TraceRing
+from disagg.router.wakeups import Wakeups
+
+
+class RouterCore:
+    """See the module docstring."""
+
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, policy: Policy | None = None) -> None:
+        self.counters: Counter[str] = Counter()
+        """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
+        self._config = config
+        self._fleet = Fleet()
+        self._attempts = Attempts(config, gateway_id, policy or LeastLoaded(config), self._fleet)
+        self._queue = RequestQueue()
+        self._requests: dict[RequestId, RequestRecord] = {}
+        self._traces = TraceRing(config.num_traces)
+        self._wakeups = Wakeups()
+        self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
+        """Attempts given up when a session broke: if the same life comes back, it must be told."""
+        self._num_submitted = 0
+        self._out: list[Command] = []
+
+    # ---------------------------------------------------------------- the face
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; returns what must be done, in order. Raises `ValueError` for a request id that is in use."""
+        num_changes = self._fleet.books.num_changes
+        match event:
+            case events.FromWorker():
+                self._on_update(event, now)
+            case events.WorkerReported(report=report):
+                self._on_report(report)
+            case events.Submit():
+                self._on_submit(event, now)
+            case events.CancelRequest(request_id=request_id):
+                self._on_cancel(request_id, now)
+            case events.WorkerUp(info=info):
+                self._on_worker_up(info, now)
+            case events.WorkerLost(worker_id=worker_id, incarnation=incarnation):
+                self._on_worker_lost(worker_id, incarnation, now)
+            case events.Tick():
+                pass
+        self._wake(now)
+        # Most updates bring only tokens: they make no room, and need no look at the queue.
+        if not isinstance(event, events.FromWorker) or self._fleet.books.num_changes != num_changes:
+            self._place_queued(now)
+        out, self._out = self._out, []
+        return out
+
+    def next_wakeup(self) -> float | None:
+        """When `Tick` is due at the latest; None when nothing waits for time to pass."""
+        return self._wakeups.earliest(self._requests)
+
+    def view(self) -> ClusterView:
+        """The cluster now."""
+        num_queued = len(self._queue)
+        return ClusterView(self._fleet.views(), num_queued, len(self._requests) - num_queued)
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        """A running or recent request."""
+        return self._traces.get(request_id)
+
+    def request_ids(self) -> list[RequestId]:
+        """All requests that have not ended."""
+        return list(self._requests)
+
+    def holdings(self) -> dict[str, int]:
+        """What is held: requests, queue entries, and the sums of the books. All zero when nothing is in flight."""
+        return {"requests": len(self._requests), "queued": len(self._queue), **self._fleet.books.holdings()}
+
+    def check_integrity(self) -> list[str]:
+        """What does not fit together; empty when all is well."""
+        problems = self._fleet.check_integrity()
+        owed = set()
+        for request_id, record in self._requests.items():
+            is_queued = record.state is RequestState.QUEUED
+            if is_queued != (request_id in self._queue) or is_queued != (record.attempt is None):
+                problems.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
+            if record.attempt is not None:
+                owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
+        if owed != set(self._fleet.books.entries()):
+            problems.append("books and attempts differ")
+        return problems
+
+    # ---------------------------------------------------------------- clients
+
+    def _on_submit(self, event: events.Submit, now: float) -> None:
+        request = event.request
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use")
+        error = refusal(request, self._fleet, len(self._queue), self._config, now)
+        if error is not None:
+            self._out.append(events.Fail(request.request_id, error))
+            return
+        record = RequestRecord(
+            request=request,
+            arrival_order=self._num_submitted,
+            ledger=TokenLedger(request.sampling.max_tokens),
+            trace=self._traces.begin(request.request_id, event.arrival, now),
+            block_hashes=request.block_hashes,
+        )
+        self._num_submitted += 1
+        self._requests[request.request_id] = record
+        self._queue.push(record.request_id, record.urgency)
+        if request.deadline is not None:
+            self._wakeups.add(request.deadline, record.request_id)
+
+    def _on_cancel(self, request_id: RequestId, now: float) -> None:
+        record = self._requests.get(request_id)
+        if record is not None:
+            self._fail(record, RequestCancelledError("the request was cancelled"), now, RequestEvent.CANCELLED)
+
+    # ---------------------------------------------------------------- workers
+
+    def _on_worker_up(self, info: WorkerInfo, now: float) -> None:
+        known = self._fleet.incarnation(info.worker_id)
+        if known is not None and known != info.incarnation:
+            self._on_worker_lost(info.worker_id, known, now)
+        self._fleet.up(info)
+        incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
+        if incarnation == info.incarnation:
+            self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)
+
+    def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
+        if not self._is_present(worker_id, incarnation):
+            return
+        keys = list(self._fleet.books.account(worker_id).bookings)
+        self._orphans[worker_id] = (incarnation, keys)
+        for key in keys:
+            record = self._requests[key.request_id]
+            self._attempts.leave(record.running, worker_id)
+            self._fault(record, f"worker {worker_id} was lost", "worker_lost", now)
+        self._fleet.lost(worker_id)
+
+    def _on_report(self, report: WorkerReport) -> None:
+        if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report):
+            self.counters["report_gap"] += 1
+            self._out.append(events.WatchAgain(report.worker_id))
+
+    def _on_update(self, event: events.FromWorker, now: float) -> None:
+        if not self._is_present(event.worker_id, event.incarnation):
+            return
+        for tokens in event.update.tokens:
+            self._on_tokens(event.worker_id, tokens, now)
+        for prefilled in event.update.prefilled:
+            self._on_prefilled(event.worker_id, prefilled)
+        for handed_over in event.update.handed_over:
+            self._on_handed_over(event.worker_id, handed_over, now)
+        for end in event.update.ends:
+            self._on_end(event.worker_id, end, now)
+
+    def _is_present(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        if self._fleet.incarnation(worker_id) == incarnation:
+            return True
+        self.counters["stale_incarnation"] += 1
+        return False
+
+    def _find(self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | End) -> RequestRecord | None:
+        """The request that a worker speaks of, if that worker may speak for its current attempt."""
+        record = self._requests.get(message.request_id)
+        if record is None:
+            self.counters["unknown_request"] += 1
+        elif record.attempt is None or record.attempt.key.attempt != message.attempt:
+            self.counters["stale_attempt"] += 1
+        elif not record.attempt.involves(worker_id):
+            self.counters["wrong_worker"] += 1
+        else:
+            return record
+        return None
+
+    def _on_tokens(self, worker_id: WorkerId, message: TokenOut, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        attempt = record.running
+        if attempt.prefill is None and attempt.state is AttemptState.PREFILLING:
+            self._attempts.computed(attempt, worker_id)
+        released = record.ledger.add(message.attempt, message.first_index, message.token_ids)
+        if released:
+            record.trace.stages.setdefault("first_token", now)
+            self._out.append(events.Emit(record.request_id, released))
+
+    def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        if worker_id != record.running.computes_prompt:
+            self.counters["wrong_worker"] += 1
+            return
+        note_cached(record, message.cached_tokens)
+        self._attempts.computed(record.running, worker_id)
+
+    def _on_handed_over(self, worker_id: WorkerId, message: HandedOver, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        attempt = record.running
+        if attempt.prefill is None or worker_id != attempt.decode:
+            self.counters["wrong_worker"] += 1
+        elif worker_id not in attempt.live or attempt.state is AttemptState.DECODING:
+            self.counters["late_hand_over"] += 1
+        else:
+            attempt.advance(AttemptEvent.HANDED_OVER)
+            if attempt.prefill in attempt.live:
+                self._attempts.leave(attempt, attempt.prefill)
+            record.trace.kv_bytes = message.kv_bytes
+            record.trace.decode_cached_tokens = message.cached_tokens
+            record.trace.transport = message.transport
+            record.trace.stages["kv_transfer"] = now
+
+    def _on_end(self, worker_id: WorkerId, end: End, now: float) -> None:
+        record = self._find(worker_id, end)
+        if record is None:
+            return
+        attempt = record.running
+        if worker_id not in attempt.live:
+            self.counters["late_end"] += 1
+            return
+        self._attempts.leave(attempt, worker_id)
+        match end.reason:
+            case "stop" | "length":
+                self._on_answer(record, worker_id, end, end.reason, now)
+            case "deadline":
+                self._fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
+            case "refused":
+                self._refused(record, worker_id, end.detail, now)
+            case "cancelled" if worker_id == attempt.decode and attempt.live:
+                # P gave the reservation up, and says why itself.
+                self.counters["decode_leg_cancelled"] += 1
+            case "failed" | "cancelled":
+                self._failed(record, worker_id, end, now)
+
+    def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
+        """A worker's stream holds all tokens of its answer before the end, so that a gap is a fault of that worker."""
+        if record.ledger.has_gap:
+            self.counters["end_before_tokens"] += 1
+            self._failed(record, worker_id, end, now)
+            return
+        if worker_id == record.running.computes_prompt:
+            note_cached(record, end.cached_tokens)
+        if worker_id == record.running.prefill:
+            record.trace.decode_worker = None
+        self._finish(record, reason, now)
+
+    # ---------------------------------------------------------------- ends
+
+    def _refused(self, record: RequestRecord, worker_id: WorkerId, detail: str, now: float) -> None:
+        """Not a fault. P speaks for D here, so that D is the one to avoid."""
+        record.num_refusals += 1
+        self.counters["refused"] += 1
+        if self._finish_if_complete(record, now):
+            return
+        if record.num_refusals >= self._config.max_refusals:
+            message = f"refused {record.num_refusals} times, the last time by {worker_id}: {detail}"
+            self._fail(record, UnavailableError(message), now)
+            return
+        self._avoid(record, record.running.decode, self._config.refusal_pause_s * record.num_refusals, now)
+        self._put_back(record)
+
+    def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
+        code, to_avoid = blame(record.running, worker_id)
+        self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
+        self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", code, now)
+
+    def _fault(self, record: RequestRecord, message: str, code: str, now: float) -> None:
+        """The attempt is lost. The next one goes on after the tokens that were released, while tries are left."""
+        self.counters[code] += 1
+        record.num_failures += 1
+        if self._finish_if_complete(record, now):
+            return
+        if record.num_failures >= self._config.max_attempts:
+            self._fail(record, UnavailableError(f"{record.num_failures} attempts failed; {message}", code), now)
+        else:
+            self._put_back(record)
+
+    def _finish_if_complete(self, record: RequestRecord, now: float) -> bool:
+        """The attempt is lost, but all tokens of the answer are here: there is nothing to try again."""
+        reason = record.end_of_answer()
+        if reason is not None:
+            self._finish(record, reason, now)
+        return reason is not None
+
+    def _put_back(self, record: RequestRecord) -> None:
+        self._out.extend(self._attempts.end(record))
+        record.advance(RequestEvent.PUT_BACK)
+        record.prepare_to_continue()
+        self._queue.push(record.request_id, record.urgency)
+
+    def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
+        self._out.extend(self._attempts.end(record))
+        record.advance(RequestEvent.ANSWERED)
+        self._out.append(events.Finish(record.request_id, record.completion(reason)))
+        self._close(record, now)
+
+    def _fail(
+        self, record: RequestRecord, error: DisaggError, now: float, event: RequestEvent = RequestEvent.FAILED
+    ) -> None:
+        if record.attempt is None:
+            self._queue.remove(record.request_id)
+        else:
+            self._out.extend(self._attempts.end(record))
+        record.advance(event)
+        self._out.append(events.Fail(record.request_id, error))
+        self._close(record, now)
+
+    def _close(self, record: RequestRecord, now: float) -> None:
+        del self._requests[record.request_id]
+        self._traces.end(record.request_id, now)
+        ledger = record.ledger
+        self.counters["duplicate_tokens"] += ledger.num_duplicate
+        self.counters["contradicting_tokens"] += ledger.num_contradicting
+        self.counters["tokens_beyond"] += ledger.num_beyond
+
+    # ---------------------------------------------------------------- queue and time
+
+    def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
+        until = now + min(pause_s, self._config.max_pause_s)
+        record.avoid_until[worker_id] = until
+        self._wakeups.add(until, record.request_id)
+
+    def _wake(self, now: float) -> None:
+        """Look at every request whose time has come: its deadline, the end of a pause or of the wait for a worker."""
+        while (request_id := self._wakeups.pop_due(now)) is not None:
+            record = self._requests.get(request_id)
+            if record is None:
+                continue
+            if record.is_expired(now):
+                self._fail(record, DeadlineError(f"the deadline passed while {record.state.value}"), now)
+            elif record.state is RequestState.QUEUED and not self._could_be_placed(record, now):
+                self._give_up_waiting(record, now)
+
+    def _could_be_placed(self, record: RequestRecord, now: float) -> bool:
+        """Whether the present workers could take it if they were empty. Notes since when they could not."""
+        if record.num_tokens + 1 <= self._fleet.longest_sequence:
+            record.unservable_since = None
+            return True
+        if record.unservable_since is None:
+            record.unservable_since = now
+            self._wakeups.add(now + self._config.no_worker_grace_s, record.request_id)
+        return False
+
+    def _give_up_waiting(self, record: RequestRecord, now: float) -> None:
+        grace_s = self._config.no_worker_grace_s
+        if record.unservable_since is not None and now >= record.unservable_since + grace_s:
+            role = self._fleet.missing_role() or "decode"
+            message = f"for {grace_s:g} s there was no {role} worker that could take it"
+            self._fail(record, UnavailableError(message, f"no_{role}_capacity"), now)
+
+    def _place_queued(self, now: float) -> None:
+        """Place from the head on. Nobody overtakes a head that waits for room. One that waits for reasons of its own
+        (it avoids a worker, or no present worker could ever take it) does not hold up the others."""
+        for request_id in self._queue:
+            record = self._requests[request_id]
+            if not self._could_be_placed(record, now):
+                continue
+            dispatch = self._attempts.try_start(record, now)
+            if dispatch is not None:
+                self._queue.remove(request_id)
+                self._out.append(dispatch)
+            elif not record.avoid_until:
+                return

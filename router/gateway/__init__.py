@@ -1,0 +1,6 @@
+"""The gateway speaks to clients: it validates, tokenizes, hashes, submits to the router and turns token ids back into text.
+
+Text exists only here. A request passes through the modules in this order:
+
+    service ─> generation ─> validate ─> tokenizer (chat_template) ─> router.api ─> text ─> service
+"""

@@ -1,0 +1,92 @@
+"""The error tree as gRPC statuses, with `google.rpc` details that a program can read.
+
+Every error has `ErrorInfo(reason=code, domain="disagg")`; a wrong field has `BadRequest`, one that may be tried again `RetryInfo`.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from disagg.proto.errors import DisaggError, InternalError, InvalidRequestError, OverloadedError, UnavailableError
+
+ERROR_DOMAIN = "disagg"
+UNAVAILABLE_RETRY_S = 1.0
+"""When to come back after `UnavailableError`, which does not say it: the time that a restarted worker is noticed in."""
+
+_MAX_MESSAGE_CHARS = 1000
+"""Statuses travel in HTTP/2 headers, of which clients take 8 KiB; the message goes twice and may repeat the client's input."""
+
+logger = logging.getLogger(__name__)
+
+
+class RequestNotFoundError(DisaggError):
+    """No request of this id runs or is remembered."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "request_not_found"
+
+
+def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status:
+    """The status of an error, with details; `request_id` goes into `ErrorInfo.metadata`."""
+    metadata = {"request_id": request_id} if request_id else {}
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.code, domain=ERROR_DOMAIN, metadata=metadata),
+    ]
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=_clip(error.message.removeprefix(f"{error.field}: "))
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, OverloadedError | UnavailableError):
+        retry_s = error.retry_after_s if isinstance(error, OverloadedError) else UNAVAILABLE_RETRY_S
+        delay = Duration()
+        delay.FromMilliseconds(round(retry_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    code: int = grpc.StatusCode[error.grpc_code].value[0]
+    return status_pb2.Status(code=code, message=_clip(error.message), details=[_pack(detail) for detail in details])
+
+
+class answered:  # noqa: N801 - reads as a word in `async with answered(context):`
+    """Turns what is raised inside into the call's status. What is not a `DisaggError` is logged and answered as `INTERNAL`."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> None:
+        self._context = context
+        self._request_id = request_id
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, DisaggError):
+            await _abort(self._context, error, self._request_id)
+        if isinstance(error, Exception):
+            logger.error("a call failed (request id %s)", self._request_id or "none", exc_info=error)
+            await _abort(self._context, InternalError("the gateway failed; its log has the reason"), self._request_id)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: DisaggError, request_id: str) -> NoReturn:
+    status = rpc_status.to_status(to_rpc_status(error, request_id))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort raises")
+
+
+def _pack(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."

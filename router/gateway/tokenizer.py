@@ -1,0 +1,139 @@
+"""The model as the gateway knows it: its tokenizer, chat template and limits, read once from the checkpoint folder.
+
+Only the `tokenizers` library and the folder's files are used: no torch, no transformers, no network. All methods are pure functions of
+the files, so several threads may tokenize at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.router.gateway import checkpoint
+from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
+
+FAKE_MODEL_PATH = "fake"
+FAKE_VOCAB_SIZE = 32_000
+FAKE_MAX_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What requests are checked against."""
+
+    name: str
+    vocab_size: int
+    """Rows of the model's embedding (`config.json`); a tokenizer may have fewer or more ids."""
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    eos_token_ids: tuple[int, ...]
+
+
+class Tokenizer:
+    """Text to ids and back."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
+        # A tokenizer.json may carry the truncation and padding of its training run.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._template = template
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of `text`, with the special tokens that the model's post-processor adds. Special tokens that are spelled out in
+        the text become their ids."""
+        return list(self.backend.encode(text).ids)
+
+    def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
+        """Ids of a rendered conversation. The template writes its special tokens itself, so none are added.
+
+        Raises:
+            InvalidRequestError: if the model has no template or the template refuses the turns.
+        """
+        if self._template is None:
+            raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
+        return list(self.backend.encode(self._template.render(turns), add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        return str(self.backend.decode(token_ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this gateway serves."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+
+
+def load_model(path: str, name: str, max_model_len: int | None = None) -> ServedModel:
+    """Read a checkpoint folder.
+
+    Args:
+        path: the folder, or `fake` for the model without weights.
+        name: what clients call the model.
+        max_model_len: a limit in tokens below the checkpoint's own.
+
+    Raises:
+        ConfigError: if a file is missing or broken, or the limit exceeds the checkpoint's.
+    """
+    if path == FAKE_MODEL_PATH:
+        return fake_model(name, max_model_len or FAKE_MAX_MODEL_LEN)
+    folder = Path(path)
+    config = checkpoint.read_required(folder / "config.json", checkpoint.ModelConfig)
+    info = ModelInfo(
+        name=name,
+        vocab_size=config.vocab_size,
+        max_model_len=_model_len(folder, config, max_model_len),
+        eos_token_ids=checkpoint.eos_ids(folder, config),
+    )
+    source = checkpoint.chat_template_source(folder)
+    template = None if source is None else ChatTemplate(source, checkpoint.special_tokens(folder))
+    return ServedModel(info, Tokenizer(_read_backend(folder / "tokenizer.json"), template))
+
+
+def fake_model(name: str, max_model_len: int) -> ServedModel:
+    """The tokenizer of the model without weights, which has no end of sequence. Ids below 256 are the bytes of UTF-8; those above, which
+    only the model makes, read as ` t256`, ` t257` and so on."""
+    pieces = [*_byte_alphabet(), *(f"Ġt{token_id}" for token_id in range(256, FAKE_VOCAB_SIZE))]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}assistant: ", {})
+    info = ModelInfo(name=name, vocab_size=FAKE_VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=())
+    return ServedModel(info, Tokenizer(backend, template))
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2): printable Latin-1 stands for itself, the other
+    bytes are counted up from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _model_len(folder: Path, config: checkpoint.ModelConfig, wanted: int | None) -> int:
+    own = config.max_position_embeddings
+    if wanted is None and own is None:
+        raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings; set max_model_len")
+    if wanted is not None and own is not None and wanted > own:
+        raise ConfigError(f"max_model_len: {wanted} is more than the {own} positions of {folder}")
+    return wanted if wanted is not None else own or 0
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # the library raises bare `Exception` for every kind of broken file
+        raise ConfigError(f"{path}: not a tokenizer file: {error}") from error

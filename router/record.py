@@ -1,0 +1,166 @@
+"""One request inside the router core: its queue entry, its attempts, its tokens.
+
+    QUEUED: `attempt` is None, the request is in the queue      RUNNING: `attempt` is set, its live workers are in the
+    books
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
+from disagg.proto.messages import SequenceSpec
+from disagg.router.api import Completion, RequestTrace, RoutedRequest
+from disagg.router.ledger import TokenLedger
+from disagg.router.queue import Urgency
+from disagg.router.states import (
+    AttemptEvent,
+    AttemptState,
+    RequestEvent,
+    RequestState,
+    next_attempt_state,
+    next_request_state,
+)
+
+EndOfAnswer = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try: which workers it has, and which of them still owe their part."""
+
+    key: AttemptKey
+    prefill: WorkerId | None
+    """None where `decode` does all of it."""
+    decode: WorkerId
+    live: list[WorkerId]
+    """Workers with an open booking: P until the hand-over, D until its end."""
+    state: AttemptState = AttemptState.PREFILLING
+    cached_tokens: int | None = None
+    """Known tokens that the worker which computed the prompt had; None before it said so."""
+
+    def note_cached(self, num_tokens: int) -> None:
+        """The worker that computed the prompt had this many of its tokens. Told twice, the larger number counts."""
+        self.cached_tokens = max(self.cached_tokens or 0, num_tokens)
+
+    def advance(self, event: AttemptEvent) -> None:
+        """Take one step of the attempt's state table."""
+        self.state = next_attempt_state(self.state, event)
+
+    @property
+    def computes_prompt(self) -> WorkerId:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
+    def involves(self, worker_id: WorkerId) -> bool:
+        """Whether this worker may speak for the attempt."""
+        return worker_id in (self.prefill, self.decode)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """See the module docstring."""
+
+    request: RoutedRequest
+    arrival_order: int
+    ledger: TokenLedger
+    trace: RequestTrace
+    block_hashes: tuple[BlockHash, ...]
+    """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
+    state: RequestState = RequestState.QUEUED
+    attempt: Attempt | None = None
+    num_attempts: int = 0
+    """Attempts begun so far; the next one's number."""
+    num_failures: int = 0
+    num_refusals: int = 0
+    avoid_until: dict[WorkerId, float] = field(default_factory=dict)
+    unservable_since: float | None = None
+    """Since when no present worker could take it even when empty."""
+    cached_tokens: int | None = None
+    """The least that any attempt found cached: prompt tokens that nobody computed."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request."""
+        return self.request.request_id
+
+    @property
+    def running(self) -> Attempt:
+        """The current attempt of a request that runs."""
+        assert self.attempt is not None, f"{self.request_id} has no attempt"
+        return self.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and released ones."""
+        return len(self.request.prompt_token_ids) + len(self.ledger.released)
+
+    @property
+    def urgency(self) -> Urgency:
+        """Its place in the queue."""
+        request = self.request
+        return Urgency.of(
+            request.priority, request.deadline, self.arrival_order, is_first_attempt=self.num_attempts == 0
+        )
+
+    def advance(self, event: RequestEvent) -> None:
+        """Take one step of the request's state table."""
+        self.state = next_request_state(self.state, event)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether the deadline has come."""
+        return self.request.deadline is not None and self.request.deadline <= now
+
+    def avoided(self, now: float) -> set[WorkerId]:
+        """Workers that it must not go to now."""
+        self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
+        return set(self.avoid_until)
+
+    def end_attempt(self) -> None:
+        """The attempt is over and holds nothing."""
+        attempt = self.running
+        attempt.advance(AttemptEvent.ENDED)
+        if attempt.cached_tokens is not None:
+            known = len(self.request.prompt_token_ids) if self.cached_tokens is None else self.cached_tokens
+            self.cached_tokens = min(known, attempt.cached_tokens)
+        self.attempt = None
+
+    def spec(self, key: AttemptKey, gateway_id: GatewayId, now: float) -> SequenceSpec:
+        """What a worker needs to run attempt `key` from here on."""
+        request = self.request
+        return SequenceSpec(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            gateway_id=gateway_id,
+            prompt_token_ids=request.prompt_token_ids,
+            emitted_token_ids=tuple(self.ledger.released),
+            block_hashes=self.block_hashes,
+            root_hash=request.root_hash,
+            sampling=request.sampling,
+            priority=request.priority,
+            timeout_s=None if request.deadline is None else request.deadline - now,
+        )
+
+    def prepare_to_continue(self) -> None:
+        """Hash the blocks that released tokens filled, so that the next attempt can find them in a cache."""
+        tokens = [*self.request.prompt_token_ids, *self.ledger.released]
+        parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
+        new = chain_hashes(parent, tokens[len(self.block_hashes) * HASH_BLOCK_TOKENS :])
+        self.block_hashes += tuple(new)
+
+    def completion(self, reason: EndOfAnswer) -> Completion:
+        """The end of the answer as it stands."""
+        return Completion(reason, len(self.ledger.released), self.cached_tokens or 0)
+
+    def end_of_answer(self) -> EndOfAnswer | None:
+        """How the answer ended, if the released tokens alone show it: an attempt may be lost after its last token.
+
+        A stop id is sampled only where it may end the answer, so seeing one is enough."""
+        released, sampling = self.ledger.released, self.request.sampling
+        if released and released[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(released) >= sampling.max_tokens else None

@@ -1,0 +1,64 @@
+"""Frames of the gateway's own streams: bytes on the channel, decoded here.
+
+gRPC gets no serializers from us: it would turn a frame that cannot be decoded into the end of the stream.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from disagg.proto.errors import InternalError
+from disagg.proto.ids import AttemptKey, WorkerId
+from disagg.proto.messages import (
+    AuditReport,
+    Cancel,
+    Dispatch,
+    SessionHello,
+    StepUpdate,
+    WorkerInfo,
+    WorkerReport,
+    WorkerToGateway,
+    decoder,
+)
+
+Outgoing = Dispatch | Cancel
+
+_session: Final[msgspec.msgpack.Decoder[StepUpdate | SessionHello]] = msgspec.msgpack.Decoder(WorkerToGateway)
+_report: Final = decoder(WorkerReport)
+_audit: Final = decoder(AuditReport)
+
+
+def cancel(key: AttemptKey) -> Cancel:
+    """The frame that stops an attempt."""
+    return Cancel(request_id=key.request_id, attempt=key.attempt)
+
+
+def hello(frame: bytes, expected: WorkerId) -> WorkerInfo:
+    """The first frame of a session. Raises `InternalError` if another worker answers at that address, or no hello came
+    first, and `msgspec.MsgspecError` for what is no frame at all."""
+    message = _session.decode(frame)
+    if not isinstance(message, SessionHello):
+        raise InternalError(f"{expected} sent {type(message).__name__} before its hello")
+    if message.info.worker_id != expected:
+        raise InternalError(f"{message.info.worker_id} answers at the address of {expected}")
+    return message.info
+
+
+def step_update(frame: bytes) -> StepUpdate:
+    """A later frame of a session. Raises `InternalError` for a second hello, `msgspec.MsgspecError` for no frame."""
+    message = _session.decode(frame)
+    if not isinstance(message, StepUpdate):
+        raise InternalError("a second hello on one session")
+    return message
+
+
+def report(frame: bytes) -> WorkerReport:
+    """A frame of a report stream. Raises `msgspec.MsgspecError`."""
+    return _report.decode(frame)
+
+
+def audit_report(frame: bytes) -> AuditReport:
+    """The answer to an audit. Raises `msgspec.MsgspecError`."""
+    return _audit.decode(frame)

@@ -1,0 +1,190 @@
+"""The launcher without Ray, with real child processes and the deterministic model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.client import Client
+from disagg.cluster.config import parse_config
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.processes import Child, ProcessCluster, start_child, stop_children, wait_ready
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake import fake_generate
+from disagg.proto.messages import WorkerInfo
+from disagg.router.config import RouterConfig
+
+WORKER_MODULE = "disagg.cluster.worker_process"
+FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
+PROMPT = tuple(range(40))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Whether the condition became true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def worker_config(name: str, **values: object) -> WorkerConfig:
+    return WorkerConfig(worker_id=name, roles=("decode",), model_path="fake", **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    stop_children(started, timeout_s=5)
+
+
+# ---------------------------------------------------------------- a whole cluster
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_a_cluster_serves_and_leaves_nothing(mode: str) -> None:
+    seen: list[tuple[str, str]] = []
+    cluster = ProcessCluster(
+        parse_config({**FAKE, "mode": mode}), progress=lambda name, state: seen.append((name, state))
+    )
+    with cluster:
+        processes = [ProcessRef.of(info.pid) for info in cluster.workers] + [ProcessRef.of(cluster.pid("gateway"))]
+        names = [info.worker_id for info in cluster.workers]
+        assert names == (["prefill-0", "decode-0"] if mode == "disaggregated" else ["colocated-0"])
+        assert len({process.pid for process in processes} | {os.getpid()}) == len(names) + 2
+        assert cluster.lost() == []
+        with Client(cluster.address) as client:
+            answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 20, 256)
+            route = client.explain(answer.request_id)
+            assert (route.prefill_worker, route.decode_worker, route.kv_bytes > 0) == (
+                ("prefill-0", "decode-0", True) if mode == "disaggregated" else ("", "colocated-0", False)
+            )
+    assert cluster.killed == []
+    assert [process for process in processes if process.is_alive()] == []
+    everything = [*names, "gateway"]
+    assert [name for name, state in seen if state == "starting"] == everything
+    assert sorted(name for name, state in seen if state == "ready") == sorted(everything)
+    assert sorted(name for name, state in seen if state == "stopped") == sorted(everything)
+
+
+def test_a_lost_worker_is_named_and_stop_still_works() -> None:
+    with ProcessCluster(parse_config(FAKE)) as cluster:
+        os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
+        assert wait_until(lambda: cluster.lost() == ["prefill-0"])
+    assert cluster.killed == []
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    cluster = ProcessCluster(parse_config({**FAKE, "model": {"path": str(tmp_path)}}), log_dir=tmp_path / "logs")
+    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json"):
+        cluster.start()
+    assert ProcessRef.mentioning(WORKER_MODULE) == []
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["decode-0.log", "prefill-0.log"]
+    assert "Traceback" in (tmp_path / "logs" / "prefill-0.log").read_text()
+
+
+# ---------------------------------------------------------------- one child
+
+
+def test_a_child_is_pinned_with_all_its_threads_and_ends_when_told(tmp_path: Path, children: list[Child]) -> None:
+    core = max(os.sched_getaffinity(0))
+    children.append(start_child("w", WORKER_MODULE, worker_config("w", cores=(core,)), tmp_path, {}))
+    (info,) = wait_ready(children, WorkerInfo, 60)
+    assert info.pid == children[0].process.pid
+    threads = [int(task.name) for task in Path(f"/proc/{info.pid}/task").iterdir()]
+    assert len(threads) > 2
+    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
+    assert stop_children(children) == []
+    assert children[0].process.returncode == 0
+
+
+def test_a_child_that_is_not_ready_in_time_is_an_error_and_is_killed(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", WORKER_MODULE, worker_config("w"), tmp_path, {}))
+    children[0].process.send_signal(signal.SIGSTOP)
+    with pytest.raises(LaunchError, match=r"^w: not ready after 0\.2 s; log of w:"):
+        wait_ready(children, WorkerInfo, 0.2)
+    assert stop_children(children, timeout_s=0.2) == ["w"]
+    assert children[0].process.returncode == -signal.SIGKILL
+
+
+def test_a_child_that_dies_before_it_is_ready_shows_its_log(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", "disagg.no_such_module", worker_config("w"), tmp_path, {}))
+    with pytest.raises(LaunchError, match=r"^w: ended with status 1 before it was ready; its log:\n.*no_such_module"):
+        wait_ready(children, WorkerInfo, 60)
+
+
+def test_a_configuration_that_is_no_worker_s_is_answered_with_an_error(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", WORKER_MODULE, RouterConfig(), tmp_path, {}))
+    with pytest.raises(LaunchError, match=r"^w: Object contains unknown field `.*`$"):
+        wait_ready(children, WorkerInfo, 60)
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, tempfile, time\n"
+        "from disagg.cluster.processes import start_child, wait_ready\n"
+        "from disagg.engine.config import WorkerConfig\n"
+        "from disagg.proto.messages import WorkerInfo\n"
+        "config = WorkerConfig(worker_id='w', roles=('decode',), model_path='fake')\n"
+        f"child = start_child('w', {WORKER_MODULE!r}, config, pathlib.Path(sys.argv[1]), {{}})\n"
+        "print(wait_ready([child], WorkerInfo, 60)[0].pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = ProcessRef.of(int(parent.stdout.readline()))
+        assert worker.is_alive()
+        parent.kill()
+    assert wait_until(lambda: not worker.is_alive())
+
+
+# ---------------------------------------------------------------- disagg up
+
+
+def test_up_serves_until_ctrl_c_and_exits_with_0() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "disagg.cluster",
+        "up",
+        "--launcher",
+        "processes",
+        "--model",
+        "fake",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as up:
+        timer = threading.Timer(60, up.kill)
+        timer.start()
+        assert up.stdout is not None
+        lines: list[str] = []
+        while not lines or "Ctrl-C" not in lines[-1]:
+            line = up.stdout.readline()
+            assert line, up.stderr.read() if up.stderr else ""
+            lines.append(line)
+        workers = [
+            ProcessRef.of(int(line.split()[2])) for line in lines if line.startswith(("prefill-0 ", "decode-0 "))
+        ]
+        assert [worker.is_alive() for worker in workers] == [True, True]
+        os.killpg(up.pid, signal.SIGINT)  # what a terminal does
+        rest, errors = up.communicate()
+        timer.cancel()
+    assert (up.returncode, rest, errors) == (0, "stopping\n", "")
+    assert [worker.is_alive() for worker in workers] == [False, False]

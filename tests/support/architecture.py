@@ -1,0 +1,251 @@
+"""Reads the source of the repository and says where it breaks the rules of docs/architecture.md.
+
+Nothing is imported, only parsed.
+
+A rule is a function (path, source or tree) -> findings; a finding is one line that starts with `path:line`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+FOLDERS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefill_worker", "proto", "router")
+"""The code folders, each linked into src/disagg under its own name."""
+
+MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "cluster": frozenset({"router", "prefill_worker", "decode_worker", "engine", "proto", "client"}),
+    "prefill_worker": frozenset({"engine", "proto"}),
+    "decode_worker": frozenset({"engine", "proto"}),
+    "router": frozenset({"proto", "v1"}),
+    "engine": frozenset({"kernels", "proto"}),
+    "loadtests": frozenset({"proto", "v1"}),
+    "kernels": frozenset(),
+    "proto": frozenset(),
+    "client": frozenset({"proto", "v1"}),
+}
+"""Which part of `disagg` may import which other; `v1` are the public stubs, `client` is src/disagg/client.py."""
+
+DOORS: Mapping[str, tuple[str, ...]] = {
+    "ray": ("cluster/ray_actors.py",),
+    "triton": ("kernels/*",),
+    "locust": ("loadtests/locustfile.py",),
+    "torch": (
+        "kernels/*",
+        "engine/convert.py",
+        "engine/kv_cache.py",
+        "engine/model/*",
+        "engine/model_runner.py",
+        "engine/sampler.py",
+        "engine/weights.py",
+        "engine/kv_transfer/gloo.py",
+        "engine/kv_transfer/nccl.py",
+    ),
+    "transformers": ("engine/*", "cluster/*"),
+    "grpc": ("*/server.py", "*/service.py", "router/gateway/*", "src/disagg/client.py"),
+    "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client.py"),
+    "grpc_reflection": ("*/server.py", "router/gateway/*"),
+    "grpc_status": ("*/server.py", "*/service.py", "router/gateway/*", "src/disagg/client.py"),
+}
+"""Foreign packages that only some files may import. `*` also matches deeper folders."""
+
+IMPURE = frozenset(
+    {
+        "asyncio",
+        "concurrent",
+        "grpc",
+        "multiprocessing",
+        "queue",
+        "random",
+        "ray",
+        "secrets",
+        "select",
+        "selectors",
+        "signal",
+        "socket",
+        "subprocess",
+        "threading",
+        "time",
+        "torch",
+        "transformers",
+        "triton",
+        "uuid",
+    }
+)
+"""What a pure module must not reach: time, randomness and ids are arguments; threads and sockets are its shell's."""
+
+UNSAFE_LOADERS = frozenset({"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"})
+"""Loaders that run code from their input."""
+
+IMPORT_CALLS = ("importlib.import_module", "import_module", "__import__")
+
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 600
+"""Tests are read one at a time."""
+MAX_FUNCTION_LINES = 60
+
+
+class Import(NamedTuple):
+    """One imported module (or `module.name`, which may be a module) and where."""
+
+    name: str
+    line: int
+
+    @property
+    def root(self) -> str:
+        """The top-level package."""
+        return self.name.split(".")[0]
+
+
+def source_files(*tops: str) -> list[str]:
+    """The hand-written Python files below these folders, as sorted repository paths; generated stubs are left out."""
+    found = (path for top in tops for path in (REPOSITORY / top).rglob("*.py"))
+    return sorted(
+        path.relative_to(REPOSITORY).as_posix() for path in found if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    )
+
+
+def read(path: str) -> str:
+    """The text of a file of the repository."""
+    return (REPOSITORY / path).read_text(encoding="utf-8")
+
+
+def module_name(path: str) -> str:
+    """`engine/model/llama.py` -> `disagg.engine.model.llama`; `src/disagg/client.py` -> `disagg.client`."""
+    parts = PurePosixPath(path.removeprefix("src/disagg/")).with_suffix("").parts
+    return ".".join(("disagg", *(part for part in parts if part != "__init__")))
+
+
+def part_of(path: str) -> str:
+    """The folder whose rules hold for a file, or `client` for the client."""
+    return module_name(path).split(".")[1]
+
+
+def imports(path: str, source: str) -> list[Import]:
+    """Every import of a file, wherever it stands, also `importlib.import_module("...")` with a literal.
+
+    `from a import b` counts as `a` and `a.b`; relative imports are made absolute.
+    """
+    return [found for node in ast.walk(ast.parse(source)) for found in _imports_of(node, path)]
+
+
+def _imports_of(node: ast.AST, path: str) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = _absolute(node, path)
+        yield Import(base, node.lineno)
+        yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORT_CALLS and node.args:
+        name = node.args[0]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield Import(name.value, node.lineno)
+
+
+def _absolute(node: ast.ImportFrom, path: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    package = module_name(path).split(".")
+    if not path.endswith("__init__.py"):
+        package = package[:-1]
+    kept = package[: len(package) - (node.level - 1)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def matches(path: str, globs: Iterable[str]) -> bool:
+    """Whether a path matches one of the globs; `*` crosses folders."""
+    return any(fnmatchcase(path, glob) for glob in globs)
+
+
+# ---------------------------------------------------------------- rules
+
+
+def folder_findings(path: str, source: str) -> list[str]:
+    """Imports between our own folders that the map does not allow."""
+    own = part_of(path)
+    allowed = MAY_IMPORT[own] | {own, "__version__"}
+    found = []
+    for name, line in imports(path, source):
+        parts = name.split(".")
+        if parts[0] == "disagg" and len(parts) > 1 and parts[1] not in allowed:
+            found.append(f"{path}:{line}: {own} may not import disagg.{parts[1]}")
+    return sorted(set(found))
+
+
+def bare_name_findings(path: str, source: str) -> list[str]:
+    """`import router...` instead of `import disagg.router...`: a second copy of the module, or another project's."""
+    return [
+        f"{path}:{i.line}: import disagg.{i.name}, not {i.name}" for i in imports(path, source) if i.root in FOLDERS
+    ]
+
+
+def door_findings(path: str, source: str) -> list[str]:
+    """Foreign packages outside the files that may know them."""
+    found = [
+        f"{path}:{i.line}: {i.root} may only be imported in {', '.join(DOORS[i.root])}"
+        for i in imports(path, source)
+        if i.root in DOORS and not matches(path, DOORS[i.root])
+    ]
+    return sorted(set(found))
+
+
+def loader_findings(path: str, source: str) -> list[str]:
+    """Loaders that run code from a file or a peer: pickle and its kin, `torch.load`, numpy's `allow_pickle`."""
+    found = [f"{path}:{i.line}: {i.root} runs code" for i in imports(path, source) if i.root in UNSAFE_LOADERS]
+    found += [f"{path}:{i.line}: torch.load runs code" for i in imports(path, source) if i.name == "torch.load"]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            found.append(f"{path}:{node.lineno}: torch.load runs code")
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            found.append(f"{path}:{node.value.lineno}: allow_pickle runs code")
+    return sorted(set(found))
+
+
+def size_findings(path: str, source: str, max_file_lines: int = MAX_FILE_LINES) -> list[str]:
+    """Files and functions that have grown too long to be read in one go."""
+    found = []
+    num_lines = len(source.splitlines())
+    if num_lines > max_file_lines:
+        found.append(f"{path}:1: {num_lines} lines, at most {max_file_lines}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return found
+
+
+def impurity_findings(path: str, sources: Mapping[str, str]) -> list[str]:
+    """What a pure module reaches that it must not, directly or through modules of ours (`sources`: path -> text)."""
+    path_of = {module_name(other): other for other in sources}
+    found: list[str] = []
+    seen = {path}
+    todo = [path]
+    while todo:
+        current = todo.pop()
+        via = "" if current == path else f" (imported by {path})"
+        for imported in imports(current, sources[current]):
+            if imported.root in IMPURE:
+                found.append(f"{current}:{imported.line}: {imported.root} in a pure module{via}")
+            elif imported.name.startswith("numpy.random"):
+                found.append(f"{current}:{imported.line}: numpy.random in a pure module{via}")
+            target = path_of.get(imported.name)
+            if target is not None and target not in seen:
+                seen.add(target)
+                todo.append(target)
+        found += [
+            f"{current}:{line}: numpy.random in a pure module{via}" for line in _numpy_random_lines(sources[current])
+        ]
+    return sorted(set(found))
+
+
+def _numpy_random_lines(source: str) -> list[int]:
+    spellings = ("np.random", "numpy.random")
+    return [
+        n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and ast.unparse(n) in spellings
+    ]

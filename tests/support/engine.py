@@ -1,0 +1,219 @@
+"""Builders for engine tests: specs, cores over the fake runner, and the hand-over done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from disagg.engine.block_manager import BlockManager
+from disagg.engine.commands import Command, Ended, Event, Gather, Scatter, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core import EngineCore
+from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner
+from disagg.engine.plan import Buffer, StepPlan
+from disagg.engine.request import Sequence as EngineSequence
+from disagg.engine.request import SequenceState
+from disagg.engine.scheduler import Scheduler
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
+
+VOCAB_SIZE = 1000
+GATEWAY = GatewayId("gateway")
+ROOT = root_hash(FAKE_FINGERPRINT)
+BLOCK = 16
+IDLE = {"sequences": 0, "blocks_active": 0, "blocks_reserved": 0, "pins": 0}
+"""What the audit of a core counts that holds nothing."""
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Token ids that differ between seeds from the first token on."""
+    return tuple((seed * 37 + 7 * i + 1) % VOCAB_SIZE for i in range(num_tokens))
+
+
+def make_spec(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    min_tokens: int = 0,
+    stop: Sequence[int] = (),
+    emitted: Sequence[int] = (),
+    attempt: int = 1,
+    priority: int = 0,
+    timeout_s: float | None = None,
+    cached: bool = True,
+) -> SequenceSpec:
+    """A spec with the hashes that the gateway would send; `cached` false leaves them out."""
+    known = [*prompt, *emitted]
+    return SequenceSpec(
+        request_id=RequestId(request_id),
+        attempt=attempt,
+        gateway_id=GATEWAY,
+        prompt_token_ids=tuple(prompt),
+        emitted_token_ids=tuple(emitted),
+        block_hashes=tuple(chain_hashes(ROOT, known)) if cached else (),
+        root_hash=ROOT if cached else BlockHash(b""),
+        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(stop)),
+        priority=priority,
+        timeout_s=timeout_s,
+    )
+
+
+def key_of(request_id: str, attempt: int = 1) -> AttemptKey:
+    return AttemptKey(RequestId(request_id), attempt)
+
+
+def make_core(
+    num_blocks: int = 10,
+    *,
+    block_size: int = BLOCK,
+    max_model_len: int = 4096,
+    max_num_seqs: int = 8,
+    token_budget: int = 64,
+    decode_reserve_tokens: int = 512,
+    watermark: float = 0.0,
+    runner: FakeModelRunner | None = None,
+) -> EngineCore:
+    """A core over a fake runner; ten blocks of 16 tokens unless told otherwise."""
+    config = WorkerConfig(
+        worker_id="worker",
+        roles=("prefill", "decode"),
+        model_path="fake",
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        decode_reserve_tokens=decode_reserve_tokens,
+        watermark=watermark,
+    )
+    return EngineCore(runner or FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE), config=config)
+
+
+def run_until_idle(core: EngineCore, now: float = 0.0, max_steps: int = 10_000) -> list[Event]:
+    """Step until there is no work; the core must be sound after every step."""
+    events: list[Event] = []
+    for _ in range(max_steps):
+        if not core.has_work:
+            return events
+        events += core.step(now)
+        assert_sound(core)
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def handle_all(core: EngineCore, *commands: Command, now: float = 0.0) -> list[Event]:
+    """Handle commands in order; the core must be sound after each."""
+    events: list[Event] = []
+    for command in commands:
+        events += core.handle(command, now)
+        assert_sound(core)
+    return events
+
+
+def assert_sound(core: EngineCore) -> None:
+    assert core.audit()[1] == []
+
+
+def assert_idle(core: EngineCore) -> None:
+    """Nothing is held, and nothing is wrong."""
+    assert core.audit() == (IDLE, [])
+
+
+def token_ids_of(events: Sequence[Event], request_id: str, attempt: int = 1) -> list[int]:
+    """The output of one attempt; its indices must count up by one."""
+    sampled = [e for e in events if isinstance(e, TokenSampled) and e.key == key_of(request_id, attempt)]
+    indices = [e.index for e in sampled]
+    assert indices == list(range(min(indices, default=0), min(indices, default=0) + len(indices)))
+    return [e.token_id for e in sampled]
+
+
+def end_of(events: Sequence[Event], request_id: str, attempt: int = 1) -> Ended:
+    """The one `Ended` of an attempt."""
+    (ended,) = [e for e in events if isinstance(e, Ended) and e.key == key_of(request_id, attempt)]
+    return ended
+
+
+def kv_of(token_ids: Sequence[int], start: int, end: int) -> Buffer:
+    """What a fake runner gathers for tokens [start, end): K is the token id, V the position."""
+    words = np.array([token_ids[start:end], range(start, end)], dtype=np.uint32)
+    return words.reshape(-1).view(np.uint8).copy()
+
+
+def move_kv(source: EngineCore, target: EngineCore, key: AttemptKey, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+    """Gather each range from `source` and scatter it into `target`; the answers in order."""
+    events: list[Event] = []
+    for seq, (start, end) in enumerate(ranges):
+        buffer: Buffer = np.empty((end - start) * 8, dtype=np.uint8)
+        events += handle_all(source, Gather(key, seq, start, end, buffer))
+        events += handle_all(target, Scatter(key, seq, start, end, buffer))
+    return events
+
+
+class FailingRunner(FakeModelRunner):
+    """A fake runner whose operations named in `failing` raise."""
+
+    def __init__(self, num_blocks: int = 10, block_size: int = BLOCK) -> None:
+        super().__init__(num_blocks, block_size, 4096, VOCAB_SIZE)
+        self.failing: set[str] = set()
+
+    def run(self, plan: StepPlan) -> list[int]:
+        self._fail_if_told("run")
+        return super().run(plan)
+
+    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer) -> None:
+        self._fail_if_told("gather")
+        super().gather(block_table, start, end, out)
+
+    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer) -> None:
+        self._fail_if_told("scatter")
+        super().scatter(block_table, start, end, data)
+
+    def _fail_if_told(self, operation: str) -> None:
+        if operation in self.failing:
+            raise RuntimeError(f"{operation} is broken")
+
+
+def make_scheduler(
+    num_blocks: int = 10,
+    *,
+    block_size: int = BLOCK,
+    max_num_seqs: int = 8,
+    token_budget: int = 64,
+    max_model_len: int = 4096,
+    decode_reserve_tokens: int = 512,
+    num_watermark_blocks: int = 0,
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size, num_watermark_blocks),
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        decode_reserve_tokens=decode_reserve_tokens,
+    )
+
+
+def make_sequence(
+    spec: SequenceSpec, *, arrival: float = 0.0, hold: bool = False, state: SequenceState = SequenceState.WAITING
+) -> EngineSequence:
+    return EngineSequence(
+        spec=spec,
+        state=state,
+        hold_after_prefill=hold,
+        arrival=arrival,
+        token_ids=[*spec.prompt_token_ids, *spec.emitted_token_ids],
+        block_hashes=list(spec.block_hashes),
+    )
+
+
+def step_scheduler(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Event]]:
+    """Schedule and apply one step in which everybody samples `token_id`."""
+    plan = scheduler.schedule()
+    events = scheduler.apply(plan, [token_id for entry in plan.entries if entry.samples])
+    assert scheduler.check_integrity() == []
+    return plan, events
+
+
+def shape_of(plan: StepPlan) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
+    """Decodes and prefills as (request id, start, number of tokens)."""
+    decodes = [(str(e.sequence.key.request_id), e.start, e.num_tokens) for e in plan.decodes]
+    prefills = [(str(e.sequence.key.request_id), e.start, e.num_tokens) for e in plan.prefills]
+    return decodes, prefills

@@ -1,0 +1,121 @@
+"""Finds what a test left running: threads, asyncio tasks and processes of ours.
+
+    before = Snapshot.take()  ->  the test  ->  leftovers(before, grace_s)
+
+Processes are found by a mark in their environment, which children inherit: an orphan whose parent died is found too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.runners
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "DISAGG_TEST_RUN"
+
+LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeout", "tqdm_monitor")
+"""Daemon threads of libraries that live as long as the process, by a part of their name."""
+LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Helpers that Python keeps as long as the process, by a part of their command line."""
+
+_cancel_all = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]  # the one place where a runner sees them
+
+
+def mark_this_run() -> None:
+    """Put a mark that is unique to this test run into the environment, once, before the first child starts."""
+    os.environ.setdefault(MARK, uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What ran at one moment."""
+
+    threads: frozenset[int]
+    pids: frozenset[int]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """What runs now."""
+        return cls(frozenset(id(thread) for thread in threading.enumerate()), frozenset(marked_processes()))
+
+
+def leftovers(before: Snapshot, grace_s: float) -> list[str]:
+    """What runs now, did not run before, and does not end within `grace_s` seconds."""
+    deadline = time.monotonic() + grace_s
+    while found := _new_since(before):
+        if time.monotonic() >= deadline:
+            return found
+        threading.Event().wait(0.02)
+    return []
+
+
+def _new_since(before: Snapshot) -> list[str]:
+    threads = [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if id(thread) not in before.threads and not _lasts(thread.name, LASTING_THREADS)
+    ]
+    processes = [
+        f"process {pid}: {command}"
+        for pid, command in marked_processes().items()
+        if pid not in before.pids and not _lasts(command, LASTING_PROCESSES)
+    ]
+    return threads + processes
+
+
+def _lasts(text: str, parts: tuple[str, ...]) -> bool:
+    return any(part in text for part in parts)
+
+
+def marked_processes() -> dict[int, str]:
+    """Pid -> command line of every other process of this test run; without /proc, of the children that Python knows."""
+    proc = Path("/proc")
+    if not (proc / "self" / "environ").exists():
+        return {child.pid: child.name for child in multiprocessing.active_children() if child.pid is not None}
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    others = (int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid())
+    return {pid: _command_line(pid) for pid in others if mark in _read(pid, "environ").split(b"\0")}
+
+
+def _command_line(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc; empty for a process that has just ended, or that belongs to somebody else."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+@contextmanager
+def pending_tasks() -> Iterator[list[str]]:
+    """Collects the tasks of ours that were still pending when an event loop of this thread was closed."""
+    found: list[str] = []
+
+    def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
+        found.extend(
+            f"task {task.get_name()}: {name}" for task in asyncio.all_tasks(loop) if (name := _own_coroutine(task))
+        )
+        _cancel_all(loop)
+
+    with mock.patch.object(asyncio.runners, "_cancel_all_tasks", note_and_cancel):
+        yield found
+
+
+def _own_coroutine(task: asyncio.Task[object]) -> str | None:
+    code = getattr(task.get_coro(), "cr_code", None)
+    if code is None or not Path(code.co_filename).resolve().is_relative_to(REPOSITORY):
+        return None
+    return str(code.co_qualname)

@@ -1,0 +1,333 @@
+"""Both halves of a hand-over with two real engine cores over a fake model, on a fake wire. No threads, no sockets, no
+clock.
+
+Everything that takes time in a cluster is a queue here: both control streams, the bytes, the engines' commands and
+events, the transports' answers. `WorkerPair.deliver` moves one thing in one queue; a test or a random generator says
+which. Bytes are copied when they are delivered, not when they are sent, so a buffer that is reused too early shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from disagg.engine.commands import Add, Command, Event
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core import EngineCore
+from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.kv_transfer.effects import ReceiveOver, SendOver
+from disagg.engine.plan import Buffer
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.ids import AttemptKey, GatewayId, RequestId
+from disagg.proto.messages import ReceiverToSender, Sampling, SenderToReceiver, SequenceSpec
+from tests.support.pair_shells import ReceiverShell, SenderShell
+
+BYTES_PER_TOKEN = 8
+"""Of the fake model."""
+ROOT = root_hash("fake")
+Message = SenderToReceiver | ReceiverToSender
+Deliver = Callable[[], None]
+
+
+def spec_of(
+    name: str, prompt: Iterable[int], *, max_tokens: int = 4, stop: tuple[int, ...] = (), timeout_s: float | None = None
+) -> SequenceSpec:
+    """Attempt 0 of request `name`."""
+    prompt = tuple(prompt)
+    return SequenceSpec(
+        request_id=RequestId(name),
+        attempt=0,
+        gateway_id=GatewayId("gateway"),
+        prompt_token_ids=prompt,
+        block_hashes=tuple(chain_hashes(ROOT, prompt)),
+        root_hash=ROOT,
+        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop),
+        timeout_s=timeout_s,
+    )
+
+
+def prompt_of(num_tokens: int, first: int = 100) -> list[int]:
+    """`num_tokens` different token ids."""
+    return list(range(first, first + num_tokens))
+
+
+@dataclass
+class Side:
+    """One worker: its engine core, and the queues to and from it."""
+
+    name: str
+    token_budget: int
+    num_blocks: int = 64
+    commands: deque[Command] = field(default_factory=deque)
+    events: deque[Event] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        config = WorkerConfig(
+            worker_id=self.name,
+            roles=("prefill", "decode"),
+            model_path="fake",
+            token_budget=self.token_budget,
+            decode_reserve_tokens=16,
+        )
+        self.core = EngineCore(FakeModelRunner(self.num_blocks, 16, 1024), config=config)
+
+    def run_alone(self, spec: SequenceSpec) -> None:
+        """Compute a sequence here and nothing else, so that its prefix is cached."""
+        self.core.handle(Add(spec), 0.0)
+        while self.core.has_work:
+            self.core.step(0.0)
+
+
+@dataclass
+class Wire:
+    """Bytes from P to D, first in, first out; the copy is made when the wire delivers."""
+
+    sends: deque[tuple[Buffer, int, Callable[[bool], None]]] = field(default_factory=deque)
+    recvs: deque[tuple[Buffer, int, Callable[[bool], None]]] = field(default_factory=deque)
+    closed: bool = False
+    corrupt_next: bool = False
+    num_corrupted: int = 0
+    fail_next: bool = False
+
+    def deliver(self) -> None:
+        source, sent, sent_done = self.sends.popleft()
+        target, expected, received_done = self.recvs.popleft()
+        assert sent == expected, "a size mismatch ends the process with gloo"
+        if self.fail_next:
+            sent_done(False)
+            received_done(False)
+            self.close()
+            return
+        target[:expected] = source[:sent]
+        if self.corrupt_next:
+            target[expected // 2] ^= 0x10
+            self.corrupt_next = False
+            self.num_corrupted += 1
+        sent_done(True)
+        received_done(True)
+
+    def close(self) -> None:
+        self.closed = True
+        pending = [*self.sends, *self.recvs]
+        self.sends.clear()
+        self.recvs.clear()
+        for _, _, done in pending:
+            done(False)
+
+
+class WorkerPair:
+    """P, D and what is between them.
+
+    Args:
+        chunk_tokens: tokens of a full payload.
+        tamper: sees every control message as it is delivered, and says what arrives instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_tokens: int = 8,
+        credits: int = 3,
+        send_slots: int = 2,
+        receive_slots: int = 2,
+        token_budget: int = 20,
+        d_blocks: int = 64,
+        tamper: Callable[[Message], list[Message]] | None = None,
+        **timeouts: float,
+    ) -> None:
+        self.now = 0.0
+        self.credits = credits
+        self.tamper = tamper or (lambda message: [message])
+        self.p, self.d = Side("p", token_budget), Side("d", token_budget, num_blocks=d_blocks)
+        self.wire = Wire()
+        self.to_d: deque[SenderToReceiver] = deque()
+        self.to_p: deque[ReceiverToSender] = deque()
+        self.answers: dict[str, deque[Deliver]] = {"p": deque(), "d": deque()}
+        """What the transports have to say to P and to D."""
+        self.broken = False
+        self.num_delivered = 0
+        common: dict[str, Any] = {
+            "bytes_per_token": BYTES_PER_TOKEN,
+            "max_chunk_bytes": chunk_tokens * BYTES_PER_TOKEN + 3,
+            "credits": credits,
+        }
+        self.sender = SenderShell(self, num_slots=send_slots, **common, **timeouts)
+        self.receiver = ReceiverShell(self, num_slots=receive_slots, **common, **timeouts)
+        self.specs: dict[AttemptKey, SequenceSpec] = {}
+        self.p_overs: defaultdict[AttemptKey, list[SendOver]] = defaultdict(list)
+        self.d_overs: defaultdict[AttemptKey, list[ReceiveOver]] = defaultdict(list)
+        self.tokens: defaultdict[AttemptKey, dict[int, int]] = defaultdict(dict)
+        self.ends: defaultdict[AttemptKey, list[tuple[str, str]]] = defaultdict(list)
+        """(side, reason) of every end that an engine reported."""
+        self.messages: Counter[str] = Counter()
+        self.chunk_tokens_sent = 0
+
+    # ------------------------------------------------------------ the gateway's part
+
+    def offer(self, spec: SequenceSpec) -> AttemptKey:
+        self.specs[spec.key] = spec
+        self.sender.offer(spec)
+        return spec.key
+
+    def cancel(self, key: AttemptKey, side: str) -> None:
+        if side in ("p", "both"):
+            self.sender.cancel(key)
+        if side in ("d", "both"):
+            self.receiver.cancel(key)
+
+    def break_stream(self) -> None:
+        """The control stream ends on both sides, and with it the transport."""
+        if self.broken:
+            return
+        self.broken = True
+        self.to_d.clear()
+        self.to_p.clear()
+        self.sender.close()
+        self.receiver.close()
+        self.wire.close()
+
+    # ------------------------------------------------------------ time
+
+    def ready(self) -> list[str]:
+        """Names of the queues in which something can be delivered, in a fixed order."""
+        queues = {
+            "to_d": bool(self.to_d),
+            "to_p": bool(self.to_p),
+            "bytes": bool(self.wire.sends and self.wire.recvs),
+            "p_answer": bool(self.answers["p"]),
+            "d_answer": bool(self.answers["d"]),
+            "p_command": bool(self.p.commands),
+            "d_command": bool(self.d.commands),
+            "p_event": bool(self.p.events),
+            "d_event": bool(self.d.events),
+            "p_step": self.p.core.has_work,
+            "d_step": self.d.core.has_work,
+        }
+        return [name for name, full in queues.items() if full]
+
+    def deliver(self, name: str) -> None:
+        """Move one thing in the named queue, and check what must hold at any time."""
+        self.num_delivered += 1
+        match name:
+            case "to_d":
+                for message in self.tamper(self.to_d.popleft()):
+                    self.receiver.on_message(message)  # type: ignore[arg-type]  # A test may send what P must not.
+            case "to_p":
+                for message in self.tamper(self.to_p.popleft()):
+                    self.sender.on_message(message)  # type: ignore[arg-type]  # A test may send what D must not.
+            case "bytes":
+                self.wire.deliver()
+            case "p_answer" | "d_answer":
+                self.answers[name[0]].popleft()()
+            case _:
+                self._deliver_to_engine(name)
+        self._check_always()
+
+    def _deliver_to_engine(self, name: str) -> None:
+        side = self.p if name[0] == "p" else self.d
+        shell: SenderShell | ReceiverShell = self.sender if name[0] == "p" else self.receiver
+        match name[2:]:
+            case "command":
+                side.events += side.core.handle(side.commands.popleft(), self.now)
+            case "step":
+                side.events += side.core.step(self.now)
+            case "event":
+                shell.on_event(side.events.popleft())
+
+    def run(self, pick: Callable[[list[str]], str] | None = None, limit: int = 20_000) -> None:
+        """Deliver until nothing is left. Without `pick` the queues take turns."""
+        for turn in range(limit):
+            ready = self.ready()
+            if not ready:
+                return
+            self.deliver(pick(ready) if pick else ready[turn % len(ready)])
+        raise AssertionError(f"no rest after {limit} deliveries: {self.ready()}")
+
+    def run_some(self, num_deliveries: int) -> None:
+        """At most so many deliveries, in turns."""
+        for turn in range(num_deliveries):
+            ready = self.ready()
+            if ready:
+                self.deliver(ready[turn % len(ready)])
+
+    def run_randomly(self, seed: int) -> None:
+        """Deliver in random order until nothing is left."""
+        self.run(random.Random(seed).choice)
+
+    def tick(self, seconds: float, *, p: bool = True, d: bool = True) -> None:
+        """Let time pass on one side or both, engines included; nothing is delivered."""
+        self.now += seconds
+        if p:
+            self.p.events += self.p.core.step(self.now)
+            self.sender.tick()
+        if d:
+            self.d.events += self.d.core.step(self.now)
+            self.receiver.tick()
+
+    def settle(self, seconds: float = 12.0) -> None:
+        """Let time pass for both in small steps with everything delivered, long enough for memories to fade."""
+        for _ in range(int(seconds / 0.5)):
+            self.run()
+            self.tick(0.5)
+        self.run()
+
+    # ------------------------------------------------------------ what must hold
+
+    def _check_always(self) -> None:
+        assert self.sender.num_unfinished_chunks <= self.credits
+
+    def assert_at_rest(self) -> None:
+        """Nothing is held anywhere, and every attempt that was offered was reported exactly once."""
+        held = {**self.sender.machine.holdings(), **self.receiver.machine.holdings()}
+        assert not any(held.values()), held
+        for side in (self.p, self.d):
+            counts, problems = side.core.audit()
+            assert problems == []
+            assert not any(counts.values()), (side.name, counts)
+        assert self.receiver.machine.counters["corrupt_chunks"] == self.wire.num_corrupted
+        assert not self.sender.slots_in_use
+        assert not self.receiver.slots_in_use
+        assert {key: len(overs) for key, overs in self.p_overs.items()} == dict.fromkeys(self.specs, 1)
+        assert all(len(overs) == 1 for overs in self.d_overs.values()), self.d_overs
+
+    def outcome(self, key: AttemptKey) -> str:
+        """What P was told in the end."""
+        (over,) = self.p_overs[key]
+        return over.outcome
+
+    def committed(self, key: AttemptKey) -> bool:
+        """Whether D took the attempt over."""
+        return any(over.outcome == "committed" for over in self.d_overs[key])
+
+    def expected(self, key: AttemptKey) -> list[int]:
+        """What the fake model answers."""
+        spec = self.specs[key]
+        return fake_generate(spec.prompt_token_ids, spec.sampling.max_tokens)
+
+    def answer(self, key: AttemptKey) -> list[int]:
+        """Output tokens so far, without a gap."""
+        tokens = self.tokens[key]
+        assert sorted(tokens) == list(range(len(tokens)))
+        return [tokens[index] for index in range(len(tokens))]
+
+    def assert_answers_are_right(self) -> None:
+        """No attempt, finished or not, gave a token that the model does not give; committed ones that ended gave
+        all."""
+        for key in self.specs:
+            answer, expected = self.answer(key), self.expected(key)
+            assert answer == expected[: len(answer)]
+            if ("d", "length") in self.ends[key]:
+                assert answer == expected
+
+    def note_token(self, key: AttemptKey, index: int, token_id: int) -> None:
+        """A token reached the gateway; whoever sends it again must send the same."""
+        assert self.tokens[key].setdefault(index, token_id) == token_id
+
+    def new_buffer(self, nbytes: int) -> Buffer:
+        """Staging memory that starts as garbage."""
+        return np.full(nbytes, 0xA5, dtype=np.uint8)

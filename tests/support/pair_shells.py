@@ -1,0 +1,252 @@
+"""The shells around a `Sender` and a `Receiver` in a `WorkerPair`: they carry effects out, and check the order that
+was promised.
+
+Each keeps a table of who works on which staging slot (the engine or the transport); a second user at the same time is
+an error. A slot that is reused between two uses for the same chunk shows in the checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from disagg.engine.commands import (
+    Add,
+    ChunkComputed,
+    Ended,
+    Event,
+    Gather,
+    Gathered,
+    Join,
+    PrefillComputed,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Scatter,
+    Scattered,
+    TokenSampled,
+)
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.effects import (
+    ClosePair,
+    GatherChunk,
+    JoinSequence,
+    ReceiveBytes,
+    ReceiveOver,
+    ReceiverEffect,
+    ReleaseSequence,
+    ReserveBlocks,
+    ScatterChunk,
+    Send,
+    SendBytes,
+    SenderEffect,
+    SendOver,
+    StartPrefill,
+)
+from disagg.engine.kv_transfer.receiver import Receiver
+from disagg.engine.kv_transfer.sender import Sender
+from disagg.engine.plan import Buffer
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver, SequenceSpec
+
+if TYPE_CHECKING:
+    from tests.support.pair import WorkerPair
+
+Chunk = tuple[AttemptKey, int]
+
+
+class SenderShell:
+    """P's shell."""
+
+    def __init__(self, pair: WorkerPair, *, num_slots: int, max_chunk_bytes: int, **options: Any) -> None:
+        self.machine = Sender(0.0, num_slots=num_slots, max_chunk_bytes=max_chunk_bytes, **options)
+        self.slots_in_use: dict[int, Chunk] = {}
+        self.close_reason = ""
+        self._pair = pair
+        self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
+        self._gathers: dict[Chunk, GatherChunk] = {}
+        self._unfinished: set[tuple[Chunk, int]] = set()
+
+    @property
+    def num_unfinished_chunks(self) -> int:
+        """Chunks announced to D and not done, of attempts that P has not ended."""
+        return len(self._unfinished)
+
+    def offer(self, spec: SequenceSpec) -> None:
+        self._carry_out(self.machine.offer(spec, self._pair.now))
+
+    def cancel(self, key: AttemptKey, reason: str = "cancelled") -> None:
+        self._carry_out(self.machine.cancel(key, reason))
+
+    def tick(self) -> None:
+        self._carry_out(self.machine.tick(self._pair.now))
+
+    def close(self) -> None:
+        self._carry_out(self.machine.close(self._pair.now))
+
+    def on_message(self, message: ReceiverToSender) -> None:
+        if isinstance(message, ChunkDone):
+            key = AttemptKey(message.request_id, message.attempt)
+            self._unfinished.discard(((key, message.seq), message.generation))
+        self._carry_out(self.machine.on_message(message, self._pair.now))
+
+    def on_event(self, event: Event) -> None:
+        machine, pair = self.machine, self._pair
+        match event:
+            case ChunkComputed(key, num_computed):
+                self._carry_out(machine.on_chunk_computed(key, num_computed))
+            case PrefillComputed(key, _, token_id):
+                self._carry_out(machine.on_prefill_computed(key, token_id))
+            case TokenSampled(key, _, index, token_id):
+                pair.note_token(key, index, token_id)
+            case Gathered(key, seq, ok):
+                gather = self._gathers.pop((key, seq))
+                assert self.slots_in_use.pop(gather.slot) == (key, seq)
+                digest = checksum(self._buffers[gather.slot][: gather.nbytes])
+                self._carry_out(machine.on_gathered(key, seq, ok, gather.nbytes, digest))
+            case Ended(key, _, reason):
+                pair.ends[key].append(("p", reason))
+                self._carry_out(machine.cancel(key, f"ended on P: {reason}"))
+            case _:
+                raise AssertionError(event)
+
+    def _carry_out(self, effects: Iterable[SenderEffect]) -> None:
+        pair = self._pair
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self._send(message)  # type: ignore[arg-type]  # A sender says what senders say.
+                case StartPrefill(spec):
+                    pair.p.commands.append(Add(spec, hold_after_prefill=True))
+                case GatherChunk(key, seq, start, end, slot, nbytes):
+                    assert slot not in self.slots_in_use, self.slots_in_use
+                    self.slots_in_use[slot] = (key, seq)
+                    self._gathers[key, seq] = effect
+                    pair.p.commands.append(Gather(key, seq, start, end, self._buffers[slot][:nbytes]))
+                case SendBytes(key, seq, slot):
+                    assert slot not in self.slots_in_use, self.slots_in_use
+                    self.slots_in_use[slot] = (key, seq)
+                    self._send_bytes(effect)
+                case ReleaseSequence(key):
+                    assert not any(gathering == key for gathering, _ in self._gathers)
+                    pair.p.commands.append(Release(key))
+                case SendOver(key):
+                    pair.p_overs[key].append(effect)
+                    self._unfinished = {entry for entry in self._unfinished if entry[0][0] != key}
+                case ClosePair(reason):
+                    self.close_reason = reason
+                    pair.break_stream()
+
+    def _send(self, message: SenderToReceiver) -> None:
+        pair = self._pair
+        if isinstance(message, ChunkHeader):
+            key = AttemptKey(message.request_id, message.attempt)
+            self._unfinished.add(((key, message.seq), message.generation))
+            pair.chunk_tokens_sent += message.end_token - message.start_token
+        pair.messages[type(message).__name__] += 1
+        if not pair.broken:
+            pair.to_d.append(message)
+
+    def _send_bytes(self, effect: SendBytes) -> None:
+        def done(ok: bool) -> None:
+            self._pair.answers["p"].append(lambda: self._on_sent(effect, ok))
+
+        if self._pair.wire.closed:
+            done(False)
+        else:
+            self._pair.wire.sends.append((self._buffers[effect.slot], effect.nbytes, done))
+
+    def _on_sent(self, effect: SendBytes, ok: bool) -> None:
+        assert self.slots_in_use.pop(effect.slot) == (effect.key, effect.seq)
+        self._carry_out(self.machine.on_sent(effect.key, effect.seq, ok))
+
+
+class ReceiverShell:
+    """D's shell."""
+
+    def __init__(self, pair: WorkerPair, *, num_slots: int, max_chunk_bytes: int, **options: Any) -> None:
+        self.machine = Receiver(0.0, num_slots=num_slots, max_chunk_bytes=max_chunk_bytes, **options)
+        self.slots_in_use: dict[int, Chunk] = {}
+        self.close_reason = ""
+        self._pair = pair
+        self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
+        self._scatters: dict[Chunk, int] = {}
+        self._owned: set[AttemptKey] = set()
+        """Committed attempts that the engine runs."""
+
+    def cancel(self, key: AttemptKey) -> None:
+        self._carry_out(self.machine.cancel(key))
+        if key in self._owned:
+            self._owned.discard(key)
+            self._pair.d.commands.append(Release(key))
+
+    def tick(self) -> None:
+        self._carry_out(self.machine.tick(self._pair.now))
+
+    def close(self) -> None:
+        self._carry_out(self.machine.close(self._pair.now))
+
+    def on_message(self, message: SenderToReceiver) -> None:
+        self._carry_out(self.machine.on_message(message, self._pair.now))
+
+    def on_event(self, event: Event) -> None:
+        machine, pair = self.machine, self._pair
+        match event:
+            case Reserved(key, cached_tokens):
+                self._carry_out(machine.on_reserved(key, cached_tokens))
+            case ReserveRefused(key, reason):
+                self._carry_out(machine.on_reserve_refused(key, reason))
+            case Scattered(key, seq, ok):
+                del self.slots_in_use[self._scatters.pop((key, seq))]
+                self._carry_out(machine.on_scattered(key, seq, ok))
+            case TokenSampled(key, _, index, token_id):
+                pair.note_token(key, index, token_id)
+            case Ended(key, _, reason):
+                pair.ends[key].append(("d", reason))
+                self._owned.discard(key)
+                self._carry_out(machine.on_ended(key, reason))
+
+    def _carry_out(self, effects: Iterable[ReceiverEffect]) -> None:
+        pair = self._pair
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    pair.messages[type(message).__name__] += 1
+                    if not pair.broken:
+                        pair.to_p.append(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
+                case ReserveBlocks(spec):
+                    pair.d.commands.append(Reserve(spec))
+                case ReceiveBytes(key, seq, slot):
+                    assert slot not in self.slots_in_use, self.slots_in_use
+                    self.slots_in_use[slot] = (key, seq)
+                    self._receive(effect)
+                case ScatterChunk(key, seq, start, end, slot, nbytes):
+                    assert slot not in self.slots_in_use
+                    self.slots_in_use[slot] = (key, seq)
+                    self._scatters[key, seq] = slot
+                    pair.d.commands.append(Scatter(key, seq, start, end, self._buffers[slot][:nbytes]))
+                case JoinSequence(key, token_id):
+                    self._owned.add(key)
+                    pair.d.commands.append(Join(key, token_id))
+                case ReleaseSequence(key):
+                    pair.d.commands.append(Release(key))
+                case ReceiveOver(key):
+                    pair.d_overs[key].append(effect)
+                case ClosePair(reason):
+                    self.close_reason = reason
+                    pair.break_stream()
+
+    def _receive(self, effect: ReceiveBytes) -> None:
+        def done(ok: bool) -> None:
+            self._pair.answers["d"].append(lambda: self._on_received(effect, ok))
+
+        if self._pair.wire.closed:
+            done(False)
+        else:
+            self._pair.wire.recvs.append((self._buffers[effect.slot], effect.nbytes, done))
+
+    def _on_received(self, effect: ReceiveBytes, ok: bool) -> None:
+        assert self.slots_in_use.pop(effect.slot) == (effect.key, effect.seq)
+        digest = checksum(self._buffers[effect.slot][: effect.nbytes])
+        self._carry_out(self.machine.on_received(effect.key, effect.seq, ok, digest))

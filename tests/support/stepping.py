@@ -1,0 +1,79 @@
+"""Drives a `TorchModelRunner` by hand: sequences, plans and blocks without a scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
+
+
+def make_runner(folder: Path, **changes: Any) -> TorchModelRunner:
+    """A runner in fp32 on one CPU thread with 64 blocks of 16 tokens; `changes` are fields of `WorkerConfig`."""
+    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 64}
+    return TorchModelRunner(
+        WorkerConfig(worker_id="test-0", roles=("prefill",), model_path=str(folder), **{**fields, **changes})
+    )
+
+
+def assert_logits_close(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for fp32 rounding: the logits of the tiny models reach 20, transformers' own error to fp64 is 1e-4."""
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=0.0)
+
+
+def make_sequence(token_ids: list[int], block_table: list[int], **sampling: Any) -> Sequence:
+    """A running sequence, greedy unless `sampling` says otherwise, nothing computed."""
+    spec = SequenceSpec(
+        request_id=RequestId("request"),
+        attempt=0,
+        gateway_id=GatewayId("gateway"),
+        prompt_token_ids=tuple(token_ids),
+        sampling=Sampling(**{"temperature": 0.0, "max_tokens": 1000, **sampling}),
+    )
+    return Sequence(spec, SequenceState.RUNNING, token_ids=list(token_ids), block_table=list(block_table))
+
+
+def chunk(sequence: Sequence, start: int, end: int) -> ScheduledSequence:
+    """Tokens [start, end) as a plan's entry; it samples where `end` is the last known token."""
+    return ScheduledSequence(sequence, start, end - start, samples=end == sequence.num_tokens)
+
+
+def last_token(sequence: Sequence) -> ScheduledSequence:
+    """The last known token as a decode entry."""
+    return chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens)
+
+
+def prefill(runner: TorchModelRunner, sequence: Sequence, *, start: int = 0, chunk_tokens: int = 1 << 30) -> Tensor:
+    """Compute the known tokens from `start`, a chunk a step; the logits [vocab] of the last one."""
+    logits = torch.empty(0)
+    for chunk_start in range(start, sequence.num_tokens, chunk_tokens):
+        end = min(chunk_start + chunk_tokens, sequence.num_tokens)
+        logits = runner.forward(StepPlan(prefills=(chunk(sequence, chunk_start, end),)))
+        assert logits.shape == (int(end == sequence.num_tokens), runner.vocab_size)
+    return logits[0]
+
+
+def decode(runner: TorchModelRunner, sequences: list[Sequence], num_steps: int) -> list[Tensor]:
+    """Greedy decode steps of all sequences together; they grow. The logits [num_steps, vocab] of each."""
+    steps = [torch.empty((len(sequences), 0, runner.vocab_size))]
+    for _ in range(num_steps):
+        logits = runner.forward(StepPlan(decodes=tuple(map(last_token, sequences))))
+        for sequence, row in zip(sequences, logits, strict=True):
+            sequence.token_ids.append(int(row.argmax()))
+        steps.append(logits[:, None])
+    return list(torch.cat(steps, dim=1))
+
+
+def generate(runner: TorchModelRunner, sequence: Sequence, num_tokens: int, **prefill_options: int) -> Tensor:
+    """Prefill, then greedy decode alone until `num_tokens` tokens are there; their logits [num_tokens, vocab]."""
+    first = prefill(runner, sequence, **prefill_options)
+    sequence.token_ids.append(int(first.argmax()))
+    return torch.cat((first[None], decode(runner, [sequence], num_tokens - 1)[0]))

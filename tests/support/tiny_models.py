@@ -1,0 +1,161 @@
+"""Tiny random checkpoints of every family that the decoder serves, and what transformers computes with them.
+
+    folder = make_checkpoint("qwen3", tmp_path / "qwen3")
+    token_ids, logits = reference_generate(folder, prompt_ids, 20)
+
+The weights are drawn wide (and norms and biases too), so that the outputs vary and a forgotten bias or norm shows. Each
+folder also has a byte-level tokenizer with a chat template, so that the gateway can serve it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+VOCAB_SIZE = 384
+END_OF_TEXT_ID = 256
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.5,
+    "bos_token_id": END_OF_TEXT_ID,
+    "eos_token_id": END_OF_TEXT_ID,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    family: str
+    """Prefix of transformers' classes."""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+KINDS = {
+    "llama": _Kind("Llama"),
+    "llama_tied": _Kind("Llama", {"tie_word_embeddings": True}),
+    "llama_bias": _Kind("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_linear_rope": _Kind("Llama", _rope("linear", factor=4.0)),
+    "llama_dynamic_rope": _Kind("Llama", _rope("dynamic", factor=4.0)),
+    # Wavelengths of this head size lie on both sides of, and between, the two bounds of 16 and 64 positions.
+    "llama3_rope": _Kind(
+        "Llama",
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama_yarn_rope": _Kind("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=512)),
+    "mistral": _Kind("Mistral", {"sliding_window": None}),
+    "qwen2": _Kind("Qwen2"),
+    # The heads are wider than hidden size / heads.
+    "qwen3": _Kind("Qwen3", {"head_dim": 32}),
+    "qwen3_bias": _Kind("Qwen3", {"head_dim": 32, "attention_bias": True}),
+}
+
+
+def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 1 << 30) -> Path:
+    """Write a checkpoint of one of `KINDS` into `folder` and return it; the same bytes at every call."""
+    import transformers
+
+    family, changes = KINDS[kind].family, KINDS[kind].changes
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    generator_state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(20)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        _vary_norms_and_biases(model)
+    finally:
+        torch.random.set_rng_state(generator_state)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes)
+    _write_json(folder / "generation_config.json", {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID})
+    _write_tokenizer(folder)
+    return folder
+
+
+def reference_generate(folder: Path, prompt_ids: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens and the fp32 logits [num_tokens, vocab] they came from, by transformers, end tokens ignored."""
+    model = _reference_model(str(folder))
+    token_ids, rows, cache, step_ids = [], [], None, prompt_ids
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            output = model(torch.tensor([step_ids]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            rows.append(output.logits[0, -1])
+            step_ids = [int(rows[-1].argmax())]
+            token_ids += step_ids
+    return token_ids, torch.stack(rows)
+
+
+def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
+    """The fp32 logits [len(token_ids), vocab] of every position, by transformers, in one forward pass."""
+    with torch.inference_mode():
+        logits: Tensor = _reference_model(str(folder))(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@functools.lru_cache(maxsize=4)
+def _reference_model(folder: str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+
+
+def _vary_norms_and_biases(model: Any) -> None:
+    """transformers starts norms at one and biases at zero, where a model that forgets them passes."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith(".bias"):
+                parameter.normal_(0.0, 0.5)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Every byte is a token, then the special ones, then words that only the model can say, to fill the vocabulary."""
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    first_word = len(vocabulary) + len(SPECIAL_TOKENS)
+    words = {f"Ġword{index}": index for index in range(first_word, VOCAB_SIZE)}
+    specials = {token: len(vocabulary) + index for index, token in enumerate(SPECIAL_TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, **specials, **words}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    assert tokenizer.token_to_id(SPECIAL_TOKENS[0]) == END_OF_TEXT_ID
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKENS[0],
+            "eos_token": SPECIAL_TOKENS[0],
+            "model_max_length": BASE["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+
+from disagg.cluster import layout
+from disagg.cluster.config import parse_config
+from disagg.cluster.launch import LaunchPlan, missing_pool
+from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.messages import KvLayout, WorkerInfo
+
+
+def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") -> WorkerInfo:
+    kv_layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
+    return WorkerInfo(
+        worker_id=WorkerId(worker_id),
+        incarnation=Incarnation("i"),
+        roles=("prefill",),
+        address="127.0.0.1:1",
+        pid=1,
+        fingerprint=fingerprint,
+        kv_layout=kv_layout,
+        num_blocks=1,
+        block_size=16,
+        max_num_seqs=1,
+        token_budget=1,
+        max_model_len=max_model_len,
+    )
+
+
+def test_one_prefill_and_one_decode_worker_get_a_core_each_and_the_gateway_sits_with_prefill() -> None:
+    plan = layout.plan_cores(parse_config({}), (0, 1))
+    assert plan == layout.CorePlan({"prefill-0": (0,), "decode-0": (1,)}, gateway=(0,), warnings=())
+
+
+def test_cores_wrap_around_with_a_warning() -> None:
+    config = parse_config({"pools": {"prefill": {"size": 2}, "decode": {"size": 1, "num_threads": 2}}})
+    plan = layout.plan_cores(config, (4, 6, 7))
+    assert plan.workers == {"prefill-0": (4,), "prefill-1": (6,), "decode-0": (7, 4)}
+    assert plan.warnings == ("core 4 is shared by prefill-0, decode-0: fine for trying out, not for timing",)
+
+
+def test_more_threads_than_cores_take_each_core_once() -> None:
+    config = parse_config({"mode": "colocated", "pools": {"colocated": {"num_threads": 8}}})
+    assert layout.plan_cores(config, (0, 1)).workers == {"colocated-0": (0, 1)}
+
+
+def test_explicit_cores_none_and_gpus_are_left_as_they_are() -> None:
+    config = parse_config({"pools": {"prefill": {"cores": [9]}, "decode": {"cores": "none"}}})
+    plan = layout.plan_cores(config, (0, 1))
+    assert plan.workers == {"prefill-0": (9,), "decode-0": ()}
+    assert plan.gateway == (9,)
+    assert plan.warnings == ("core 9 (for prefill-0) is not among this process's cores; they will not be pinned",)
+    gpu = parse_config({"pools": {"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}})
+    assert layout.plan_cores(gpu, (0, 1)).workers == {"prefill-0": (), "decode-0": ()}
+
+
+def test_worker_configs_carry_pool_transfer_and_model() -> None:
+    config = parse_config(
+        {
+            "model": {"dtype": "float32", "max_model_len": 50},
+            "pools": {"prefill": {"size": 2, "num_blocks": 11}, "decode": {"token_budget": 33, "block_size": 32}},
+            "transfer": {"chunk_bytes": 1024, "staging_bytes": 4096, "lease_timeout_s": 2},
+        }
+    )
+    workers = layout.worker_configs(config, "/m", layout.plan_cores(config, (0, 1)))
+    assert [(w.worker_id, w.roles, w.cores) for w in workers] == [
+        ("prefill-0", ("prefill",), (0,)),
+        ("prefill-1", ("prefill",), (1,)),
+        ("decode-0", ("decode",), (0,)),
+    ]
+    assert [w.num_blocks for w in workers] == [11, 11, None]
+    assert (workers[2].token_budget, workers[2].block_size) == (33, 32)
+    for worker in workers:
+        assert (worker.model_path, worker.dtype, worker.max_model_len) == ("/m", "float32", 50)
+        assert (worker.chunk_bytes, worker.staging_bytes, worker.lease_timeout_s) == (1024, 4096, 2.0)
+        assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "gloo")
+
+
+def test_a_colocated_worker_has_both_roles() -> None:
+    config = parse_config({"mode": "colocated"})
+    (worker,) = layout.worker_configs(config, "fake", layout.plan_cores(config, (0,)))
+    assert (worker.worker_id, worker.roles) == ("colocated-0", ("prefill", "decode"))
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_auto_transport_follows_the_device(device: str, transport: str) -> None:
+    config = parse_config({"pools": {"prefill": {"device": device}, "decode": {"device": device}}})
+    assert layout.transport_name(config) == transport
+
+
+def test_router_and_gateway_configs() -> None:
+    config = parse_config(
+        {
+            "model": {"name": "m"},
+            "gateway": {"port": 5, "max_queued": 6},
+            "placement": {"local_prefill": "never"},
+            "pools": {"decode": {"decode_reserve_tokens": 77, "watermark": 0.5}},
+        }
+    )
+    router = layout.router_config(config)
+    assert (router.local_prefill, router.max_queued) == ("never", 6)
+    assert (router.decode_reserve_tokens, router.watermark) == (77, 0.5)
+    gateway = layout.gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
+    assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
+    assert (gateway.host, gateway.port, gateway.max_model_len) == ("127.0.0.1", 5, 90)
+
+
+def make_plan(raw: object) -> LaunchPlan:
+    config = parse_config(raw)
+    cores = layout.plan_cores(config, (0, 1))
+    return LaunchPlan(config, "fake", cores, layout.worker_configs(config, "fake", cores))
+
+
+@pytest.mark.parametrize(
+    ("lost", "missing"),
+    [
+        ([], None),
+        (["decode-0"], None),
+        (["decode-0", "decode-1"], "every decode worker"),
+        (["prefill-0"], "every prefill worker"),
+        (["gateway"], "gateway"),
+    ],
+)
+def test_what_a_cluster_cannot_do_without(lost: list[str], missing: str | None) -> None:
+    assert missing_pool(make_plan({"pools": {"decode": {"size": 2}}}), lost) == missing
+
+
+def test_workers_with_different_models_make_no_cluster() -> None:
+    infos = [make_info("a"), make_info("b", fingerprint="g")]
+    with pytest.raises(RuntimeError, match=r"^the workers do not run the same model: a f, b g$"):
+        make_plan({}).gateway(infos)

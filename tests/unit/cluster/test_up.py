@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from disagg.cluster import up
+from disagg.cluster.config import ClusterConfig, parse_config
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.launch import LaunchPlan, plan_launch
+from disagg.proto.errors import ConfigError
+from disagg.proto.messages import WorkerInfo
+from tests.unit.cluster.test_layout import make_info
+
+
+class StubCluster:
+    """Does what it is told when asked to start, and counts stops."""
+
+    def __init__(self, config: ClusterConfig, on_start: Callable[[], None]) -> None:
+        self._plan = plan_launch(config)
+        self._on_start = on_start
+        self.dead: list[str] = []
+        self.num_stops = 0
+
+    @property
+    def plan(self) -> LaunchPlan:
+        return self._plan
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1:9"
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return [make_info("prefill-0"), make_info("decode-0")]
+
+    def start(self) -> None:
+        self._on_start()
+
+    def lost(self) -> list[str]:
+        return self.dead
+
+    def stop(self) -> None:
+        self.num_stops += 1
+
+
+class Run:
+    """`run_up` on a stub."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, on_start: Callable[[], None] = lambda: None) -> None:
+        self.config = parse_config({"model": {"path": "fake"}})
+        self.cluster = StubCluster(self.config, on_start)
+        self.out = io.StringIO()
+        monkeypatch.setattr(up, "make_cluster", lambda *arguments: self.cluster)
+        monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.001)
+
+    def __call__(self) -> int:
+        return up.run_up(self.config, "processes", Console(file=self.out, width=200))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    run = Run(monkeypatch)
+
+    def interrupt() -> list[str]:
+        signal.raise_signal(number)
+        return []
+
+    monkeypatch.setattr(run.cluster, "lost", interrupt)
+    assert run() == 0
+    assert run.cluster.num_stops == 1
+    text = run.out.getvalue()
+    assert "serving fake on 127.0.0.1:9 (gRPC)" in text
+    assert 'disagg generate "What is a cache?" --address 127.0.0.1:9\n' in text
+    assert text.endswith("stopping\n")
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_while_starting_stops_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, on_start=lambda: signal.raise_signal(signal.SIGTERM))
+    assert run() == 130
+    assert run.cluster.num_stops == 1
+    assert "serving" not in run.out.getvalue()
+
+
+def test_a_failed_start_is_raised_after_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise LaunchError("no")
+
+    run = Run(monkeypatch, on_start=fail)
+    with pytest.raises(LaunchError):
+        run()
+    assert run.cluster.num_stops == 1
+
+
+def test_losing_the_last_worker_of_a_pool_ends_it_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.cluster.dead = ["decode-0"]
+    assert run() == 1
+    assert run.out.getvalue().endswith(
+        "lost decode-0: its process ended\nerror: every decode worker is gone; stopping\n"
+    )
+
+
+def test_display_without_a_terminal_prints_a_line_per_process() -> None:
+    out = io.StringIO()
+    display = up.LaunchDisplay(Console(file=out, width=80))
+    for name, state in (("a", "starting"), ("b", "starting"), ("b", "ready"), ("a", "ready"), ("a", "stopped")):
+        display(name, state)
+    assert [line.split()[:2] for line in out.getvalue().splitlines()] == [["ready", "b"], ["ready", "a"]]
+
+
+def test_options_go_on_top_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("{gateway: {port: 1}, pools: {decode: {size: 4}}, model: {path: /x/y, dtype: float16}}")
+    config = up.build_config(file, port=2, prefill=3)
+    assert (config.gateway.port, config.pools.prefill.size, config.pools.decode.size) == (2, 3, 4)
+    assert (config.mode, config.model.served_name) == ("disaggregated", "y")
+    assert up.build_config(file, colocated=True).mode == "colocated"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "path"),
+    [("other", "other", None), ("fake", None, "fake"), ("./x", None, "./x"), ("/a/b", None, "/a/b")],
+)
+def test_the_model_option_is_a_name_or_a_path(tmp_path: Path, model: str, name: str | None, path: str | None) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: /x/y, name: z, dtype: float16}")
+    config = up.build_config(file, model=model)
+    assert (config.model.name, config.model.path, config.model.dtype) == (name, path, "float16")
+
+
+def test_pool_sizes_do_not_go_with_colocated() -> None:
+    with pytest.raises(ConfigError, match=r"^--prefill, --decode: a colocated cluster has one pool"):
+        up.build_config(None, colocated=True, decode=2)
+
+
+def test_log_dir_is_refused_with_ray() -> None:
+    with pytest.raises(ConfigError, match=r"^--log-dir: Ray keeps its own logs"):
+        up.make_cluster(parse_config({}), "ray", lambda name, state: None, Path("/x"))

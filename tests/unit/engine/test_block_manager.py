@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import pytest
+
+from disagg.engine.block_manager import BlockManager
+from disagg.proto.block_hash import chain_hashes
+from disagg.proto.messages import BlocksRemoved, BlocksStored
+from tests.support.engine import ROOT, key_of, make_prompt
+
+HASHES = chain_hashes(ROOT, make_prompt(160))
+
+
+def counts(blocks: BlockManager) -> tuple[int, int, int, int, int]:
+    """free, cached, active, reserved, available."""
+    return blocks.num_free, blocks.num_cached, blocks.num_active, blocks.num_reserved, blocks.num_available
+
+
+def cached_chain(blocks: BlockManager, num_blocks: int) -> list[int]:
+    """A published and released chain of `num_blocks` blocks of 16 tokens."""
+    table = blocks.allocate(num_blocks, reserved=False)
+    for block, block_hash in zip(table, HASHES, strict=False):
+        assert blocks.publish(block, [block_hash])
+    blocks.release(table)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "watermark", "message"),
+    [
+        (0, 16, 0, "at least one block"),
+        (4, 24, 0, "multiple of 16"),
+        (4, 0, 0, "multiple of 16"),
+        (4, 16, 4, "watermark"),
+    ],
+)
+def test_impossible_sizes_are_refused(num_blocks: int, block_size: int, watermark: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockManager(num_blocks, block_size, watermark)
+
+
+def test_allocate_and_release_of_unpublished_blocks() -> None:
+    blocks = BlockManager(10, 16)
+    table = blocks.allocate(4, reserved=False)
+    assert table == [0, 1, 2, 3]
+    assert counts(blocks) == (6, 0, 4, 0, 6)
+    assert blocks.check_integrity([table], 0) == []
+    blocks.release(table)
+    assert counts(blocks) == (10, 0, 0, 0, 10)
+    assert blocks.check_integrity([], 0) == []
+
+
+def test_a_published_block_stays_cached_and_is_found_and_locked() -> None:
+    blocks = BlockManager(10, 16)
+    table = cached_chain(blocks, 3)
+    assert counts(blocks) == (7, 3, 0, 0, 10)
+    assert blocks.match_prefix(HASHES, 160) == table
+    assert blocks.match_prefix(HASHES, 47) == table[:2]
+    assert blocks.match_prefix(HASHES, 15) == []
+    assert blocks.available_after_lock(table[:2]) == 8
+    blocks.lock(table[:2])
+    blocks.lock(table[:1])
+    assert counts(blocks) == (7, 1, 2, 0, 8)
+    assert blocks.available_after_lock(table[:2]) == 8
+    assert blocks.check_integrity([table[:2], table[:1]], 0) == []
+    blocks.release(table[:2])
+    assert counts(blocks) == (7, 2, 1, 0, 9)
+
+
+def test_free_blocks_go_before_cached_ones_and_the_tail_of_a_chain_before_its_head() -> None:
+    blocks = BlockManager(5, 16)
+    chain = cached_chain(blocks, 3)
+    blocks.prefix.drain_events()
+    assert blocks.allocate(4, reserved=False) == [3, 4, chain[2], chain[1]]
+    assert blocks.prefix.drain_events() == (BlocksRemoved(hashes=(HASHES[2], HASHES[1])),)
+    assert blocks.match_prefix(HASHES, 160) == chain[:1]
+
+
+def test_a_hit_renews_a_chain() -> None:
+    blocks = BlockManager(4, 16)
+    chain = cached_chain(blocks, 2)
+    other = blocks.allocate(2, reserved=False)
+    other_hashes = chain_hashes(ROOT, make_prompt(32, seed=1))
+    for block, block_hash in zip(other, other_hashes, strict=True):
+        blocks.publish(block, [block_hash])
+    blocks.release(other)
+    blocks.lock(chain)
+    blocks.release(chain)
+    assert blocks.allocate(3, reserved=False) == [other[1], other[0], chain[1]]
+
+
+def test_reserved_blocks_are_promised_and_not_chosen() -> None:
+    blocks = BlockManager(10, 16)
+    cached_chain(blocks, 3)
+    blocks.reserve(8)
+    assert counts(blocks) == (7, 3, 0, 8, 2)
+    blocks.allocate(2, reserved=False)
+    with pytest.raises(AssertionError, match="1 blocks wanted, 0 available"):
+        blocks.allocate(1, reserved=False)
+    with pytest.raises(AssertionError, match="1 blocks promised, 0 available"):
+        blocks.reserve(1)
+    table = blocks.allocate(8, reserved=True)
+    assert len(table) == 8
+    assert counts(blocks) == (0, 0, 10, 0, 0)
+
+
+def test_a_locked_cached_block_no_longer_backs_a_promise() -> None:
+    blocks = BlockManager(4, 16)
+    chain = cached_chain(blocks, 3)
+    blocks.reserve(2)
+    assert blocks.available_after_lock(chain) == -1
+    assert blocks.available_after_lock(chain[:2]) == 0
+
+
+def test_pinned_blocks_survive_their_sequence() -> None:
+    blocks = BlockManager(3, 16)
+    table = blocks.allocate(2, reserved=False)
+    blocks.publish(table[0], HASHES[:1])
+    blocks.pin(key_of("a"), "send 0", table)
+    blocks.release(table)
+    assert counts(blocks) == (1, 0, 2, 0, 1)
+    assert blocks.num_pins == 1
+    assert blocks.check_integrity([], 0) == []
+    assert blocks.allocate(1, reserved=False) == [2]
+    blocks.unpin(key_of("a"), "send 0")
+    blocks.unpin(key_of("a"), "send 0")
+    assert (blocks.num_cached, blocks.num_free, blocks.num_pins) == (1, 1, 0)
+
+
+def test_pins_are_named_and_counted() -> None:
+    blocks = BlockManager(3, 16)
+    table = blocks.allocate(1, reserved=False)
+    blocks.pin(key_of("a"), "send 0", table)
+    blocks.pin(key_of("a"), "send 1", table)
+    with pytest.raises(AssertionError, match="pinned blocks for send 1 already"):
+        blocks.pin(key_of("a"), "send 1", table)
+    blocks.release(table)
+    blocks.unpin(key_of("a"), "send 0")
+    assert blocks.num_active == 1
+    blocks.unpin(key_of("a"), "send 1")
+    assert blocks.num_active == 0
+    with pytest.raises(AssertionError, match="only held blocks"):
+        blocks.pin(key_of("a"), "send 2", table)
+
+
+def test_a_pinned_cached_block_can_be_hit() -> None:
+    blocks = BlockManager(3, 16)
+    table = blocks.allocate(1, reserved=False)
+    blocks.publish(table[0], HASHES[:1])
+    blocks.pin(key_of("a"), "send", table)
+    blocks.release(table)
+    blocks.lock(table)
+    blocks.unpin(key_of("a"), "send")
+    assert counts(blocks) == (2, 0, 1, 0, 2)
+    assert blocks.check_integrity([table], 0) == []
+
+
+def test_writable_means_held_once_and_unpublished() -> None:
+    blocks = BlockManager(3, 16)
+    table = blocks.allocate(2, reserved=False)
+    blocks.publish(table[0], HASHES[:1])
+    assert [blocks.is_writable(block) for block in (*table, 2)] == [False, True, False]
+
+
+def test_blocks_of_32_tokens_are_keyed_by_their_last_hash() -> None:
+    blocks = BlockManager(4, 32)
+    table = blocks.allocate(2, reserved=False)
+    assert blocks.publish(table[0], HASHES[0:2])
+    assert blocks.publish(table[1], HASHES[2:4])
+    assert blocks.match_prefix(HASHES, 64) == table
+    assert blocks.match_prefix(HASHES, 63) == table[:1]
+    assert blocks.match_prefix(HASHES[:3], 64) == table[:1]
+    assert blocks.prefix.drain_events() == (BlocksStored(hashes=tuple(HASHES[:4])),)
+
+
+def test_integrity_findings() -> None:
+    blocks = BlockManager(3, 16)
+    table = blocks.allocate(1, reserved=False)
+    blocks.reserve(1)
+    assert blocks.check_integrity([], 0) == [
+        "block 0: 1 references counted, 0 tables list it",
+        "1 blocks reserved, 0 promised to sequences",
+    ]
+    blocks._free.append(table[0])
+    blocks._free.remove(2)
+    assert blocks.check_integrity([table], 1) == ["block 0 is free and active", "block 2 is lost"]
+    blocks._free = [2, 1]
+    blocks._pin_counts[0] = 1
+    blocks._num_reserved = 3
+    assert blocks.check_integrity([table], 3) == [
+        "block 0: 1 pins counted, 0 operations name it",
+        "3 blocks reserved, 2 to be had",
+    ]

@@ -1,0 +1,253 @@
+"""Random lives of many sequences on one small core. After every command nothing may be unsound; at the end nothing may be held;
+whatever completes must be what the fake model says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from disagg.engine.commands import (
+    Add,
+    Command,
+    Ended,
+    Event,
+    Gather,
+    Gathered,
+    Join,
+    Joined,
+    PrefillComputed,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Scatter,
+    Scattered,
+    TokenSampled,
+)
+from disagg.engine.fake import fake_generate
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import SequenceSpec
+from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
+
+NAMES = st.sampled_from([f"r{n}" for n in range(8)])
+PROMPTS = st.builds(make_prompt, st.integers(1, 90), seed=st.integers(0, 2))
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """`live` is what the core must hold by its own answers; nothing else is known about its inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.attempts = 0
+        self.live: dict[AttemptKey, SequenceSpec] = {}
+        self.kinds: dict[AttemptKey, str] = {}
+        self.tokens: dict[AttemptKey, list[int]] = {}
+        self.missing: dict[AttemptKey, list[tuple[int, int]]] = {}
+
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        block_size=st.sampled_from([16, 32]),
+        token_budget=st.sampled_from([3, 20, 64]),
+        decode_reserve_tokens=st.sampled_from([0, 24]),
+        watermark=st.sampled_from([0.0, 0.2]),
+    )
+    def make(
+        self, num_blocks: int, block_size: int, token_budget: int, decode_reserve_tokens: int, watermark: float
+    ) -> None:
+        self.core = make_core(
+            num_blocks,
+            block_size=block_size,
+            token_budget=token_budget,
+            decode_reserve_tokens=decode_reserve_tokens,
+            watermark=watermark,
+            max_num_seqs=4,
+        )
+
+    # ------------------------------------------------------------ commands
+
+    @rule(
+        name=NAMES,
+        prompt=PROMPTS,
+        kind=st.sampled_from(["run", "hold", "reserve"]),
+        max_tokens=st.integers(1, 60),
+        priority=st.integers(0, 1),
+        timeout_s=st.sampled_from([None, None, 40.0]),
+        num_emitted=st.sampled_from([0, 0, 5]),
+        cached=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        kind: str,
+        max_tokens: int,
+        priority: int,
+        timeout_s: float | None,
+        num_emitted: int,
+        cached: bool,
+    ) -> None:
+        self.attempts += 1
+        spec = make_spec(
+            name,
+            prompt,
+            max_tokens=max_tokens + num_emitted,
+            emitted=fake_generate(prompt, num_emitted, VOCAB_SIZE),
+            attempt=self.attempts,
+            priority=priority,
+            timeout_s=timeout_s,
+            cached=cached,
+        )
+        self.live[spec.key] = spec
+        self.kinds[spec.key] = kind
+        self.tokens[spec.key] = list(spec.emitted_token_ids)
+        self.handle(Reserve(spec) if kind == "reserve" else Add(spec, hold_after_prefill=kind == "hold"))
+
+    @rule(data=st.data())
+    def start_again(self, data: st.DataObject) -> None:
+        key = self.pick(data, self.live)
+        if key is not None:
+            self.handle(Add(self.live[key]))
+            assert key not in self.live
+
+    @rule(data=st.data())
+    def scatter_one(self, data: st.DataObject) -> None:
+        key = self.pick(data, [key for key, ranges in self.missing.items() if ranges])
+        if key is not None:
+            self.scatter(key, data.draw(st.sampled_from(self.missing[key])))
+
+    @rule(data=st.data())
+    def scatter_rest_and_join(self, data: st.DataObject) -> None:
+        key = self.pick(data, self.missing)
+        if key is None:
+            return
+        for token_range in list(self.missing[key]):
+            self.scatter(key, token_range)
+        self.join(key)
+        assert Joined(key) in self.last_events
+
+    @rule(data=st.data())
+    def join_now(self, data: st.DataObject) -> None:
+        key = self.pick(data, self.missing)
+        if key is not None:
+            complete = not self.missing[key]
+            self.join(key)
+            assert (Joined(key) in self.last_events) == complete
+
+    @rule(data=st.data(), start=st.integers(0, 90), num_tokens=st.integers(1, 90))
+    def gather(self, data: st.DataObject, start: int, num_tokens: int) -> None:
+        key = self.pick(data, self.live)
+        if key is None:
+            return
+        out = kv_of([0] * num_tokens, 0, num_tokens)
+        self.handle(Gather(key, 0, start, start + num_tokens, out))
+        if Gathered(key, 0, ok=True) in self.last_events:
+            known = [*self.live[key].prompt_token_ids, *self.tokens[key]]
+            assert out.tolist() == kv_of(known, start, start + num_tokens).tolist()
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = self.pick(data, self.live)
+        if key is not None:
+            self.handle(Release(key))
+            assert self.last_events == []
+            self.forget(key)
+
+    # ------------------------------------------------------------ time
+
+    @rule(num_steps=st.sampled_from([1, 1, 3, 40]))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.take(self.core.step(self.now))
+
+    @rule(wait_s=st.sampled_from([1.0, 25.0]))
+    def wait(self, wait_s: float) -> None:
+        self.now += wait_s
+        self.take(self.core.step(self.now))
+        deadline = self.core.next_deadline
+        assert deadline is None or deadline > self.now
+
+    # ------------------------------------------------------------ checks
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        counts, problems = self.core.audit()
+        assert problems == []
+        assert counts["sequences"] == len(self.live)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for key in [key for key in self.live if self.kinds[key] != "run"]:
+            self.handle(Release(key))
+            self.forget(key)
+        for _ in range(3000):
+            if not self.core.has_work:
+                break
+            self.take(self.core.step(self.now))
+        assert self.live == {}, "sequences that need nobody else must finish"
+        assert_idle(self.core)
+
+    # ------------------------------------------------------------ the model
+
+    def pick(self, data: st.DataObject, keys: Iterable[AttemptKey]) -> AttemptKey | None:
+        candidates = sorted(keys)
+        return data.draw(st.sampled_from(candidates)) if candidates else None
+
+    def handle(self, command: Command) -> None:
+        self.take(self.core.handle(command, self.now))
+
+    def scatter(self, key: AttemptKey, token_range: tuple[int, int]) -> None:
+        known = [*self.live[key].prompt_token_ids, *self.live[key].emitted_token_ids]
+        self.handle(Scatter(key, 0, *token_range, kv_of(known, *token_range)))
+        assert self.last_events == [Scattered(key, 0, ok=True)]
+        self.missing[key].remove(token_range)
+
+    def join(self, key: AttemptKey) -> None:
+        del self.missing[key]
+        known = [*self.live[key].prompt_token_ids, *self.tokens[key]]
+        self.kinds[key] = "run"
+        self.handle(Join(key, fake_generate(known, 1, VOCAB_SIZE)[0]))
+
+    def take(self, events: list[Event]) -> None:
+        self.last_events = events
+        for event in events:
+            match event:
+                case TokenSampled():
+                    assert event.index == len(self.tokens[event.key])
+                    self.tokens[event.key].append(event.token_id)
+                case PrefillComputed():
+                    assert self.kinds[event.key] == "hold"
+                    assert len(self.tokens[event.key]) == len(self.live[event.key].emitted_token_ids) + 1
+                case Reserved():
+                    self.missing[event.key] = self.cut(event.key, event.cached_tokens)
+                case ReserveRefused():
+                    self.forget(event.key)
+                case Ended():
+                    self.check_end(event)
+                    self.forget(event.key)
+
+    def cut(self, key: AttemptKey, start: int) -> list[tuple[int, int]]:
+        num_known = self.live[key].num_known_tokens
+        return [(first, min(first + 20, num_known)) for first in range(start, num_known, 20)]
+
+    def check_end(self, event: Ended) -> None:
+        spec, output = self.live[event.key], self.tokens[event.key]
+        assert output == fake_generate(spec.prompt_token_ids, len(output), VOCAB_SIZE)
+        assert event.reason in ("length", "deadline", "refused", "failed")
+        if event.reason == "length":
+            num_tokens = len(spec.prompt_token_ids) + len(output)
+            assert len(output) == spec.sampling.max_tokens or num_tokens == self.core.max_model_len
+
+    def forget(self, key: AttemptKey) -> None:
+        del self.live[key]
+        self.missing.pop(key, None)
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import Sequence
+from tests.support.engine import VOCAB_SIZE, kv_of, make_prompt, make_sequence, make_spec
+
+PROMPT = make_prompt(40)
+
+
+def make_runner() -> FakeModelRunner:
+    return FakeModelRunner(10, 16, 4096, VOCAB_SIZE)
+
+
+def sequence_on(block_table: list[int]) -> Sequence:
+    sequence = make_sequence(make_spec("a", PROMPT))
+    sequence.block_table = block_table
+    return sequence
+
+
+def prefill(runner: FakeModelRunner, sequence: Sequence, start: int, end: int) -> list[int]:
+    return runner.run(StepPlan(prefills=(ScheduledSequence(sequence, start, end - start, end == sequence.num_tokens),)))
+
+
+def decode(runner: FakeModelRunner, sequence: Sequence, num_tokens: int) -> list[int]:
+    output = []
+    for _ in range(num_tokens):
+        last = sequence.num_tokens - 1
+        output += runner.run(StepPlan(decodes=(ScheduledSequence(sequence, last, 1, True),)))
+        sequence.token_ids.append(output[-1])
+    return output
+
+
+def test_known_answers() -> None:
+    assert fake_generate((1, 2, 3), 4, 1000) == [733, 274, 833, 313]
+    assert fake_generate((1, 2, 3), 2) == [16733, 5949]
+
+
+def test_output_depends_on_every_token_and_its_place() -> None:
+    answers = {tuple(fake_generate(prompt, 3)) for prompt in [(1, 2, 3), (2, 1, 3), (1, 2, 4), (1, 2), (1, 2, 3, 3)]}
+    assert len(answers) == 5
+
+
+def test_generate_continues_itself() -> None:
+    output = fake_generate(PROMPT, 10, VOCAB_SIZE)
+    assert fake_generate([*PROMPT, *output[:6]], 4, VOCAB_SIZE) == output[6:]
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in output)
+
+
+@pytest.mark.parametrize("cuts", [(40,), (16, 40), (7, 33, 39, 40)])
+def test_chunks_and_block_tables_do_not_change_the_output(cuts: tuple[int, ...]) -> None:
+    runner, sequence = make_runner(), sequence_on([9, 2, 5, 0])
+    start, output = 0, []
+    for end in cuts:
+        output += prefill(runner, sequence, start, end)
+        start = end
+    sequence.token_ids += output
+    output += decode(runner, sequence, 5)
+    assert output == fake_generate(PROMPT, 6, VOCAB_SIZE)
+
+
+def test_a_batch_answers_in_the_order_of_its_entries() -> None:
+    runner = make_runner()
+    first, second = sequence_on([0, 1, 2]), make_sequence(make_spec("b", make_prompt(20, seed=1)))
+    second.block_table = [3, 4]
+    prefill(runner, first, 0, 39)
+    plan = StepPlan(
+        decodes=(ScheduledSequence(first, 39, 1, True),), prefills=(ScheduledSequence(second, 0, 20, True),)
+    )
+    expected = [*fake_generate(PROMPT, 1, VOCAB_SIZE), *fake_generate(make_prompt(20, seed=1), 1, VOCAB_SIZE)]
+    assert runner.run(plan) == expected
+
+
+@pytest.mark.parametrize("damage", ["lost", "stale", "exchanged", "moved"])
+def test_damaged_kv_gives_another_token(damage: str) -> None:
+    runner, sequence = make_runner(), sequence_on([4, 7, 1])
+    prefill(runner, sequence, 0, 39)
+    match damage:
+        case "lost":
+            sequence.block_table[0] = 9
+        case "stale":
+            runner.scatter([7], 3, 4, kv_of([0] * 20, 19, 20))
+        case "exchanged":
+            sequence.block_table[:2] = [7, 4]
+        case "moved":
+            runner.scatter([4], 3, 4, kv_of(PROMPT, 4, 5))
+    assert prefill(runner, sequence, 39, 40) != fake_generate(PROMPT, 1, VOCAB_SIZE)
+
+
+def test_gather_is_canonical_and_scatter_its_inverse() -> None:
+    source, target = make_runner(), make_runner()
+    sequence = sequence_on([8, 3, 6])
+    prefill(source, sequence, 0, 40)
+    for start, end in [(0, 5), (5, 32), (32, 40)]:
+        buffer = source.new_staging((end - start) * source.layout.bytes_per_token)
+        source.gather([8, 3, 6], start, end, buffer)
+        np.testing.assert_array_equal(buffer, kv_of(PROMPT, start, end))
+        target.scatter([1, 0, 2], start, end, buffer)
+    sequence.block_table = [1, 0, 2]
+    assert prefill(target, sequence, 39, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
+
+
+def test_a_larger_buffer_is_filled_from_its_start_and_a_smaller_one_refused() -> None:
+    runner = make_runner()
+    prefill(runner, sequence_on([0, 1, 2]), 0, 40)
+    buffer = np.full(48, 255, dtype=np.uint8)
+    runner.gather([0, 1, 2], 10, 14, buffer)
+    np.testing.assert_array_equal(buffer[:32], kv_of(PROMPT, 10, 14))
+    assert buffer[32:].tolist() == [255] * 16
+    with pytest.raises(ValueError, match="4 tokens of KV are 32 bytes, the buffer has 31"):
+        runner.gather([0, 1, 2], 10, 14, buffer[:31])
+    with pytest.raises(ValueError, match="buffer has 8"):
+        runner.scatter([0, 1, 2], 10, 12, buffer[:8])
+
+
+def test_the_layout_adds_up() -> None:
+    layout = make_runner().layout
+    words = layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim
+    assert (layout.dtype, layout.bytes_per_token, words) == ("fake", 8, 2)
+
+
+def test_steps_take_the_time_they_are_told() -> None:
+    slept: list[float] = []
+    runner = FakeModelRunner(
+        10, 16, 4096, VOCAB_SIZE, step_time_s=lambda plan: plan.num_tokens * 0.5, sleep=slept.append
+    )
+    prefill(runner, sequence_on([0, 1, 2]), 0, 40)
+    assert slept == [20.0]
+
+
+def test_an_empty_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        FakeModelRunner(10, 16, 4096, 0)

@@ -1,0 +1,49 @@
+"""Every error that a client can see has one HTTP status, one gRPC code and one machine-readable code."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from disagg.proto import errors
+from disagg.proto.errors import DisaggError
+
+TABLE: list[tuple[DisaggError, int, str, str, str]] = [
+    (errors.InvalidRequestError("sampling.top_p", "must be in (0, 1], not 2"), 400, "INVALID_ARGUMENT", "invalid_value",
+     "sampling.top_p: must be in (0, 1], not 2"),
+    (errors.ContextLengthError("prompt", "too long"), 400, "INVALID_ARGUMENT", "context_length_exceeded",
+     "prompt: too long"),
+    (errors.ModelNotFoundError("gpt", ["a", "b"]), 404, "NOT_FOUND", "model_not_found",
+     "model: 'gpt' is not served here; there is a, b"),
+    (errors.DeadlineError("too late"), 408, "DEADLINE_EXCEEDED", "timeout", "too late"),
+    (errors.RequestCancelledError("gone"), 499, "CANCELLED", "cancelled", "gone"),
+    (errors.OverloadedError("busy", retry_after_s=1.5), 429, "RESOURCE_EXHAUSTED", "slow_down", "busy"),
+    (errors.UnavailableError("no D"), 503, "UNAVAILABLE", "no_decode_capacity", "no D"),
+    (errors.UnavailableError("lost", code="kv_transfer_failed"), 503, "UNAVAILABLE", "kv_transfer_failed", "lost"),
+    (errors.InternalError("bug"), 500, "INTERNAL", "server_error", "bug"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "http_status", "grpc_code", "code", "text"), TABLE, ids=lambda v: str(v)[:20])
+def test_mapping(error: DisaggError, http_status: int, grpc_code: str, code: str, text: str) -> None:
+    assert (error.http_status, error.grpc_code, error.code, str(error)) == (http_status, grpc_code, code, text)
+    assert error.message == text
+    assert grpc.StatusCode[error.grpc_code].name == grpc_code
+
+
+def test_the_table_is_complete() -> None:
+    def subclasses(kind: type[DisaggError]) -> set[type[DisaggError]]:
+        return {kind}.union(*(subclasses(child) for child in kind.__subclasses__()))
+
+    own = {kind for kind in subclasses(DisaggError) if kind.__module__ == errors.__name__}
+    assert own - {DisaggError} == {type(error) for error, *_ in TABLE}
+
+
+def test_what_the_client_may_use() -> None:
+    assert errors.InvalidRequestError("stop", "too many").field == "stop"
+    assert errors.OverloadedError("busy", retry_after_s=1.5).retry_after_s == 1.5
+
+
+def test_configuration_mistakes_are_value_errors_and_never_answers() -> None:
+    assert issubclass(errors.ConfigError, ValueError)
+    assert not issubclass(errors.ConfigError, DisaggError)

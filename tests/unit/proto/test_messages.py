@@ -1,0 +1,191 @@
+"""Messages survive the wire unchanged, and everything that is not a message of the conversation is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.proto import messages as m
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
+
+R = RequestId("r1")
+SPEC = m.SequenceSpec(
+    request_id=R,
+    attempt=2,
+    gateway_id=GatewayId("g"),
+    prompt_token_ids=(1, 2, 3),
+    emitted_token_ids=(4, 5),
+    block_hashes=(BlockHash(bytes(range(16))),),
+    root_hash=BlockHash(b"\xff" * 16),
+    sampling=m.Sampling(temperature=0.7, seed=2**64 - 1, stop_token_ids=(0, 2)),
+    timeout_s=1.5,
+)
+LAYOUT = m.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", bytes_per_token=64)
+INFO = m.WorkerInfo(
+    worker_id=WorkerId("prefill-0"),
+    incarnation=Incarnation("i1"),
+    roles=("prefill", "decode"),
+    address="127.0.0.1:1",
+    pid=7,
+    fingerprint="f",
+    kv_layout=LAYOUT,
+    num_blocks=10,
+    block_size=16,
+    max_num_seqs=4,
+    token_budget=64,
+    max_model_len=128,
+)
+PEER = m.PeerRef(worker_id=WorkerId("decode-0"), incarnation=Incarnation("i2"), address="127.0.0.1:2")
+IDS = {"request_id": R, "attempt": 2}
+OPERATION: dict[str, Any] = {**IDS, "generation": 9}
+
+CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
+    "GatewayToWorker": (
+        m.GatewayToWorker,
+        [m.Dispatch(spec=SPEC, decode_peer=PEER), m.Dispatch(spec=SPEC), m.Cancel(request_id=R, attempt=2)],
+    ),
+    "WorkerToGateway": (
+        m.WorkerToGateway,
+        [
+            m.SessionHello(info=INFO),
+            m.StepUpdate(),
+            m.StepUpdate(
+                tokens=(m.TokenOut(R, 2, 7, (11, 12)),),
+                prefilled=(m.PrefillDone(request_id=R, attempt=2, cached_tokens=16),),
+                handed_over=(m.HandedOver(request_id=R, attempt=2, kv_bytes=2**40, cached_tokens=0, transport="gloo"),),
+                ends=(m.End(request_id=R, attempt=2, reason="refused", detail="no room"),),
+            ),
+        ],
+    ),
+    "WorkerReport": (
+        m.WorkerReport,
+        [
+            m.WorkerReport(
+                worker_id=WorkerId("w"),
+                incarnation=Incarnation("i"),
+                sequence=3,
+                load=m.Load(num_running=1, steps=8),
+                kv_events=(
+                    m.BlocksSnapshot(hashes=()),
+                    m.BlocksStored(hashes=(BlockHash(b"a" * 16),)),
+                    m.BlocksRemoved(hashes=(BlockHash(b"b" * 16), BlockHash(b"\x80" * 16))),
+                ),
+            )
+        ],
+    ),
+    "AuditReport": (
+        m.AuditReport,
+        [m.AuditReport(worker_id=WorkerId("w"), incarnation=Incarnation("i"), counts={"pins": 0}, problems=("x",))],
+    ),
+    "SenderToReceiver": (
+        m.SenderToReceiver,
+        [
+            m.PairHello(info=INFO, receiver_incarnation=Incarnation("i2")),
+            m.Offer(spec=SPEC),
+            m.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=2**64 - 1),
+            m.Commit(**OPERATION, token_id=5, num_chunks=1),
+            m.Abort(request_id=R, attempt=2, reason="cancelled"),
+            m.AbortAck(request_id=R, attempt=2),
+            m.PairHeartbeat(),
+        ],
+    ),
+    "ReceiverToSender": (
+        m.ReceiverToSender,
+        [
+            m.PairWelcome(
+                incarnation=Incarnation("i2"), pair_name="p", transport="gloo", credits=4, max_chunk_bytes=1 << 22
+            ),
+            m.PairRefused(reason="fingerprint"),
+            m.Reserved(**OPERATION, cached_tokens=16),
+            m.Refused(request_id=R, attempt=2, reason="no room"),
+            m.ClearToSend(**OPERATION, seq=0),
+            m.ChunkDone(**OPERATION, seq=0, ok=False),
+            m.CommitAck(**OPERATION),
+            m.Abort(request_id=R, attempt=2, reason="lease"),
+            m.AbortAck(request_id=R, attempt=2),
+            m.PairHeartbeat(),
+        ],
+    ),
+}
+
+GATEWAY_TO_WORKER = CONVERSATIONS["GatewayToWorker"][0]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_round_trip(name: str) -> None:
+    kind, examples = CONVERSATIONS[name]
+    decoder = m.decoder(kind)
+    for example in examples:
+        decoded = decoder.decode(m.encode(example))
+        assert decoded == example
+        assert type(decoded) is type(example)
+
+
+@pytest.mark.parametrize("name", ["GatewayToWorker", "WorkerToGateway", "SenderToReceiver", "ReceiverToSender"])
+def test_the_examples_cover_the_union(name: str) -> None:
+    kind, examples = CONVERSATIONS[name]
+    assert {type(example) for example in examples} == set(kind.__args__)
+
+
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [
+        ("GatewayToWorker", m.StepUpdate()),
+        ("WorkerToGateway", m.Cancel(request_id=R, attempt=0)),
+        ("SenderToReceiver", m.Reserved(**OPERATION, cached_tokens=0)),
+        ("ReceiverToSender", m.Offer(spec=SPEC)),
+    ],
+)
+def test_a_message_of_another_conversation_is_refused(name: str, foreign: msgspec.Struct) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        m.decoder(CONVERSATIONS[name][0]).decode(m.encode(foreign))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"type": "Cancel", "request_id": "r", "attempt": 0, "surplus": 1},
+        {"type": "Cancel", "request_id": "r"},
+        {"type": "Cancel", "request_id": "r", "attempt": "0"},
+        {"type": "Explode"},
+        {"request_id": "r", "attempt": 0},
+        [],
+        None,
+    ],
+)
+def test_a_malformed_message_is_refused(frame: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        m.decoder(GATEWAY_TO_WORKER).decode(msgspec.msgpack.encode(frame))
+
+
+def test_a_frame_that_is_cut_off_is_refused() -> None:
+    frame = m.encode(m.Dispatch(spec=SPEC))
+    decoder = m.decoder(GATEWAY_TO_WORKER)
+    for length in range(len(frame)):
+        with pytest.raises(msgspec.MsgspecError):
+            decoder.decode(frame[:length])
+
+
+def test_an_unknown_end_is_refused() -> None:
+    good = msgspec.msgpack.decode(m.encode(m.End(request_id=R, attempt=0, reason="stop")))
+    with pytest.raises(msgspec.ValidationError, match="Invalid enum value 'exploded'"):
+        m.decoder(m.End).decode(msgspec.msgpack.encode(good | {"reason": "exploded"}))
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        SPEC.attempt = 3
+
+
+def test_the_key_and_the_length_of_a_sequence() -> None:
+    assert SPEC.key == AttemptKey(R, 2)
+    assert str(SPEC.key) == "r1/2"
+    assert SPEC.num_known_tokens == 5
+
+
+def test_tokens_of_a_step_are_compact() -> None:
+    """One message per step for a whole batch: a token costs its id, its index and its request, and no field names."""
+    tokens = tuple(m.TokenOut(RequestId(f"{i:016d}"), 0, 100, (42,)) for i in range(256))
+    assert len(m.encode(m.StepUpdate(tokens=tokens))) <= 256 * 24

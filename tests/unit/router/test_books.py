@@ -1,0 +1,53 @@
+import pytest
+
+from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.router.books import Booking, Books
+
+P, D = WorkerId("p0"), WorkerId("d0")
+K0, K1 = AttemptKey(RequestId("r0"), 0), AttemptKey(RequestId("r1"), 0)
+NOTHING = {"tokens": 0, "sequences": 0, "blocks": 0}
+
+
+def test_what_was_booked_is_given_back() -> None:
+    books = Books()
+    books.open(P, K0, Booking(tokens=100, blocks=7))
+    books.open(P, K1, Booking(tokens=10, blocks=1))
+    books.open(D, K0, Booking(blocks=9))
+    assert books.holdings() == {"tokens": 110, "sequences": 3, "blocks": 17}
+    account = books.account(P)
+    assert (account.tokens, account.blocks, account.sequences) == (110, 8, 2)
+    assert sorted(books.entries()) == [(D, K0), (P, K0), (P, K1)]
+    for worker_id, key in list(books.entries()):
+        books.close(worker_id, key)
+    assert books.holdings() == NOTHING
+    assert books.check_integrity() == []
+
+
+def test_a_computed_prompt_gives_back_its_tokens_once() -> None:
+    books = Books()
+    books.open(P, K0, Booking(tokens=100, blocks=7))
+    books.computed(P, K0)
+    changes = books.num_changes
+    books.computed(P, K0)
+    assert books.num_changes == changes
+    assert books.holdings() == {"tokens": 0, "sequences": 1, "blocks": 7}
+    books.close(P, K0)
+    assert books.holdings() == NOTHING
+
+
+def test_a_booking_is_opened_and_closed_exactly_once() -> None:
+    books = Books()
+    books.open(P, K0, Booking(tokens=1))
+    with pytest.raises(ValueError, match="r0/0 is booked on p0 already"):
+        books.open(P, K0, Booking(tokens=1))
+    books.close(P, K0)
+    with pytest.raises(KeyError):
+        books.close(P, K0)
+    assert books.holdings() == NOTHING
+
+
+def test_integrity_sees_sums_that_are_off() -> None:
+    books = Books()
+    books.open(P, K0, Booking(tokens=5, blocks=2))
+    books.account(P).tokens += 1
+    assert books.check_integrity() == ["books of p0: 6 tokens, 2 blocks, but its bookings say 5, 2"]

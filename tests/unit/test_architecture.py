@@ -1,0 +1,173 @@
+"""The rules of docs/architecture.md, checked on the source of the repository; and the checks, on planted violations."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import architecture as arch
+
+CODE = arch.source_files(*arch.FOLDERS, "src/disagg")
+TESTS = arch.source_files("tests", "benchmarks")
+SOURCES = {path: arch.read(path) for path in CODE}
+
+PURE = (
+    "proto/*.py",
+    "router/admission.py",
+    "router/api.py",
+    "router/attempts.py",
+    "router/books.py",
+    "router/config.py",
+    "router/core.py",
+    "router/events.py",
+    "router/fleet.py",
+    "router/ledger.py",
+    "router/placement.py",
+    "router/prefix_index.py",
+    "router/queue.py",
+    "router/record.py",
+    "router/states.py",
+    "router/traces.py",
+    "router/wakeups.py",
+    "router/gateway/text.py",
+    "router/gateway/validate.py",
+    "engine/block_manager.py",
+    "engine/commands.py",
+    "engine/config.py",
+    "engine/core.py",
+    "engine/fake.py",
+    "engine/lazy_heap.py",
+    "engine/outbox.py",
+    "engine/plan.py",
+    "engine/prefix_cache.py",
+    "engine/randomness.py",
+    "engine/request.py",
+    "engine/scheduler.py",
+    "engine/kv_transfer/checksum.py",
+    "engine/kv_transfer/chunks.py",
+    "engine/kv_transfer/effects.py",
+    "engine/kv_transfer/pair_state.py",
+    "engine/kv_transfer/receive_window.py",
+    "engine/kv_transfer/receiver.py",
+    "engine/kv_transfer/receiving.py",
+    "engine/kv_transfer/send_window.py",
+    "engine/kv_transfer/sender.py",
+    "engine/kv_transfer/sending.py",
+    "cluster/config_reader.py",
+)
+"""Modules that decide and do nothing else. Each line names at least one file."""
+
+LONG_FILES = {"proto/messages.py": 450}
+"""Files that may be longer than the rest: one closed vocabulary reads best in one place."""
+
+
+def findings(rule: str, paths: list[str]) -> list[str]:
+    check = getattr(arch, rule)
+    return [line for path in paths for line in check(path, SOURCES.get(path) or arch.read(path))]
+
+
+def test_folders_import_only_what_the_map_allows() -> None:
+    assert findings("folder_findings", [path for path in CODE if path != "src/disagg/__init__.py"]) == []
+
+
+def test_own_code_is_imported_through_disagg() -> None:
+    assert findings("bare_name_findings", CODE + TESTS) == []
+
+
+def test_foreign_packages_have_one_door() -> None:
+    assert findings("door_findings", CODE) == []
+
+
+def test_nothing_loads_pickles() -> None:
+    assert findings("loader_findings", CODE + TESTS) == []
+
+
+@pytest.mark.parametrize("glob", PURE)
+def test_pure_modules_reach_nothing_impure(glob: str) -> None:
+    paths = [path for path in CODE if arch.matches(path, [glob])]
+    assert paths, f"{glob} matches no file"
+    assert [line for path in paths for line in arch.impurity_findings(path, SOURCES)] == []
+
+
+def test_files_and_functions_are_short() -> None:
+    limits = dict.fromkeys(CODE, arch.MAX_FILE_LINES) | dict.fromkeys(TESTS, arch.MAX_TEST_FILE_LINES) | LONG_FILES
+    assert [line for path, limit in limits.items() for line in arch.size_findings(path, arch.read(path), limit)] == []
+
+
+def test_no_file_is_excused_that_is_short() -> None:
+    assert [path for path in LONG_FILES if len(arch.read(path).splitlines()) <= arch.MAX_FILE_LINES] == []
+
+
+def test_every_folder_is_linked_under_src() -> None:
+    package = arch.REPOSITORY / "src" / "disagg"
+    links = {entry.name: entry.readlink().as_posix() for entry in package.iterdir() if entry.is_symlink()}
+    assert links == {name: f"../../{name}" for name in arch.FOLDERS} | {"v1": "../../proto/disagg/v1"}
+
+
+def test_linked_folders_are_namespaces_and_deeper_ones_packages() -> None:
+    generated = arch.REPOSITORY / "proto" / "disagg"
+    for folder in arch.FOLDERS:
+        top = arch.REPOSITORY / folder
+        assert not (top / "__init__.py").exists(), f"{folder}/__init__.py would shadow other packages of that name"
+        below = {path.parent for path in top.rglob("*.py")} - {top}
+        packages = {path for path in below if not path.is_relative_to(generated)}
+        assert [str(path) for path in packages if not (path / "__init__.py").exists()] == []
+
+
+def test_test_folders_are_packages() -> None:
+    folders = {(arch.REPOSITORY / path).parent for path in arch.source_files("tests")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+# ---------------------------------------------------------------- the checks themselves
+
+
+PLANTED: list[tuple[str, str, str, list[int]]] = [
+    ("folder", "router/x.py", "import disagg.engine.plan", [1]),
+    ("folder", "router/x.py", "from disagg import kernels", [1]),
+    ("folder", "prefill_worker/x.py", "def f():\n    from disagg.decode_worker import core", [2]),
+    ("folder", "engine/model/x.py", "from ...router import core", [1]),
+    ("folder", "engine/model/__init__.py", "from . import llama\nfrom .. import plan", []),
+    ("folder", "src/disagg/client.py", "import disagg.v1\nimport disagg.proto.ids\nimport disagg.engine", [3]),
+    ("folder", "engine/x.py", "from disagg.kernels import dispatch\nfrom disagg.engine import plan\nimport os", []),
+    ("bare_name", "tests/x.py", "import disagg.proto.ids\nimport routers", []),
+    ("bare_name", "tests/x.py", "import os\nimport proto.ids", [2]),
+    ("bare_name", "tests/x.py", "from engine import plan", [1, 1]),
+    ("door", "engine/scheduler.py", "import torch.nn", [1]),
+    ("door", "engine/model/llama.py", "from torch import Tensor", []),
+    ("door", "cluster/cli.py", "import ray", [1]),
+    ("door", "cluster/cli.py", "import importlib\nimportlib.import_module('ray')", [2]),
+    ("door", "cluster/ray_actors.py", "import ray.util", []),
+    ("door", "router/gateway/service.py", "import grpc.aio", []),
+    ("door", "router/core.py", "import grpc", [1]),
+    ("loader", "engine/weights.py", "import torch\ntorch.load('x')", [2]),
+    ("loader", "engine/weights.py", "from torch import load", [1]),
+    ("loader", "engine/x.py", "import pickle", [1]),
+    ("loader", "engine/x.py", "np.load(f, allow_pickle=True)", [1]),
+    ("loader", "engine/x.py", "import torch\nmodel.load(torch.float32)", []),
+    ("size", "engine/x.py", "#\n" * 400, []),
+    ("size", "engine/x.py", "#\n" * 401, [1]),
+    ("size", "engine/x.py", "def f():\n" + "    g()\n" * 59, []),
+    ("size", "engine/x.py", "\nasync def f():\n" + "    g()\n" * 60, [2]),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source", "lines"), PLANTED)
+def test_a_planted_violation_is_found(rule: str, path: str, source: str, lines: list[int]) -> None:
+    found = getattr(arch, f"{rule}_findings")(path, source)
+    assert [line.split(": ")[0] for line in found] == [f"{path}:{line}" for line in lines]
+
+
+def test_impurity_is_found_directly_and_through_other_modules() -> None:
+    sources = {
+        "router/core.py": "from disagg.router import books\nimport time",
+        "router/books.py": "import numpy as np\nx = np.random.rand()\nimport disagg.router.clock",
+        "router/clock.py": "import asyncio",
+        "router/placement.py": "import math\nfrom disagg.proto.ids import WorkerId",
+        "proto/ids.py": "from typing import NewType",
+    }
+    assert arch.impurity_findings("router/placement.py", sources) == []
+    assert arch.impurity_findings("router/core.py", sources) == [
+        "router/books.py:2: numpy.random in a pure module (imported by router/core.py)",
+        "router/clock.py:1: asyncio in a pure module (imported by router/core.py)",
+        "router/core.py:2: time in a pure module",
+    ]
