@@ -151,13 +151,13 @@ def command(argv: Sequence[str] | None = None) -> str:
 # ---------------------------------------------------------------- table
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None
-) -> None:
-    """One table; the first column is text, the others are numbers."""
-    table = Table(title=title, title_justify="left")
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """One table, never cut off; the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    (console or Console()).print(table)
+    console = Console()
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(table)

@@ -9,13 +9,14 @@ Exit status: 0 after a stop, 1 when the start failed, 3 when the running process
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from disagg.cluster.host import Host
-from disagg.cluster.process_tools import ParentLine, Stopped, StopSignal, setup_logging
+from disagg.cluster.process_tools import ParentLine, StopFlag, Stopped, setup_logging, terminate_when_orphaned
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,15 @@ CRASH_POLL_S = 0.2
 def run_child(kind: type[C], make_host: Callable[[C], Host]) -> int:
     """Be a child process with this configuration type and content; returns the exit status."""
     line = ParentLine()
-    stop = StopSignal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
+    stop = StopFlag(signal.SIGTERM)
     setup_logging()
     try:
-        config = line.read(kind)
-        stop.watch_stdin()
-        host = make_host(config)
-        info = host.start()
-        stop.arm()
+        with stop.interruptible():
+            config = line.read(kind)
+            terminate_when_orphaned()
+            host = make_host(config)
+            info = host.start()
     except Stopped:
         return 0
     except Exception as error:
@@ -44,7 +46,7 @@ def run_child(kind: type[C], make_host: Callable[[C], Host]) -> int:
         line.failed(error)
         return EXIT_START_FAILED
     line.ready(info)
-    while not stop.event.wait(CRASH_POLL_S) and not host.crashed.is_set():
+    while not stop.wait(CRASH_POLL_S) and not host.crashed.is_set():
         pass
     crashed = host.crashed.is_set()
     host.stop()

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from disagg.client import Client
+from disagg.client import Client, Finished
+from disagg.proto.errors import InternalError
 
 SYSTEM = (
     "You are a helpful assistant. You answer in two or three short sentences, in plain words, and you stay with the "
@@ -27,14 +27,14 @@ SYSTEM = (
 )
 """Long enough that a second turn finds several blocks of it in the caches."""
 
-FIRST_QUESTION = "What is the capital of France?"
+FIRST_QUESTION = "Tell me about the Amazon river."
 SECOND_QUESTION = "What can a visitor see there?"
 PARALLEL_QUESTIONS = (
     "Why is the sky blue?",
     "How do bees make honey?",
     "What is the difference between a river and a lake?",
 )
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 
 Chat = list[dict[str, str]]
 """Turns with `role` and `content`."""
@@ -45,6 +45,7 @@ class Outcome:
     """One answer, what the client measured, and what the cluster says about it."""
 
     name: str
+    """The number of its scene, with a letter where there are several."""
     text: str
     prompt_tokens: int
     output_tokens: int
@@ -66,8 +67,9 @@ def run_demo(address: str, console: Console) -> int:
     with Client(address) as client:
         outcomes = run_scenes(client, console)
         pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
-    console.print()
+    console.print("\n")
     console.print(make_table(outcomes, pids))
+    console.print()
     return verdict(outcomes, console)
 
 
@@ -76,36 +78,39 @@ def run_demo(address: str, console: Console) -> int:
 
 def run_scenes(client: Client, console: Console) -> list[Outcome]:
     """All scenes, in order; the second turn is the last outcome."""
+    model = client.models()[0].name
     _title(console, "1. One prompt, streamed as it is made")
     first_turn = _chat(FIRST_QUESTION)
     _question(console, FIRST_QUESTION)
-    first = ask(client, "one prompt", first_turn, _printer(console))
+    first = ask(client, model, "1", first_turn, _printer(console))
 
     _title(console, f"2. {len(PARALLEL_QUESTIONS)} prompts at once, shown as they finish")
-    several = _ask_together(client, console)
+    several = _ask_together(client, model, console)
 
     _title(console, "3. A second turn: its prefix, the first turn, is in the caches already")
     history = [*first_turn, {"role": "assistant", "content": first.text}, {"role": "user", "content": SECOND_QUESTION}]
     _question(console, SECOND_QUESTION)
-    second = ask(client, "second turn", history, _printer(console))
+    second = ask(client, model, "3", history, _printer(console))
     return [first, *several, second]
 
 
-def ask(client: Client, name: str, chat: Chat, on_text: Callable[[str], None]) -> Outcome:
-    """One greedy request, its text given to `on_text` as it comes."""
+def ask(client: Client, model: str, name: str, chat: Chat, on_text: Callable[[str], None]) -> Outcome:
+    """One greedy request, its text given to `on_text` as it comes. Raises `DisaggError` when it fails."""
     sent = time.perf_counter()
     first = last = sent
     pieces: list[str] = []
     num_tokens = 0
-    stream = client.stream(chat, max_tokens=MAX_TOKENS, temperature=0.0)
-    for delta in stream:
+    finished: Finished | None = None
+    for delta in client.stream(chat, model=model, max_tokens=MAX_TOKENS, temperature=0.0):
         if delta.token_ids:
             last = time.perf_counter()
             first = last if num_tokens == 0 else first
             num_tokens += len(delta.token_ids)
         pieces.append(delta.text)
         on_text(delta.text)
-    finished = stream.finished
+        finished = delta.finished
+    if finished is None:
+        raise InternalError(f"answer {name}: the stream ended without saying why")
     trace = client.explain(finished.request_id)
     return Outcome(
         name=name,
@@ -123,12 +128,12 @@ def ask(client: Client, name: str, chat: Chat, on_text: Callable[[str], None]) -
     )
 
 
-def _ask_together(client: Client, console: Console) -> list[Outcome]:
+def _ask_together(client: Client, model: str, console: Console) -> list[Outcome]:
     """All parallel questions at once, each printed whole when it is done; in the order of the questions."""
     outcomes: dict[int, Outcome] = {}
     with ThreadPoolExecutor(len(PARALLEL_QUESTIONS)) as threads:
         running = {
-            threads.submit(ask, client, f"{i + 1} of {len(PARALLEL_QUESTIONS)} at once", _chat(question), _silent): i
+            threads.submit(ask, client, model, f"2{chr(ord('a') + i)}", _chat(question), _silent): i
             for i, question in enumerate(PARALLEL_QUESTIONS)
         }
         for done in as_completed(running):
@@ -168,30 +173,29 @@ def _question(console: Console, text: str) -> None:
 
 
 def make_table(outcomes: Sequence[Outcome], pids: dict[str, int]) -> Table:
-    """One row per answer. `pids` are the workers' process ids."""
-    table = Table(title="What the cluster did", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("request")
-    for column in ("prompt tokens", "cached on P / D", "generated", "TTFT ms", "TPOT ms", "KV moved"):
-        table.add_column(column, justify="right")
-    table.add_column("from process")
-    table.add_column("to process")
+    """One row per answer, at most 80 columns wide. `pids` are the workers' process ids."""
+    table = Table(
+        title="What the cluster did", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column("", style="bold")
+    for column in ("prompt\ntokens", "cached\non P / D", "output\ntokens", "TTFT\nms", "TPOT\nms", "KV\nmoved"):
+        table.add_column(column, justify="right", no_wrap=True, header_style="dim")
+    table.add_column("from process\nto process", no_wrap=True, header_style="dim")
     for outcome in outcomes:
         table.add_row(*_row(outcome, pids))
     return table
 
 
 def _row(outcome: Outcome, pids: dict[str, int]) -> tuple[str, ...]:
-    tpot = "-" if outcome.tpot_s is None else f"{outcome.tpot_s * 1e3:.1f}"
     return (
         outcome.name,
         str(outcome.prompt_tokens),
         f"{outcome.prefill_cached_tokens} / {outcome.decode_cached_tokens}",
         str(outcome.output_tokens),
         f"{outcome.ttft_s * 1e3:.0f}",
-        tpot,
-        f"{format_bytes(outcome.kv_bytes)} {outcome.transport}".strip(),
-        _process(outcome.prefill_worker, pids),
-        _process(outcome.decode_worker, pids),
+        "-" if outcome.tpot_s is None else f"{outcome.tpot_s * 1e3:.1f}",
+        f"{format_bytes(outcome.kv_bytes)}\n{outcome.transport}",
+        f"{_process(outcome.prefill_worker, pids)}\n{_process(outcome.decode_worker, pids)}",
     )
 
 
@@ -210,9 +214,9 @@ def format_bytes(num_bytes: int) -> str:
 
 def problems(outcomes: Sequence[Outcome]) -> list[str]:
     """Why the demonstration failed; empty when every answer came through both pools and the second turn hit a cache."""
-    found = [f"{outcome.name}: {problem}" for outcome in outcomes for problem in _problems_of(outcome)]
+    found = [f"answer {outcome.name}: {problem}" for outcome in outcomes for problem in _problems_of(outcome)]
     if outcomes and not max(outcomes[-1].prefill_cached_tokens, outcomes[-1].decode_cached_tokens):
-        found.append(f"{outcomes[-1].name}: no part of its prefix was found in a cache")
+        found.append(f"answer {outcomes[-1].name}: no part of its prefix was found in a cache")
     return found
 
 

@@ -18,6 +18,9 @@ from disagg.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 15.0
+"""How long the workers, which listen already, may take to greet the router."""
+
 
 class GatewayHost:
     """Router and gateway on one asyncio loop in a thread of their own."""
@@ -66,6 +69,7 @@ class GatewayHost:
         router = RouterServer(launch.router, launch.gateway_id, list(launch.workers))
         await router.start()
         try:
+            await router.wait_until_connected(CONNECT_TIMEOUT_S)
             gateway = GatewayServer(launch.gateway, router)
             await gateway.start()
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +117,20 @@ def plan_launch(config: ClusterConfig) -> LaunchPlan:
     model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
     cores = layout.plan_cores(config, available_cores())
     return LaunchPlan(config, model_path, cores, layout.worker_configs(config, model_path, cores))
+
+
+def check_port(config: ClusterConfig) -> None:
+    """Find out before models are loaded that the gateway's port is taken; raises `LaunchError`."""
+    host, port = config.gateway.host, config.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"gateway: cannot listen on {host}:{port} ({error.strerror}); try --port 0 for any free port"
+            ) from None
 
 
 def missing_pool(plan: LaunchPlan, lost: list[str]) -> str | None:

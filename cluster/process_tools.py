@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,10 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class Stopped(BaseException):
-    """Raised in the main thread when a stop is asked for before the process is ready."""
 
 
 def available_cores() -> tuple[int, ...]:
@@ -66,33 +64,65 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     return {**limits, "MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class StopSignal:
-    """SIGTERM and the parent's death as one event; before `armed` they interrupt the main thread instead."""
+class Stopped(BaseException):
+    """Raised in the main thread by the first signal of a `StopFlag`, where its owner is `interruptible`."""
 
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._armed = False
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
 
-    def arm(self) -> None:
-        """From now on a stop only sets the event."""
-        self._armed = True
+class StopFlag:
+    """Signals that mean "stop", as a flag that can be waited for. Made and used by the main thread.
+
+    A handler runs in the middle of whatever the main thread does, `threading.Event.wait` included, whose lock it would
+    then wait for for ever. So it takes no lock: it sets a bool and writes to a pipe.
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.is_set = False
+        self._interruptible = False
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a signal has come, waiting up to `timeout_s` for one."""
+        if not self.is_set:
+            select.select([self._reader], [], [], timeout_s)
+        return self.is_set
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """The first signal that comes while the body runs raises `Stopped` in it; one that came before does at once."""
+        self._interruptible = True
+        try:
+            if self.is_set:
+                raise Stopped
+            yield
+        finally:
+            self._interruptible = False
+
+    def close(self) -> None:
+        """Give the signals back to their previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.event.set()
-        if not self._armed:
+        first, self.is_set = not self.is_set, True
+        with suppress(BlockingIOError):  # the pipe is full of earlier signals
+            os.write(self._writer, b"\0")
+        if first and self._interruptible:
             raise Stopped
 
-    def watch_stdin(self) -> None:
-        """Take an end of standard input as SIGTERM."""
-        threading.Thread(target=self._read_to_end, name="parent-watch", daemon=True).start()
 
-    @staticmethod
-    def _read_to_end() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
+def terminate_when_orphaned() -> None:
+    """Take an end of standard input, which the parent holds open, as SIGTERM."""
+    threading.Thread(target=_terminate_at_end_of_stdin, name="parent-watch", daemon=True).start()
+
+
+def _terminate_at_end_of_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class ParentLine:

@@ -27,7 +27,16 @@ import msgspec
 
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import GATEWAY, START_TIMEOUT_S, GatewayInfo, LaunchPlan, Progress, no_progress, plan_launch
+from disagg.cluster.launch import (
+    GATEWAY,
+    START_TIMEOUT_S,
+    GatewayInfo,
+    LaunchPlan,
+    Progress,
+    check_port,
+    no_progress,
+    plan_launch,
+)
 from disagg.cluster.process_tools import thread_environment
 from disagg.proto.messages import WorkerInfo
 
@@ -196,6 +205,7 @@ class ProcessCluster:
             raise
 
     def _start(self) -> None:
+        check_port(self._plan.config)
         log_dir = self._make_log_dir()
         for config in self._plan.workers:
             self._progress(config.worker_id, "starting")

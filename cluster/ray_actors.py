@@ -42,6 +42,7 @@ from disagg.cluster.launch import (
     GatewayLaunch,
     LaunchPlan,
     Progress,
+    check_port,
     no_progress,
     plan_launch,
 )
@@ -63,6 +64,8 @@ SLOT: Final = "disagg_slot"
 """The resource that a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of Ray's."""
 
 STOP_TIMEOUT_S: Final = 10.0
+KILL_TIMEOUT_S: Final = 5.0
+"""How long the kernel may take to end a killed process."""
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Close to the least that Ray accepts: nothing of ours is stored there."""
 MAX_TEMP_DIR_CHARS: Final = 40
@@ -151,6 +154,7 @@ class RayCluster:
             raise
 
     def _start(self) -> None:
+        check_port(self._plan.config)
         self._progress("ray", "starting")
         self._connect()
         self._progress("ray", "ready")
@@ -165,7 +169,11 @@ class RayCluster:
         self._address = msgspec.json.decode(self._wait_ready([GATEWAY], deadline)[0], type=GatewayInfo).address
 
     def _connect(self) -> None:
-        settings: dict[str, Any] = {"namespace": f"disagg-{uuid.uuid4().hex[:8]}", "log_to_driver": False}
+        settings: dict[str, Any] = {
+            "namespace": f"disagg-{uuid.uuid4().hex[:8]}",
+            "log_to_driver": False,
+            "logging_level": "warning",
+        }
         if not self._private:
             import ray
 
@@ -339,12 +347,20 @@ def set_private_environment() -> None:
 
 
 def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:
-    """Wait for processes that were told to end, and kill what is still there after `grace_s`."""
-    deadline = time.monotonic() + grace_s
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+    """Wait for processes that were told to end, kill what is still there after `grace_s`, and see it go."""
+    if not _wait_gone(processes, grace_s):
+        for process in processes:
+            process.kill()
+        _wait_gone(processes, KILL_TIMEOUT_S)
+
+
+def _wait_gone(processes: list[ProcessRef], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
-    for process in processes:
-        process.kill()
+    return True
 
 
 def _short_temp_root() -> str | None:

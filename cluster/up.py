@@ -4,12 +4,9 @@ nothing behind."""
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from rich.console import Console
@@ -20,6 +17,7 @@ from rich.table import Table
 from disagg.cluster.config import ClusterConfig, load_config, override
 from disagg.cluster.launch import Cluster, LaunchPlan, Progress, missing_pool
 from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
+from disagg.cluster.process_tools import StopFlag, Stopped
 from disagg.proto.errors import ConfigError
 
 Launcher = Literal["ray", "processes"]
@@ -30,39 +28,6 @@ EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEMO_KV_CACHE_BYTES = 64 << 20
-
-
-class StopRequest:
-    """SIGINT and SIGTERM as an event; while `interrupting`, the first of them raises `KeyboardInterrupt` as well."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._interrupting = False
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        first = not self.event.is_set()
-        self.event.set()
-        if first and self._interrupting:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def installed(self) -> Iterator[StopRequest]:
-        """Take both signals over for the body."""
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """The body may be cut off by a `KeyboardInterrupt`."""
-        self._interrupting = True
-        try:
-            yield
-        finally:
-            self._interrupting = False
 
 
 class LaunchDisplay:
@@ -148,7 +113,7 @@ def make_cluster(config: ClusterConfig, launcher: Launcher, progress: Progress, 
 def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
 
-    def serve(cluster: Cluster, plan: LaunchPlan, stop: StopRequest) -> int:
+    def serve(cluster: Cluster, plan: LaunchPlan, stop: StopFlag) -> int:
         print_ready(console, cluster, config)
         return _watch(cluster, plan, stop, console)
 
@@ -159,8 +124,8 @@ def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_di
     """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
     from disagg.cluster import demo
 
-    def show(cluster: Cluster, plan: LaunchPlan, stop: StopRequest) -> int:
-        with stop.interrupting():
+    def show(cluster: Cluster, plan: LaunchPlan, stop: StopFlag) -> int:
+        with stop.interruptible():
             return int(demo.run_demo(cluster.address, console))
 
     ensure_model(config, console)
@@ -184,28 +149,29 @@ def _with_cluster(
     launcher: Launcher,
     console: Console,
     log_dir: Path | None,
-    body: Callable[[Cluster, LaunchPlan, StopRequest], int],
+    body: Callable[[Cluster, LaunchPlan, StopFlag], int],
 ) -> int:
     display = LaunchDisplay(console)
     cluster = make_cluster(config, launcher, display, log_dir)
     for warning in cluster.plan.cores.warnings:
         console.print(f"  [yellow]note[/yellow]   {escape(warning)}", highlight=False)
-    with StopRequest().installed() as stop:
-        try:
-            with stop.interrupting():
-                cluster.start()
-            return body(cluster, cluster.plan, stop)
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        finally:
-            display.close()
-            cluster.stop()
+    stop = StopFlag(signal.SIGINT, signal.SIGTERM)
+    try:
+        with stop.interruptible():
+            cluster.start()
+        return body(cluster, cluster.plan, stop)
+    except Stopped:
+        return EXIT_INTERRUPTED
+    finally:
+        display.close()
+        cluster.stop()
+        stop.close()
 
 
-def _watch(cluster: Cluster, plan: LaunchPlan, stop: StopRequest, console: Console) -> int:
+def _watch(cluster: Cluster, plan: LaunchPlan, stop: StopFlag, console: Console) -> int:
     """Until a stop is asked for, or so many processes are lost that nothing can be served any more."""
     known: set[str] = set()
-    while not stop.event.wait(WATCH_INTERVAL_S):
+    while not stop.wait(WATCH_INTERVAL_S):
         lost = cluster.lost()
         for name in sorted(set(lost) - known):
             console.print(f"[red]lost[/red] {name}: its process ended", highlight=False)
@@ -238,5 +204,5 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
 
 def client_line(address: str) -> str:
     """A line of shell that uses the Python client."""
-    code = f"from disagg.client import Client; print(Client('{address}').generate('The capital of France is').text)"
-    return f'python -c "{code}"'
+    call = "generate('The capital of France is', max_tokens=16)"
+    return f"""python -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""

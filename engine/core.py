@@ -290,13 +290,17 @@ class EngineCore:
             return "failed", "a token id is not in the vocabulary"
         if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
             return "failed", "there are more block hashes than full blocks"
-        if spec.emitted_token_ids or spec.sampling.max_tokens < 1:
-            reason = finish_reason(sequence, self.max_model_len)
-            if reason is not None:
-                return reason, "the output is complete already"
-        if len(token_ids) + 1 > self.max_model_len:
+        reason = finish_reason(sequence, self.max_model_len)
+        if reason == "length" and self._is_too_long(sequence):
             return "refused", f"{len(token_ids)} tokens and an answer do not fit into {self.max_model_len}"
-        return None
+        return None if reason is None else (reason, "the output is complete already")
+
+    def _is_too_long(self, sequence: Sequence) -> bool:
+        """Whether a worker with more room could go on. A retry that is as long as we allow has ended by that limit; one
+        that is longer comes from a larger worker."""
+        if sequence.num_output_tokens >= sequence.spec.sampling.max_tokens:
+            return False
+        return sequence.num_output_tokens == 0 or sequence.num_tokens > self.max_model_len
 
     def _end_duplicate(self, key: AttemptKey) -> Ended | None:
         sequence = self._scheduler.sequences.get(key)

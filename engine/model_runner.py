@@ -17,6 +17,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.model.batch import BatchBuilder
 from disagg.engine.model.decoder import Decoder
+from disagg.engine.model.parameters import pack_parameters
 from disagg.engine.model.rope import RopeTable
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
@@ -53,6 +54,7 @@ class TorchModelRunner:
         self.fingerprint = model_fingerprint(config.model_path, config.dtype)
         self._cache = KvCache(self.layout, self.num_blocks, self.block_size, self._device)
         parameters = load_parameters(config.model_path, model, dtype, self._device)
+        pack_parameters(parameters)
         rope = RopeTable(model, self.max_model_len, dtype, self._device)
         self._decoder = Decoder(model, parameters, rope, self._cache)
         self._batches = BatchBuilder(self.block_size, self.max_model_len, self._device)

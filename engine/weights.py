@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig, TensorEntry, read_header, weight_files
-from disagg.engine.model.parameters import LayerParameters, ModelParameters, allocate_parameters
+from disagg.engine.model.parameters import LayerParameters, ModelParameters, allocate_parameters, plain
 from disagg.proto.errors import ConfigError
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
@@ -55,10 +55,10 @@ def load_parameters(
 
 
 def checkpoint_tensors(config: ModelConfig, parameters: ModelParameters) -> dict[str, Tensor]:
-    """Checkpoint name -> the parameter, or the slice of one, that it fills."""
+    """Checkpoint name -> the parameter (not packed yet), or the slice of one, that it fills."""
     targets = {EMBEDDING: parameters.embedding_VH, "model.norm.weight": parameters.final_norm_H}
     if not config.tied_embeddings:
-        targets[LM_HEAD] = parameters.lm_head_VH
+        targets[LM_HEAD] = plain(parameters.lm_head_VH)
     for index, layer in enumerate(parameters.layers):
         for name, target in _layer_tensors(config, layer).items():
             targets[f"model.layers.{index}.{name}"] = target
@@ -69,23 +69,23 @@ def _layer_tensors(config: ModelConfig, layer: LayerParameters) -> dict[str, Ten
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     fused: list[tuple[Tensor | None, list[str], list[int]]] = []
     for suffix, qkv, gate_up in (
-        ("weight", layer.qkv_weight_QH, layer.gate_up_weight_2IH),
+        ("weight", plain(layer.qkv_weight_QH), plain(layer.gate_up_weight_2IH)),
         ("bias", layer.qkv_bias_Q, layer.gate_up_bias_2I),
     ):
         qkv_names = [f"self_attn.{part}_proj.{suffix}" for part in "qkv"]
         fused.append((qkv, qkv_names, [q_size, kv_size, kv_size]))
         fused.append((gate_up, [f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}"], [config.intermediate_size] * 2))
-    plain = {
+    single = {
         "input_layernorm.weight": layer.input_norm_H,
         "post_attention_layernorm.weight": layer.post_norm_H,
-        "self_attn.o_proj.weight": layer.o_weight_HA,
+        "self_attn.o_proj.weight": plain(layer.o_weight_HA),
         "self_attn.o_proj.bias": layer.o_bias_H,
         "self_attn.q_norm.weight": layer.q_norm_D,
         "self_attn.k_norm.weight": layer.k_norm_D,
-        "mlp.down_proj.weight": layer.down_weight_HI,
+        "mlp.down_proj.weight": plain(layer.down_weight_HI),
         "mlp.down_proj.bias": layer.down_bias_H,
     }
-    targets = {name: target for name, target in plain.items() if target is not None}
+    targets = {name: target for name, target in single.items() if target is not None}
     for tensor, names, sizes in fused:
         if tensor is not None:
             targets.update(zip(names, torch.split(tensor, sizes), strict=True))

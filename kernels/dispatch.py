@@ -1,11 +1,12 @@
 """The ops that the engine calls; each call goes to the fastest implementation there is for its tensors.
 
-CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; where no compiler is, or for tensors that they do not
-take, the torch reference. Tensors of other devices take the torch reference. The environment variable `DISAGG_KERNELS` is
-read here, once, at first use: `auto` (or unset) is the above, `reference` forces the torch reference everywhere.
+CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; where no compiler is, or for tensors that
+they do not take, the torch reference. Tensors of other devices take the torch reference. The environment variable
+`DISAGG_KERNELS` is read here, once, at first use: `auto` (or unset) is the above, `reference` forces the torch
+reference everywhere.
 
-Which path is in use is logged once; `describe` says it, and makes the choice if none was made yet: call it at start, so that
-no request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
+Which path is in use is logged once; `describe` says it, and makes the choice if none was made yet: call it at start,
+so that no request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
 """
 
 from __future__ import annotations

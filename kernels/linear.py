@@ -1,8 +1,8 @@
 """Linear layers with weights laid out once, at load, as the CPU's matrix product wants them.
 
-Torch reorders a plain weight on every call (bf16) or takes a slower product (fp32). Packed with oneDNN, through the ops that
-torch's own inductor backend emits for frozen linear layers, the same product runs up to 2.5 times as fast; in bf16 the result
-is bit for bit that of `F.linear`.
+Torch reorders a plain weight on every call (bf16) or takes a slower product (fp32). Packed with oneDNN, through the
+ops that torch's own inductor backend emits for frozen linear layers, the same product runs up to 2.5 times as fast;
+in bf16 the result is bit for bit that of `F.linear`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PackedWeight:
 def pack_weight(weight_OI: Tensor) -> Tensor | PackedWeight:
     """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
 
-    Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also read in
-    another way (a tied embedding) must be kept as well.
+    Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
+    read in another way (a tied embedding) must be kept as well.
     """
     if weight_OI.is_cpu and weight_OI.dim() == 2 and weight_OI.dtype in _PACKABLE and _packing_works(weight_OI.dtype):
         return _pack(weight_OI)
@@ -64,7 +64,7 @@ def _packed_linear(x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None) ->
 @functools.cache
 def _packing_works(dtype: torch.dtype) -> bool:
     """Tries it once on small numbers: the ops are torch's own, but not part of its public interface."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

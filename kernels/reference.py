@@ -2,9 +2,10 @@
 
 Plain and stateless; any device, any dtype. `disagg.kernels.dispatch` is what callers import.
 
-Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV heads, D head
-dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K, B, D]: a strided view
-`cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], its inner [K, B, D] contiguous.
+Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV
+heads, D head dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K,
+B, D]: a strided view `cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], its inner
+[K, B, D] contiguous.
 
 Cache slots that no token was written to may hold anything, NaN included; no op lets them reach a result.
 """
@@ -78,8 +79,8 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attention of one query row per sequence over its first `context_lens` cached tokens; [S, N, D].
 
-    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0. Scores, softmax and the sum are
-    fp32. A sequence of length 0 gives zeros.
+    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0. Scores, softmax and the
+    sum are fp32. A sequence of length 0 gives zeros.
     """
     S, N, D = q_SND.shape
     K = key_cache_NKBD.shape[1]
@@ -129,7 +130,7 @@ def paged_prefill_attention(
 
 
 def _token_bytes(cache_NL2KBD: Tensor, data: Tensor, start: int, end: int, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Both sides as bytes: the cache [num_blocks, L, 2, K, B, D * itemsize], the flat buffer [L, 2, K, end - start, ...]."""
+    """Both as bytes: the cache [num_blocks, L, 2, K, B, D * itemsize], the flat buffer [L, 2, K, end - start, ...]."""
     cache = cache_NL2KBD.view(torch.uint8)
     _, L, two, K, block_size, row_bytes = cache.shape
     if not 0 <= start <= end <= num_blocks * block_size:
@@ -145,8 +146,8 @@ def _token_bytes(cache_NL2KBD: Tensor, data: Tensor, start: int, end: int, num_b
 def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
     """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor.
 
-    Order [layer][k|v][head][token][dim], bytes of the cache's dtype; it does not depend on the block size. The range need not
-    be aligned to blocks. ValueError when the range or the size of `out` does not fit.
+    Order [layer][k|v][head][token][dim], bytes of the cache's dtype; it does not depend on the block size. The range
+    need not be aligned to blocks. ValueError when the range or the size of `out` does not fit.
     """
     cache, flat = _token_bytes(cache_NL2KBD, out, start, end, len(block_ids))
     block_size = cache.shape[4]

@@ -84,8 +84,8 @@ class Fleet:
         ]
 
     def views(self) -> tuple[WorkerView, ...]:
-        """The workers for an operator."""
-        return tuple(WorkerView(info, self._loads[worker_id]) for worker_id, info in self._infos.items())
+        """The workers for an operator, by id."""
+        return tuple(WorkerView(info, self._loads[worker_id]) for worker_id, info in sorted(self._infos.items()))
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""

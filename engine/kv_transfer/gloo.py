@@ -37,7 +37,6 @@ _dist: Any = torch.distributed
 _BYTES_TAG, _CLOSE_TAG = 1, 2
 _MAX_POSTED = 4
 """Sends that gloo is given at once; the rest wait in our queue."""
-_SET_UP_TIMEOUT = datetime.timedelta(seconds=SET_UP_TIMEOUT_S)
 _ENDLESS = datetime.timedelta(days=1)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 CLOSED = "the channel is closed"
@@ -61,7 +60,7 @@ class StoreHost:
             port,
             None,
             is_master=True,
-            timeout=_SET_UP_TIMEOUT,
+            timeout=datetime.timedelta(seconds=SET_UP_TIMEOUT_S),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -78,20 +77,23 @@ class StoreHost:
         self._store = None
 
 
-def meet(pair_name: str, address: str, rank: int) -> Any:
-    """Wait in the store at `address` until the other rank is there too.
+def meet(pair_name: str, address: str, rank: int, timeout_s: float) -> Any:
+    """Wait in the store at `address` until the other rank is there too; the pair's own part of the store.
 
     Raises:
         TransportError: if it does not come in time, or there is no store.
     """
     host, _, port = address.rpartition(":")
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
+        # A store's client tries again until its time is up; nobody listening is known at once.
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
         # A client of its own: a wait in the store blocks all others that use the same client.
-        client = _dist.TCPStore(host, int(port), None, is_master=False, timeout=_SET_UP_TIMEOUT, wait_for_workers=False)
+        client = _dist.TCPStore(host, int(port), None, is_master=False, timeout=timeout, wait_for_workers=False)
         store = _dist.PrefixStore(pair_name, client)
         store.set(f"here/{rank}", "1")
-        store.wait([f"here/{1 - rank}"], _SET_UP_TIMEOUT)
-    except (RuntimeError, ValueError) as error:
+        store.wait([f"here/{1 - rank}"], timeout)
+    except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
     return store
 
@@ -99,8 +101,9 @@ def meet(pair_name: str, address: str, rank: int) -> Any:
 class GlooRendezvous:
     """D's meeting point."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
         self._host = host
+        self._timeout_s = set_up_timeout_s
         self._store = StoreHost(host)
 
     @property
@@ -111,7 +114,7 @@ class GlooRendezvous:
     def accept(self, pair_name: str) -> GlooTransport:
         """See `Rendezvous.accept`."""
         self._store.check_open()
-        return _join(pair_name, self._store.address, self._host, RECEIVER_RANK)
+        return _join(pair_name, self._store.address, self._host, RECEIVER_RANK, self._timeout_s)
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
@@ -121,21 +124,22 @@ class GlooRendezvous:
 class GlooConnector:
     """P's way to any D."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
         self._host = host
+        self._timeout_s = set_up_timeout_s
 
     def __call__(self, pair_name: str, address: str) -> GlooTransport:
         """See `Connector`."""
-        return _join(pair_name, address, self._host, SENDER_RANK)
+        return _join(pair_name, address, self._host, SENDER_RANK, self._timeout_s)
 
 
-def _join(pair_name: str, address: str, host: str, rank: int) -> GlooTransport:
-    store = meet(pair_name, address, rank)
+def _join(pair_name: str, address: str, host: str, rank: int, timeout_s: float) -> GlooTransport:
+    store = meet(pair_name, address, rank, timeout_s)
     try:
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
         options._threads = 1
-        options._timeout = _SET_UP_TIMEOUT
+        options._timeout = datetime.timedelta(seconds=timeout_s)
         group = _dist.ProcessGroupGloo(store, rank, 2, options)
     except RuntimeError as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error

@@ -77,7 +77,7 @@ class NcclConnector:
 
 
 def _join(pair_name: str, address: str, rank: int) -> NcclTransport:
-    store = meet(pair_name, address, rank)
+    store = meet(pair_name, address, rank, SET_UP_TIMEOUT_S)
     try:
         group = _new_group(store, rank)
     except RuntimeError as error:

@@ -1,6 +1,7 @@
 """The parameters of the decoder: tensors in the shapes that it computes with, q, k, v and gate, up fused.
 
-`allocate_parameters` makes them empty, `disagg.engine.weights` fills them from a checkpoint. Shape letters: H hidden, I
+`allocate_parameters` makes them empty, `disagg.engine.weights` fills them from a checkpoint, then `pack_parameters`
+lays the weights of the linear layers out as the device's matrix product wants them. Shape letters: H hidden, I
 intermediate, V vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
 """
 
@@ -14,34 +15,38 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig
+from disagg.kernels.dispatch import PackedWeight, pack_weight
+
+Weight = Tensor | PackedWeight
+"""Of a linear layer, [out, in]; a tensor until it is packed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerParameters:
-    """One decoder layer. Biases and head norms are None where the family has none."""
+    """One decoder layer; only `pack_parameters` changes it. Biases and head norms are None where there are none."""
 
     input_norm_H: Tensor
-    qkv_weight_QH: Tensor
+    qkv_weight_QH: Weight
     qkv_bias_Q: Tensor | None
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
-    o_weight_HA: Tensor
+    o_weight_HA: Weight
     o_bias_H: Tensor | None
     post_norm_H: Tensor
-    gate_up_weight_2IH: Tensor
+    gate_up_weight_2IH: Weight
     gate_up_bias_2I: Tensor | None
-    down_weight_HI: Tensor
+    down_weight_HI: Weight
     down_bias_H: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelParameters:
-    """The whole decoder. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor."""
+    """The whole decoder. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor, until it is packed."""
 
     embedding_VH: Tensor
     layers: tuple[LayerParameters, ...]
     final_norm_H: Tensor
-    lm_head_VH: Tensor
+    lm_head_VH: Weight
 
 
 def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelParameters:
@@ -81,3 +86,26 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.devic
         down_weight_HI=empty(hidden, inner),
         down_bias_H=empty(hidden) if config.mlp_bias else None,
     )
+
+
+def pack_parameters(parameters: ModelParameters) -> None:
+    """Pack every linear weight in place, one after the other, so that only one is held twice.
+
+    Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
+    """
+    for layer in parameters.layers:
+        layer.qkv_weight_QH = _packed(layer.qkv_weight_QH)
+        layer.o_weight_HA = _packed(layer.o_weight_HA)
+        layer.gate_up_weight_2IH = _packed(layer.gate_up_weight_2IH)
+        layer.down_weight_HI = _packed(layer.down_weight_HI)
+    parameters.lm_head_VH = _packed(parameters.lm_head_VH)
+
+
+def plain(weight: Weight) -> Tensor:
+    """The tensor of a weight that is not packed yet."""
+    assert isinstance(weight, Tensor), "weights are filled before they are packed"
+    return weight
+
+
+def _packed(weight: Weight) -> Weight:
+    return pack_weight(plain(weight))

@@ -41,10 +41,11 @@ def _bind(library: ctypes.CDLL, table: dict[str, tuple[Any, list[Any]]]) -> dict
     return functions
 
 
-def _is_cache(cache_NKBD: Tensor) -> bool:
-    """Whether the inner [K, B, D] is contiguous."""
-    _, _, B, D = cache_NKBD.shape
-    return cache_NKBD.stride()[1:] == (B * D, D, 1)
+def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
+    """Whether both have the same shape and strides, the inner [K, B, D] contiguous."""
+    _, _, B, D = shape = key_cache_NKBD.shape
+    strides = key_cache_NKBD.stride()
+    return strides[1:] == (B * D, D, 1) and value_cache_NKBD.stride() == strides and value_cache_NKBD.shape == shape
 
 
 class NativeOps:
@@ -65,6 +66,8 @@ class NativeOps:
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or weight_H.dtype != dtype or not 2 <= len(shape) <= 3 or stride[-1] != 1:
             return None
+        if weight_H.shape != shape[-1:] or weight_H.stride(0) != 1:
+            return None
         heads, head_stride = (shape[1], stride[1]) if len(shape) == 3 else (1, 0)
         out = torch.empty(shape, dtype=dtype)
         self._rms_norm(
@@ -83,6 +86,8 @@ class NativeOps:
             return None
         if len(shape) != 2 or x_stride[1] != 1 or r_stride[1] != 1:
             return None
+        if weight_H.shape != shape[1:] or weight_H.stride(0) != 1:
+            return None
         out, total = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         self._add_rms_norm(
             is_bf16, x_TH.data_ptr(), x_stride[0], residual_TH.data_ptr(), r_stride[0], weight_H.data_ptr(),
@@ -100,6 +105,8 @@ class NativeOps:
         if not q_stride[2] == k_stride[2] == cos_stride[1] == sin_stride[1] == 1:
             return None
         T, N, D = q_TND.shape
+        if D % 2 or not cos_TD.shape == sin_TD.shape == (T, D) or (k_TKD.shape[0], k_TKD.shape[2]) != (T, D):
+            return None
         q_out, k_out = torch.empty((T, N, D), dtype=dtype), torch.empty(k_TKD.shape, dtype=dtype)
         self._rope(
             is_bf16, q_TND.data_ptr(), q_stride[0], q_stride[1], N, q_out.data_ptr(),
@@ -112,7 +119,7 @@ class NativeOps:
         """See `reference.silu_mul`."""
         is_bf16 = _IS_BF16.get(gate_up_T2F.dtype)
         stride = gate_up_T2F.stride()
-        if is_bf16 is None or len(stride) != 2 or stride[1] != 1:
+        if is_bf16 is None or len(stride) != 2 or stride[1] != 1 or gate_up_T2F.shape[1] % 2:
             return None
         T, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out = torch.empty((T, size), dtype=gate_up_T2F.dtype)
@@ -122,18 +129,19 @@ class NativeOps:
     def kv_write(
         self, k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
     ) -> bool | None:
-        """See `reference.kv_write`; True when written. IndexError for a slot outside the cache, nothing is written then."""
-        dtype = k_TKD.dtype
-        if not dtype == v_TKD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+        """See `reference.kv_write`; True when written. IndexError, and nothing written, for a slot outside."""
+        dtype, shape = k_TKD.dtype, k_TKD.shape
+        if not dtype == v_TKD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or v_TKD.shape != shape:
             return None
         k_stride, v_stride = k_TKD.stride(), v_TKD.stride()
         if k_stride[2] != 1 or v_stride[2] != 1 or slot_mapping_T.dtype != torch.int64:
             return None
-        block_stride = key_cache_NKBD.stride(0)
-        if value_cache_NKBD.stride(0) != block_stride or not (_is_cache(key_cache_NKBD) and _is_cache(value_cache_NKBD)):
+        if not _are_caches(key_cache_NKBD, value_cache_NKBD) or slot_mapping_T.stride(0) != 1:
             return None
         num_blocks, K, B, D = key_cache_NKBD.shape
-        size = k_TKD.element_size()
+        if shape != (slot_mapping_T.shape[0], K, D):
+            return None
+        size, block_stride = k_TKD.element_size(), key_cache_NKBD.stride(0)
         invalid = self._kv_write(
             k_TKD.data_ptr(), v_TKD.data_ptr(), k_stride[0] * size, v_stride[0] * size, k_stride[1] * size,
             v_stride[1] * size, key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), block_stride * size, num_blocks,
@@ -157,20 +165,20 @@ class NativeOps:
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
             return None
-        q_stride, table_stride, block_stride = q_SND.stride(), block_tables_SM.stride(), key_cache_NKBD.stride(0)
-        if q_stride[2] != 1 or table_stride[1] != 1 or value_cache_NKBD.stride(0) != block_stride:
+        q_stride, table_stride = q_SND.stride(), block_tables_SM.stride()
+        if q_stride[2] != 1 or table_stride[1] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
             return None
-        if block_tables_SM.dtype != torch.int32 or context_lens_S.dtype != torch.int32:
+        if block_tables_SM.dtype != torch.int32 or context_lens_S.dtype != torch.int32 or context_lens_S.stride(0) != 1:
             return None
         S, N, D = q_SND.shape
-        num_blocks, K, B, _ = key_cache_NKBD.shape
-        if D > MAX_HEAD_DIM or not (_is_cache(key_cache_NKBD) and _is_cache(value_cache_NKBD)):
+        num_blocks, K, B, cache_dim = key_cache_NKBD.shape
+        if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
         out = torch.empty((S, N, D), dtype=dtype)
         invalid = self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
-            block_stride, num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0], block_tables_SM.shape[1],
-            context_lens_S.data_ptr(), S, N, D, scale, out.data_ptr(),
+            key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
+            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, scale, out.data_ptr(),
         )  # fmt: skip
         if invalid >= 0:
             raise IndexError(f"sequence {invalid}: its length or a block of its table is outside the cache")

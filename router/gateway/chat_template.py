@@ -30,7 +30,9 @@ class ChatTurn(NamedTuple):
 class ChatTemplate:
     """A compiled template. Stateless, so it may render on several threads at once."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+    ) -> None:
         """Compile `source`. Raises `ConfigError` where it is not valid Jinja."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint folder, as far as a gateway needs them: limits, end-of-sequence ids, special tokens, template.
+"""The JSON files of a checkpoint folder, as far as a gateway needs them: limits, special tokens, chat template.
 
 The files are those that `save_pretrained` writes: `config.json`, and where present `generation_config.json`,
 `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`.
@@ -98,7 +98,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def chat_template_source(folder: Path) -> str | None:
-    """The chat template's source; `chat_template.jinja` goes before `tokenizer_config.json`. `None` for a base model."""
+    """The chat template's source; `chat_template.jinja` goes before `tokenizer_config.json`. `None` without one."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -106,9 +106,10 @@ def chat_template_source(folder: Path) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: {error}") from error
     config = read_optional(folder / "tokenizer_config.json", TokenizerConfig)
-    if config is None or config.chat_template is None or isinstance(config.chat_template, str):
-        return None if config is None else config.chat_template
-    return next((entry.template for entry in config.chat_template if entry.name == "default"), None)
+    templates = None if config is None else config.chat_template
+    if isinstance(templates, list):
+        return next((entry.template for entry in templates if entry.name == "default"), None)
+    return templates
 
 
 def eos_ids(folder: Path, model: ModelConfig) -> tuple[int, ...]:

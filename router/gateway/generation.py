@@ -3,9 +3,9 @@
     check ──> tokenize, hash ──> submit ──> delta* ──> finish
                                    └─ stop string, error, deadline, the consumer leaves ──> cancel
 
-Nothing is held before `submit`; after it, every way out but the normal end cancels the request in the cluster. The generator asks for
-more tokens only when its consumer wants more, and the router's handle merges what came meanwhile, so a slow client costs the memory of
-its own ids and one message, whatever it does.
+Nothing is held before `submit`; after it, every way out but the normal end cancels the request in the cluster. The
+generator asks for more tokens only when its consumer wants more, and the router's handle merges what came meanwhile:
+a client that reads slowly, or not at all, costs the memory of its ids and of the messages that gRPC has in flight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import DeadlineError, InternalError
 from disagg.proto.ids import BlockHash, RequestId
-from disagg.router.api import RequestHandle, RequestTrace, RoutedRequest, Router
+from disagg.router.api import RequestHandle, RoutedRequest, Router
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from disagg.router.gateway.validate import (
@@ -176,15 +176,21 @@ class Generator:
         completion = None if handle is None else handle.completion
         if handle is not None and completion is None:
             raise InternalError(f"request {routed.request_id} ended without a completion")
+        cached = self._traced_cached_tokens(routed.request_id) if completion is None else completion.cached_tokens
         return Finish(
             request_id=routed.request_id,
             reason="stop" if completion is None else completion.reason,
             num_prompt_tokens=len(routed.prompt_token_ids),
-            num_cached_tokens=(
-                _cached_tokens(self._router.trace(routed.request_id)) if completion is None else completion.cached_tokens
-            ),
+            num_cached_tokens=cached,
             num_output_tokens=text.num_tokens,
         )
+
+    def _traced_cached_tokens(self, request_id: RequestId) -> int:
+        """Prompt tokens that nobody computed, of an answer that was cut short."""
+        trace = self._router.trace(request_id)
+        if trace is None:
+            return 0
+        return trace.decode_cached_tokens if trace.prefill_worker is None else trace.prefill_cached_tokens
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -195,10 +201,3 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
             return token_ids
         case ChatPrompt(turns):
             return tuple(tokenizer.encode_chat(turns))
-
-
-def _cached_tokens(trace: RequestTrace | None) -> int:
-    """Prompt tokens that nobody computed, of an answer that was cut short."""
-    if trace is None:
-        return 0
-    return trace.decode_cached_tokens if trace.prefill_worker is None else trace.prefill_cached_tokens

@@ -1,6 +1,6 @@
 """The gateway's public server: binds, serves the two services with health and reflection, drains and stops.
 
-    start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most grace_s ──> the rest is cancelled ──> closed
+start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most grace_s ──> the rest is cancelled ──> closed
 """
 
 from __future__ import annotations

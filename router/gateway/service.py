@@ -1,7 +1,10 @@
 """The public gRPC services: they translate between protobuf and the gateway, and decide nothing.
 
-The call's deadline is the request's deadline; a call that ends in any other way than its own closes the generator, which cancels.
+The call's deadline is the request's deadline; a call that ends in any other way than its own closes the
+generator, which cancels.
 """
+
+# ruff: noqa: N802 - the methods are named in the proto
 
 from __future__ import annotations
 
@@ -49,26 +52,26 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """See the proto."""
         request_id = await self._begin(context)
-        async with answered(context, request_id):
-            async with aclosing(self._generator.run(request, request_id, self._deadline(context))) as events:
-                async for event in events:
-                    await context.write(_response(event))
+        run = self._generator.run(request, request_id, self._deadline(context))
+        async with answered(context, request_id), aclosing(run) as events:
+            async for event in events:
+                await context.write(_response(event))
 
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
         """See the proto."""
         request_id = await self._begin(context)
-        async with answered(context, request_id):
-            answer = pb.GenerateOnceResponse()
-            texts: list[str] = []
-            async with aclosing(self._generator.run(request.request, request_id, self._deadline(context))) as events:
-                async for event in events:
-                    if isinstance(event, Finish):
-                        answer.finished.CopyFrom(_finished(event))
-                    else:
-                        answer.token_ids.extend(event.token_ids)
-                        texts.append(event.text)
-            answer.text = "".join(texts)
-            return answer
+        run = self._generator.run(request.request, request_id, self._deadline(context))
+        answer = pb.GenerateOnceResponse()
+        texts: list[str] = []
+        async with answered(context, request_id), aclosing(run) as events:
+            async for event in events:
+                if isinstance(event, Finish):
+                    answer.finished.CopyFrom(_finished(event))
+                else:
+                    answer.token_ids.extend(event.token_ids)
+                    texts.append(event.text)
+        answer.text = "".join(texts)
+        return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """See the proto."""
@@ -119,9 +122,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def GetClusterState(
-        self, request: pb.GetClusterStateRequest, context: Context
-    ) -> pb.GetClusterStateResponse:
+    async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         """See the proto."""
         async with answered(context):
             view = self._router.view()

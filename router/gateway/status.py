@@ -1,6 +1,7 @@
 """The error tree as gRPC statuses, with `google.rpc` details that a program can read.
 
-Every error has `ErrorInfo(reason=code, domain="disagg")`; a wrong field has `BadRequest`, one that may be tried again `RetryInfo`.
+Every error has `ErrorInfo(reason=code, domain="disagg")`; a wrong field has `BadRequest`, what may be
+tried again `RetryInfo`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ UNAVAILABLE_RETRY_S = 1.0
 """When to come back after `UnavailableError`, which does not say it: the time that a restarted worker is noticed in."""
 
 _MAX_MESSAGE_CHARS = 1000
-"""Statuses travel in HTTP/2 headers, of which clients take 8 KiB; the message goes twice and may repeat the client's input."""
+"""Statuses travel in HTTP/2 headers, of which clients take 8 KiB, and the message goes twice."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status
 
 
 class answered:  # noqa: N801 - reads as a word in `async with answered(context):`
-    """Turns what is raised inside into the call's status. What is not a `DisaggError` is logged and answered as `INTERNAL`."""
+    """Turns what is raised inside into the call's status. What is no `DisaggError` is logged and becomes `INTERNAL`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> None:
         self._context = context

@@ -2,8 +2,9 @@
 
     ids ──> IncrementalDecoder ──> text of whole characters ──> StopMatcher ──> text that is final
 
-Each stage holds back what the next token may still change: a character that is cut between tokens, the beginning of a stop string. Both
-held parts are bounded, and `finish` lets them go. What comes out is the same however the ids were cut into batches.
+Each stage holds back what the next token may still change: a character that is cut between tokens, the beginning of a
+stop string. Both held parts are bounded, and `finish` lets them go. What comes out is the same however the ids were
+cut into batches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from disagg.router.gateway.tokenizer import Tokenizer
 
 MAX_PENDING_TOKENS = 16
-"""A character has at most 4 bytes; ids that still make no whole one after this many are no text, and are let go as U+FFFD."""
+"""A character has at most 4 bytes: ids that make no whole one after this many are no text, and read as U+FFFD."""
 
 
 class IncrementalDecoder:
@@ -69,7 +70,7 @@ class StopMatcher:
         """The longest end of the text so far that a stop string begins with; shorter than the longest stop string."""
 
     def push(self, text: str, may_stop: bool) -> tuple[str, bool]:
-        """Text that is final now, and whether a stop string ended it. While `may_stop` is false, one that ends here is text."""
+        """Text that is final now, and whether a stop string ended it; without `may_stop`, none does."""
         if not self._stop:
             return text, False
         text = self._held + text

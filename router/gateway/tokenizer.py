@@ -1,7 +1,7 @@
 """The model as the gateway knows it: its tokenizer, chat template and limits, read once from the checkpoint folder.
 
-Only the `tokenizers` library and the folder's files are used: no torch, no transformers, no network. All methods are pure functions of
-the files, so several threads may tokenize at once.
+Only the `tokenizers` library and the folder's files are used: no torch, no transformers, no network. All methods are
+pure functions of the files, so several threads may tokenize at once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Tokenizer:
         self._template = template
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the model's post-processor adds. Special tokens that are spelled out in
-        the text become their ids."""
+        """Ids of `text`, with the special tokens that the model's post-processor adds. Special tokens that are spelled
+        out in the text become their ids."""
         return list(self.backend.encode(text).ids)
 
     def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
@@ -102,8 +102,8 @@ def load_model(path: str, name: str, max_model_len: int | None = None) -> Served
 
 
 def fake_model(name: str, max_model_len: int) -> ServedModel:
-    """The tokenizer of the model without weights, which has no end of sequence. Ids below 256 are the bytes of UTF-8; those above, which
-    only the model makes, read as ` t256`, ` t257` and so on."""
+    """The tokenizer of the model without weights, which has no end of sequence. Ids below 256 are the bytes of UTF-8;
+    those above, which only the model makes, read as ` t256`, ` t257` and so on."""
     pieces = [*_byte_alphabet(), *(f"Ġt{token_id}" for token_id in range(256, FAKE_VOCAB_SIZE))]
     backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -114,8 +114,8 @@ def fake_model(name: str, max_model_len: int) -> ServedModel:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2): printable Latin-1 stands for itself, the other
-    bytes are counted up from U+0100."""
+    """The printable character that stands for each byte in byte-level BPE (GPT-2): printable Latin-1 stands for itself,
+    the other bytes are counted up from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

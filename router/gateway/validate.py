@@ -262,12 +262,12 @@ def _check_sampling(request: pb.GenerateRequest, model: ModelInfo) -> Sampling:
             if value not in allowed:
                 raise InvalidRequestError(f"sampling.{name}", f"must be in {allowed}, not {value:g}")
             values[name] = value
-    return Sampling(
-        **values,
+    others = Sampling(
         top_k=_check_top_k(given.top_k, model.vocab_size),
         min_tokens=request.stopping.min_tokens,
         stop_token_ids=_merge_stop_ids(request.stopping, model),
     )
+    return msgspec.structs.replace(others, **values)
 
 
 def _check_top_k(top_k: int, vocab_size: int) -> int:

@@ -7,26 +7,26 @@
         for delta in client.stream([{"role": "user", "content": "What is a cache?"}]):
             print(delta.text, end="", flush=True)
 
-A prompt is a text, a list of token ids, or a list of chat messages. A stream starts when it is first asked for a delta; closing it, or
-leaving its generator behind, cancels the request. Failed calls raise the errors of `disagg.proto.errors`.
+A prompt is a text, a list of token ids, or a list of chat messages. A stream starts when it is first asked for a delta,
+and closing it early cancels the request. Failed calls raise the errors of `disagg.proto.errors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from disagg.proto.errors import (
-    DeadlineError,
     ContextLengthError,
+    DeadlineError,
     DisaggError,
     InternalError,
     InvalidRequestError,
@@ -43,11 +43,15 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 FinishReason = Literal["stop", "length"]
 
+Model = pb.Model
+ClusterState = pb.GetClusterStateResponse
+Explanation = pb.ExplainRequestResponse
+
 _CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
 
 
 class Options(TypedDict, total=False):
-    """How to generate; what is left out takes the server's default. Meaning and range of each: `proto/disagg/v1/inference.proto`."""
+    """How to generate; what is left out takes the server's default. Ranges: see `proto/disagg/v1/inference.proto`."""
 
     temperature: float
     top_p: float
@@ -62,10 +66,6 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     stop: str | Sequence[str]
-
-
-_STOPPING = frozenset(pb.StopConditions.DESCRIPTOR.fields_by_name)
-_OPTIONS = frozenset(Options.__annotations__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,73 +104,10 @@ class Answer:
 
     text: str
     token_ids: tuple[int, ...]
-    finished: Finished
-
-    @property
-    def reason(self) -> FinishReason:
-        """Why it ended."""
-        return self.finished.reason
-
-    @property
-    def usage(self) -> Usage:
-        """What was counted."""
-        return self.finished.usage
-
-    @property
-    def request_id(self) -> str:
-        """For `explain`."""
-        return self.finished.request_id
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model that is served."""
-
-    name: str
-    max_model_len: int
-    """The longest prompt plus answer, in tokens."""
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """One worker as the router sees it."""
-
-    worker_id: str
-    roles: tuple[str, ...]
-    address: str
-    incarnation: str
-    pid: int
-    sequences: int
-    kv_blocks_total: int
-    kv_blocks_active: int
-    kv_blocks_cached: int
-    kv_blocks_reserved: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """The cluster as the router sees it."""
-
-    workers: tuple[WorkerState, ...]
-    queued_requests: int
-    running_requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Where a request ran and what moved. Empty names mean that there was no such part."""
-
+    reason: FinishReason
+    usage: Usage
     request_id: str
-    prefill_worker: str
-    decode_worker: str
-    transport: str
-    kv_bytes: int
-    prefill_cached_tokens: int
-    decode_cached_tokens: int
-    attempts: int
-    stages: dict[str, float]
-    """Stage -> milliseconds from arrival to its end, in order."""
+    """For `explain`."""
 
 
 class Client:
@@ -178,14 +115,10 @@ class Client:
 
     Args:
         address: host:port of a gateway.
-        credentials: for TLS; plain text without.
     """
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._inference = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin = pb_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._default_model: str | None = None
@@ -193,9 +126,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -242,12 +173,11 @@ class Client:
 
     def models(self) -> list[Model]:
         """The models that can be asked for."""
-        return _models(self._call(self._inference.ListModels, pb.ListModelsRequest()))
+        return list(self._call(self._inference.ListModels, pb.ListModelsRequest()).models)
 
     def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
         """The ids that `generate` would use."""
-        request = _tokenize_request(prompt)
-        request.model = self._model(model)
+        request = _tokenize_request(prompt, self._model(model))
         return list(self._call(self._inference.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
@@ -257,12 +187,12 @@ class Client:
 
     def cluster_state(self) -> ClusterState:
         """The workers and their load."""
-        return _cluster_state(self._call(self._admin.GetClusterState, pb.GetClusterStateRequest()))
+        return cast(ClusterState, self._call(self._admin.GetClusterState, pb.GetClusterStateRequest()))
 
     def explain(self, request_id: str) -> Explanation:
         """Where a recent request ran and what moved. Raises `DisaggError` if the id is not known."""
         request = pb.ExplainRequestRequest(request_id=request_id)
-        return _explanation(self._call(self._admin.ExplainRequest, request))
+        return cast(Explanation, self._call(self._admin.ExplainRequest, request))
 
     def _model(self, model: str | None) -> str:
         if model is None and self._default_model is None:
@@ -281,14 +211,10 @@ class AsyncClient:
 
     Args:
         address: host:port of a gateway.
-        credentials: for TLS; plain text without.
     """
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._inference = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin = pb_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._default_model: str | None = None
@@ -296,14 +222,12 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Close the connection; running calls end as cancelled."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     def stream(
         self, prompt: Prompt, *, model: str | None = None, timeout_s: float | None = None, **options: Unpack[Options]
@@ -335,12 +259,11 @@ class AsyncClient:
 
     async def models(self) -> list[Model]:
         """See `Client.models`."""
-        return _models(await self._call(self._inference.ListModels, pb.ListModelsRequest()))
+        return list((await self._call(self._inference.ListModels, pb.ListModelsRequest())).models)
 
     async def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
         """See `Client.tokenize`."""
-        request = _tokenize_request(prompt)
-        request.model = await self._model(model)
+        request = _tokenize_request(prompt, await self._model(model))
         return list((await self._call(self._inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
@@ -350,12 +273,12 @@ class AsyncClient:
 
     async def cluster_state(self) -> ClusterState:
         """See `Client.cluster_state`."""
-        return _cluster_state(await self._call(self._admin.GetClusterState, pb.GetClusterStateRequest()))
+        return cast(ClusterState, await self._call(self._admin.GetClusterState, pb.GetClusterStateRequest()))
 
     async def explain(self, request_id: str) -> Explanation:
         """See `Client.explain`."""
         request = pb.ExplainRequestRequest(request_id=request_id)
-        return _explanation(await self._call(self._admin.ExplainRequest, request))
+        return cast(Explanation, await self._call(self._admin.ExplainRequest, request))
 
     async def _model(self, model: str | None) -> str:
         if model is None and self._default_model is None:
@@ -367,3 +290,110 @@ class AsyncClient:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
+
+
+def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The request without its model. Raises `TypeError` or `ValueError` for what cannot be written as one."""
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(_chat(cast(Sequence[Message], prompt)))
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(cast(Sequence[int], prompt))
+    given = dict(options)
+    stop = given.pop("stop", ())
+    request.stopping.stop.extend([stop] if isinstance(stop, str) else cast(Sequence[str], stop))
+    request.stopping.stop_token_ids.extend(cast(Sequence[int], given.pop("stop_token_ids", ())))
+    for name, value in given.items():
+        if name not in Options.__annotations__:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(Options.__annotations__)}")
+        setattr(
+            request.stopping if name in request.stopping.DESCRIPTOR.fields_by_name else request.sampling, name, value
+        )
+    return request
+
+
+def error_of(error: grpc.RpcError) -> DisaggError:
+    """The error behind a failed call, by its status and the details that came with it."""
+    call = cast(grpc.Call, error)
+    code, message = call.code().name, call.details() or call.code().name
+    found = _details(call)
+    info = cast(error_details_pb2.ErrorInfo, found.get("ErrorInfo", error_details_pb2.ErrorInfo()))
+    if code == UnavailableError.grpc_code:
+        return UnavailableError(message, info.reason or "unreachable")
+    if isinstance(bad := found.get("BadRequest"), error_details_pb2.BadRequest) and bad.field_violations:
+        kind = ContextLengthError if info.reason == ContextLengthError.code else InvalidRequestError
+        return kind(bad.field_violations[0].field, bad.field_violations[0].description)
+    if isinstance(retry := found.get("RetryInfo"), error_details_pb2.RetryInfo):
+        return OverloadedError(message, retry.retry_delay.ToMilliseconds() / 1000)
+    if info.reason == ModelNotFoundError.code:
+        return _NamedModelNotFoundError(message)
+    if kind_by_code := _BY_CODE.get(code):
+        return kind_by_code(message)
+    other = DisaggError(message)
+    other.grpc_code, other.code = code, info.reason or code.lower()
+    return other
+
+
+_BY_CODE: dict[str, type[DisaggError]] = {
+    kind.grpc_code: kind for kind in (DeadlineError, RequestCancelledError, InternalError)
+}
+
+
+class _NamedModelNotFoundError(ModelNotFoundError):
+    """Says what the server said."""
+
+    def __init__(self, message: str) -> None:
+        DisaggError.__init__(self, message)
+
+
+def _details(call: grpc.Call) -> dict[str, ProtoMessage]:
+    """The `google.rpc` details that we know, by name; empty where gRPC itself or a proxy made the status."""
+    try:
+        status = rpc_status.from_call(call)
+    except (ValueError, DecodeError):
+        return {}
+    found: dict[str, ProtoMessage] = {}
+    for packed in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            if packed.Is(kind.DESCRIPTOR):
+                found[kind.DESCRIPTOR.name] = kind.FromString(packed.value)
+    return found
+
+
+def _chat(messages: Sequence[Message]) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(**message) for message in messages])
+
+
+def _tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(model=model, text=prompt)
+    return pb.TokenizeRequest(model=model, chat=_chat(prompt))
+
+
+def _first_name(models: Sequence[Model]) -> str:
+    if not models:
+        raise UnavailableError("the gateway serves no model", "no_model")
+    return models[0].name
+
+
+def _delta(response: pb.GenerateResponse) -> Delta:
+    if response.HasField("finished"):
+        return Delta("", (), _finished(response.finished))
+    return Delta(response.delta.text, tuple(response.delta.token_ids))
+
+
+def _answer(response: pb.GenerateOnceResponse) -> Answer:
+    end = _finished(response.finished)
+    return Answer(response.text, tuple(response.token_ids), end.reason, end.usage, end.request_id)
+
+
+def _finished(finished: pb.Finished) -> Finished:
+    usage = finished.usage
+    return Finished(
+        "stop" if finished.reason == pb.FINISH_REASON_STOP else "length",
+        Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        finished.request_id,
+    )

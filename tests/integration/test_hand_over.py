@@ -153,3 +153,14 @@ async def test_a_dispatch_that_no_role_can_run_is_refused(pair: list[WorkerInfo]
     async with open_gateway(pair) as gateway:
         answer = await gateway.run(prompt_of(5), worker="prefill-0")
         assert answer.reason == "refused"
+
+
+async def test_preemption_changes_nothing(pair: list[WorkerInfo]) -> None:
+    """More output than the 256 blocks hold, beyond what was reserved: some sequences are computed again on D."""
+    prompts = [prompt_of(20) for _ in range(7)]
+    num_tokens = 700
+    async with open_gateway(pair) as gateway:
+        answers = await asyncio.gather(
+            *(gateway.run(p, worker="prefill-0", to="decode-0", max_tokens=num_tokens) for p in prompts)
+        )
+        assert [answer.token_ids for answer in answers] == [fake_generate(p, num_tokens) for p in prompts]

@@ -216,6 +216,7 @@ class ReceiverShell:
                     if not pair.broken:
                         pair.to_p.append(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
                 case ReserveBlocks(spec):
+                    pair.asked_for_blocks[spec.key] += 1
                     pair.d.commands.append(Reserve(spec))
                 case ReceiveBytes(key, seq, slot):
                     assert slot not in self.slots_in_use, self.slots_in_use

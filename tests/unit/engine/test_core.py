@@ -8,6 +8,7 @@ from disagg.engine.commands import (
     ChunkComputed,
     Command,
     Ended,
+    Event,
     Gather,
     Gathered,
     Join,
@@ -107,6 +108,7 @@ class TestColocated:
         assert preempted >= 2
         for name, prompt in prompts.items():
             assert token_ids_of(events, name) == expected(prompt, 70)
+            assert end_of(events, name).cached_tokens == 0
         assert_idle(core)
 
     def test_stop_ids_end_it_from_min_tokens_on_and_are_emitted(self) -> None:
@@ -138,6 +140,16 @@ class TestRefusals:
             (make_spec("a", PROMPT, max_tokens=0), "length", "the output is complete already"),
             (make_spec("a", PROMPT, emitted=[1, 2], max_tokens=2), "length", "the output is complete already"),
             (make_spec("a", PROMPT, emitted=[1, 2], stop=[2]), "stop", "the output is complete already"),
+            (
+                make_spec("a", make_prompt(155), emitted=range(5), max_tokens=9),
+                "length",
+                "the output is complete already",
+            ),
+            (
+                make_spec("a", make_prompt(155), emitted=range(6), max_tokens=9),
+                "refused",
+                "161 tokens and an answer do not fit into 160",
+            ),
         ],
     )
     def test_specs_that_are_not_run(self, spec: SequenceSpec, reason: str, detail: str) -> None:
@@ -178,9 +190,10 @@ class TestRefusals:
         assert_idle(core)
 
     def test_impossible_configurations(self) -> None:
-        for field, message in [("max_num_seqs", "positive"), ("token_budget", "positive")]:
-            with pytest.raises(ValueError, match=message):
-                make_core(**{field: 0})
+        with pytest.raises(ValueError, match="must be positive, not 0 and 64"):
+            make_core(max_num_seqs=0)
+        with pytest.raises(ValueError, match="must be positive, not 8 and 0"):
+            make_core(token_budget=0)
         with pytest.raises(ValueError, match="watermark"):
             make_core(watermark=1.0)
         with pytest.raises(ValueError, match="multiple of 16"):
@@ -227,9 +240,7 @@ class TestEveryCommandInEveryState:
         assert_idle(core)
         assert core.next_deadline is None
 
-    @pytest.mark.parametrize(
-        ("state", "num_computed"), [("waiting", 0), ("running", 32), ("held", 40), ("reserved", 0)]
-    )
+    @pytest.mark.parametrize(("state", "num_computed"), zip(STATES, [0, 32, 40, 0], strict=True))
     def test_gather(self, state: str, num_computed: int) -> None:
         core = core_in_state(state)
         for end in (1, 32, 33, 40, 41):
@@ -304,10 +315,8 @@ class TestPrefillRole:
         handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True))
         handle_all(core, Add(make_spec("b", make_prompt(40, seed=1)), hold_after_prefill=True))
         run_until_idle(core)
-        assert not core.has_work
         assert core.load().num_waiting == 1
         handle_all(core, Release(KEY))
-        assert core.has_work
         assert token_ids_of(run_until_idle(core), "b") == expected(make_prompt(40, seed=1), 1)
 
 
@@ -445,7 +454,7 @@ class TestHandOver:
         assert_idle(decode)
 
 
-def hand_over(prefill: EngineCore, decode: EngineCore, spec: SequenceSpec, chunk_tokens: int) -> list[object]:
+def hand_over(prefill: EngineCore, decode: EngineCore, spec: SequenceSpec, chunk_tokens: int) -> list[Event]:
     """Reserve, prefill, move, join, decode; D's events from its join on."""
     (reserved,) = handle_all(decode, Reserve(spec))
     assert isinstance(reserved, Reserved)

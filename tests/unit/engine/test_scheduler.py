@@ -319,7 +319,7 @@ class TestPrefixHits:
 
 class TestPreemption:
     def fill(self, *, priority_a: int = 0) -> Scheduler:
-        """Two sequences that both decode, each with two full blocks of 32 known tokens; the fourth block was the last."""
+        """Two sequences whose known tokens just fill all four blocks."""
         scheduler = make_scheduler(4, decode_reserve_tokens=0, token_budget=64)
         add(scheduler, "a", 31, max_tokens=40, priority=priority_a, arrival=1.0)
         step_scheduler(scheduler)
@@ -342,7 +342,23 @@ class TestPreemption:
         assert shape_of(plan) == ([("b", 31, 1)], [])
         assert states(scheduler) == {"a": "waiting", "b": "running"}
 
-    def test_the_newest_goes_among_equals_and_leaves_the_plan(self) -> None:
+    def test_a_victim_that_was_planned_already_leaves_the_plan(self) -> None:
+        scheduler = make_scheduler(4, decode_reserve_tokens=0, token_budget=64)
+        add(scheduler, "a", 20, max_tokens=40, priority=-1)
+        step_scheduler(scheduler)
+        add(scheduler, "b", 31, max_tokens=40)
+        shapes = [shape_of(step_scheduler(scheduler)[0]) for _ in range(3)]
+        assert shapes[1:] == [([("a", 21, 1), ("b", 31, 1)], []), ([("b", 32, 1)], [])]
+        assert states(scheduler) == {"a": "waiting", "b": "running"}
+
+    def test_a_preempted_one_can_be_dropped(self) -> None:
+        scheduler = self.fill()
+        step_scheduler(scheduler)
+        scheduler.drop(scheduler.sequences[key_of("b")])
+        assert scheduler.num_preempted == 0
+        assert scheduler.check_integrity() == []
+
+    def test_the_newest_goes_among_equals(self) -> None:
         scheduler = make_scheduler(5, decode_reserve_tokens=0, token_budget=200)
         for name, arrival in [("a", 2.0), ("b", 3.0), ("c", 1.0)]:
             add(scheduler, name, 16, max_tokens=40, arrival=arrival)
@@ -353,7 +369,7 @@ class TestPreemption:
 
     def test_nobody_is_admitted_in_a_step_that_preempts(self) -> None:
         scheduler = self.fill()
-        add(scheduler, "c", 1, arrival=3.0)
+        add(scheduler, "c", 1, arrival=3.0, priority=1)
         assert shape_of(step_scheduler(scheduler)[0]) == ([("a", 32, 1)], [])
 
     def test_the_preempted_one_resumes_before_new_ones_and_reservations(self) -> None:

@@ -287,9 +287,9 @@ def test_the_view_shows_what_workers_report() -> None:
     it = Scenario("p0", "d0")
     assert it.report(worker_report("d0", 0, load=Load(num_running=3))) == []
     view = it.core.view()
-    assert [(w.info.worker_id, w.load.num_running) for w in view.workers] == [("p0", 0), ("d0", 3)]
+    assert [(w.info.worker_id, w.load.num_running) for w in view.workers] == [("d0", 3), ("p0", 0)]
     assert it.report(worker_report("d0", 1, load=Load(num_running=9), incarnation="old")) == []
-    assert it.core.view().workers[1].load.num_running == 3
+    assert it.core.view().workers[0].load.num_running == 3
     assert it.core.counters["stale_incarnation"] == 1
 
 

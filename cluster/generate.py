@@ -1,0 +1,61 @@
+"""`disagg generate`: one prompt, its answer streamed to standard output, what was counted to standard error."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TextIO
+
+from disagg.client import Client, Finished, Options, Prompt
+from disagg.cluster.errors import LaunchError
+from disagg.proto.errors import UnavailableError
+
+
+def run_generate(
+    address: str,
+    prompt: str,
+    *,
+    chat: bool,
+    model: str | None = None,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None = None,
+    out: TextIO = sys.stdout,
+    notes: TextIO = sys.stderr,
+) -> None:
+    """Write the answer to `out` as it comes, and one line about it to `notes`.
+
+    Raises:
+        LaunchError: if there is no gateway at the address.
+        DisaggError: whatever the gateway answered.
+    """
+    options = Options(max_tokens=max_tokens, temperature=temperature)
+    if seed is not None:
+        options["seed"] = seed
+    content: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    with Client(address) as client:
+        served = model or _first_model(client, address)
+        with closing(client.stream(content, model=served, **options)) as deltas:
+            for delta in deltas:
+                out.write(delta.text)
+                out.flush()
+                if delta.finished is not None:
+                    out.write("\n")
+                    notes.write(summary(delta.finished) + "\n")
+
+
+def _first_model(client: Client, address: str) -> str:
+    try:
+        return client.models()[0].name
+    except UnavailableError as error:
+        raise LaunchError(f"no gateway answers at {address} ({error}); start one with: disagg up") from error
+
+
+def summary(finished: Finished) -> str:
+    """`17 + 32 tokens, 16 cached, length, request 1f..`."""
+    usage = finished.usage
+    cached = f", {usage.cached_tokens} cached" if usage.cached_tokens else ""
+    return (
+        f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens{cached}, {finished.reason}; "
+        f"request {finished.request_id}]"
+    )

@@ -1,0 +1,237 @@
+"""From logits to one token per sequence.
+
+Per row, in this order: stop ids are masked until `min_tokens`; repetition penalty over prompt and output ids;
+presence and frequency penalties over output ids; temperature; then top-k, top-p and min-p, each over what the one
+before left; then the draw.
+
+The draw is an inverse CDF with one uniform number, a function of (seed, output index) only. Tokens are ranked by
+(probability descending, id ascending), so that a row's token does not depend on the batch, the device's sort or the
+worker. In that order each filter keeps a prefix, and few draws leave the first `_NUM_RANKED` tokens: the whole
+vocabulary is ranked only for those.
+
+Shapes: S sequences, V vocabulary, R rows that are drawn, C ranked tokens of a row.
+"""
+
+# ruff: noqa: N815 - fields carry their shape
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from disagg.engine.randomness import uniform
+from disagg.engine.request import Sequence
+from disagg.proto.errors import InternalError
+from disagg.proto.messages import Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy."""
+
+_NUM_RANKED = 256
+
+
+class BadLogitsError(InternalError, RuntimeError):
+    """The model gave logits that nothing can be sampled from."""
+
+
+class Sampler:
+    """Samples rows of logits. Stateless: penalties are counted from the sequences' ids on every call."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    @torch.inference_mode()
+    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[int]:
+        """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
+
+        Columns past the vocabulary (padding) are ignored. BadLogitsError when a row holds NaN, +inf or nothing finite;
+        ValueError when shapes do not fit.
+        """
+        if logits_SV.dim() != 2 or logits_SV.shape[0] != len(sequences) or logits_SV.shape[1] < self._vocab_size:
+            raise ValueError(
+                f"logits {list(logits_SV.shape)} for {len(sequences)} sequences and {self._vocab_size} tokens"
+            )
+        if not sequences:
+            return []
+        logits = _edit(logits_SV[:, : self._vocab_size], sequences)
+        drawn = [row for row, sequence in enumerate(sequences) if not is_greedy(sequence.spec.sampling)]
+        if not drawn:
+            return _argmax(logits, sequences)
+        tokens = [0] * len(sequences)
+        greedy = sorted(set(range(len(sequences))) - set(drawn))
+        for rows, choose in ((greedy, _argmax), (drawn, _draw_rows)):
+            if rows:
+                chosen = choose(logits[rows], [sequences[row] for row in rows])
+                for row, token in zip(rows, chosen, strict=True):
+                    tokens[row] = token
+        return tokens
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the most probable token is taken."""
+    return sampling.temperature < GREEDY_BELOW
+
+
+# ---------------------------------------------------------------- masks and penalties
+
+
+def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """fp32 logits with masks and penalties applied; a copy wherever something changes."""
+    edited = logits_SV.float()
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.spec.sampling
+        masks_stops = bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
+        if masks_stops or _penalizes(sampling):
+            if edited is logits_SV:
+                edited = edited.clone()
+            if masks_stops:
+                stops = [token for token in sampling.stop_token_ids if 0 <= token < edited.shape[1]]
+                edited[row, stops] = float("-inf")
+            if _penalizes(sampling):
+                _penalize(edited[row], sequence)
+    return edited
+
+
+def _penalizes(sampling: Sampling) -> bool:
+    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
+    """Change one row in place.
+
+    Repetition (Keskar et al., CTRL, 2019): positive logits of known ids are divided by the penalty, others multiplied.
+    Presence and frequency: subtracted once, and once per occurrence, for output ids.
+    """
+    sampling = sequence.spec.sampling
+    if sampling.repetition_penalty != 1.0:
+        known = torch.tensor(sorted(set(sequence.token_ids)), device=logits_V.device)
+        values = logits_V[known]
+        penalty = sampling.repetition_penalty
+        logits_V[known] = torch.where(values > 0, values / penalty, values * penalty)
+    output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+    if output_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.unique(torch.tensor(output_ids, device=logits_V.device), return_counts=True)
+        logits_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def _argmax(logits_SV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    """The largest logit of each row, the smallest id among equals."""
+    ids_S = logits_SV.argmax(dim=-1)
+    _check(logits_SV.gather(1, ids_S[:, None])[:, 0], sequences)
+    chosen: list[int] = ids_S.tolist()
+    return chosen
+
+
+def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    vocab_size = logits_RV.shape[1]
+    temperatures_R = torch.tensor([s.spec.sampling.temperature for s in sequences], device=logits_RV.device)
+    scaled_RV = logits_RV / temperatures_R[:, None]
+    top_R1 = scaled_RV.amax(dim=-1, keepdim=True)
+    mass_R = (scaled_RV - top_R1).exp_().sum(dim=-1, dtype=torch.float64)
+    _check(mass_R, sequences)
+    values_RC, ids_RC = scaled_RV.topk(min(_NUM_RANKED, vocab_size), dim=-1)
+    masses, values, ids = mass_R.tolist(), values_RC.cpu().numpy(), ids_RC.cpu().numpy()
+    chosen = []
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.spec.sampling
+        u = uniform(sampling.seed, sequence.num_output_tokens)
+        token = _draw(_rank_top(values[row], ids[row], masses[row], vocab_size), sampling, u)
+        if token is None:
+            token = _draw(_rank_all(scaled_RV[row].cpu().numpy()), sampling, u)
+            assert token is not None, "a full ranking always decides"
+        chosen.append(token)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """The first tokens of a row by (probability descending, id ascending)."""
+
+    ids_C: NDArray[np.int64]
+    weights_C: NDArray[np.float64]
+    """Probabilities over the largest one."""
+    mass: float
+    """Sum of the weights of the whole vocabulary."""
+    vocab_size: int
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every token is ranked."""
+        return len(self.ids_C) == self.vocab_size
+
+
+def _rank(values: NDArray[np.float32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Sorted by value descending, then id ascending: as integer keys, which are all different."""
+    bits = (values + np.float32(0.0)).view(np.uint32)  # + 0 makes -0 equal to 0
+    ascending = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    order = np.argsort((~ascending).astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64))
+    return values[order], ids[order]
+
+
+def _rank_top(values_C: NDArray[np.float32], ids_C: NDArray[np.int64], mass: float, vocab_size: int) -> _Ranking:
+    """From the largest values, in any order. Those equal to the smallest are left out: others may have it too."""
+    if len(values_C) < vocab_size:
+        sure = values_C > values_C.min()
+        values_C, ids_C = values_C[sure], ids_C[sure]
+    values_C, ids_C = _rank(values_C, ids_C)
+    top = values_C[:1].astype(np.float64)
+    return _Ranking(ids_C, np.exp(values_C.astype(np.float64) - top), mass, vocab_size)
+
+
+def _rank_all(values_V: NDArray[np.float32]) -> _Ranking:
+    values_V, ids_V = _rank(values_V, np.arange(len(values_V)))
+    weights = np.exp(values_V.astype(np.float64) - np.float64(values_V[0]))
+    return _Ranking(ids_V, weights, float(weights.sum()), len(ids_V))
+
+
+def _draw(ranking: _Ranking, sampling: Sampling, u: float) -> int | None:
+    """The token at `u` of the filtered distribution; None when more tokens must be ranked to know."""
+    sums_C = np.cumsum(ranking.weights_C)
+    kept = _num_kept(ranking, sums_C, sampling)
+    if kept is None:
+        return None
+    if kept > 0:
+        at = int(np.searchsorted(sums_C[:kept], u * sums_C[kept - 1], side="right"))
+        return int(ranking.ids_C[min(at, kept - 1)])
+    at = int(np.searchsorted(sums_C, u * ranking.mass, side="right"))
+    return int(ranking.ids_C[at]) if at < len(sums_C) else None
+
+
+def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling) -> int | None:
+    """How many of the first tokens the filters keep: 0 stands for the whole vocabulary, None for more than ranked."""
+    known = len(sums_C)
+    kept = known
+    mass = ranking.mass
+    cut = ranking.is_all
+    if 0 < sampling.top_k < ranking.vocab_size:
+        if sampling.top_k > known:
+            return None
+        kept, cut = sampling.top_k, True
+        mass = float(sums_C[kept - 1])
+    if sampling.top_p < 1.0:
+        below = int(np.count_nonzero(sums_C[:kept] < sampling.top_p * mass))
+        if below < kept:
+            kept, cut = below + 1, True
+    if sampling.min_p > 0.0:
+        likely = int(np.count_nonzero(ranking.weights_C[:kept] >= sampling.min_p))
+        if likely < kept:
+            kept, cut = max(likely, 1), True
+    if cut:
+        return kept
+    return None if sampling.top_p < 1.0 or sampling.min_p > 0.0 else 0
+
+
+def _check(finite_S: Tensor, sequences: Seq[Sequence]) -> None:
+    """Each row's largest logit or sum is finite exactly when the row can be sampled from."""
+    bad = (~torch.isfinite(finite_S)).nonzero()[:, 0].tolist()
+    if bad:
+        keys = ", ".join(f"{sequences[row].key}" for row in bad)
+        raise BadLogitsError(f"the model's logits are not finite for {keys}")

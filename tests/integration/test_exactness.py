@@ -1,0 +1,162 @@
+"""Token-exact in fp32: through P and D, in one worker, and by `transformers` the same ids, whatever the batch and the caches.
+
+Three processes a model: `prefill-0` and `decode-0` over gloo, and `colocated-0` with both roles. A step takes 64 tokens and a KV
+message 40, so that prompts are computed, and moved, in several uneven pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from disagg.cluster.models import resolve_model
+from disagg.engine.config import WorkerConfig
+from disagg.proto.messages import RoleName, Sampling, WorkerInfo
+
+from tests.support import reference
+from tests.support.tiny_models import make_checkpoint
+from tests.support.workers import open_gateway, running_workers
+
+BLOCK = 16
+CHUNK = 64
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
+NUM_TOKENS = 20
+MODELS = ["llama3_rope", "mistral", "qwen2", "qwen3", pytest.param("smollm2-135m", marks=pytest.mark.model)]
+
+
+@dataclass
+class Served:
+    folder: Path
+    workers: list[WorkerInfo]
+    vocab_size: int
+    random: random.Random
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(length)]
+
+    def reference(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        return reference.generate(self.folder, prompt, num_tokens)
+
+
+def _config(worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per_token: int) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=worker_id,
+        roles=roles,
+        model_path=str(folder),
+        dtype="float32",
+        num_blocks=512,
+        max_model_len=1024,
+        token_budget=CHUNK,
+        decode_reserve_tokens=64,
+        chunk_bytes=40 * bytes_per_token,
+        staging_bytes=120 * bytes_per_token,
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    kind = request.param
+    if kind == "smollm2-135m":
+        folder, vocab_size, bytes_per_token = resolve_model(kind), 49152, 30 * 2 * 3 * 64 * 4
+    else:
+        folder, vocab_size = make_checkpoint(kind, tmp_path_factory.mktemp("models") / kind), 384
+        bytes_per_token = 3 * 2 * 2 * (32 if kind == "qwen3" else 16) * 4
+    configs = [
+        _config("prefill-0", ("prefill",), folder, bytes_per_token),
+        _config("decode-0", ("decode",), folder, bytes_per_token),
+        _config("colocated-0", ("prefill", "decode"), folder, bytes_per_token),
+    ]
+    with running_workers(*configs) as infos:
+        assert [info.kv_layout.bytes_per_token for info in infos] == [bytes_per_token] * 3
+        yield Served(folder, infos, vocab_size, random.Random(kind))
+
+
+async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Served) -> None:
+    prompts = [served.prompt(length) for length in LENGTHS]
+    expected = [served.reference(prompt) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) == len(LENGTHS)
+    async with open_gateway(served.workers) as gateway:
+        for prompt, ids in zip(prompts, expected, strict=True):
+            alone = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
+            assert alone.token_ids == ids
+            assert alone.handed_over[0].transport == "gloo"
+        # Prompts of their own, because the ones above are cached now; mixed with others that share the batch.
+        batch = [served.prompt(length) for length in LENGTHS]
+        apart, together = await asyncio.gather(
+            asyncio.gather(
+                *(gateway.run(p, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS) for p in batch)
+            ),
+            asyncio.gather(*(gateway.run(p, worker="colocated-0", max_tokens=NUM_TOKENS) for p in batch)),
+        )
+        expected = [served.reference(prompt) for prompt in batch]
+        assert [answer.token_ids for answer in apart] == expected
+        assert [answer.token_ids for answer in together] == expected
+
+
+@pytest.mark.parametrize("warm_prefill", ["none", "partial", "full"])
+@pytest.mark.parametrize("warm_decode", ["none", "partial", "full"])
+async def test_prefix_hits_change_nothing(served: Served, warm_prefill: str, warm_decode: str) -> None:
+    cached = {"none": 0, "partial": 2 * BLOCK, "full": 6 * BLOCK}
+    prompt = served.prompt(6 * BLOCK + 5)
+    on_prefill, on_decode = cached[warm_prefill], cached[warm_decode]
+    async with open_gateway(served.workers) as gateway:
+        if on_prefill:
+            await gateway.run([*prompt[:on_prefill], 1], worker="prefill-0", to="decode-0", max_tokens=1)
+        if on_decode:
+            await gateway.run([*prompt[:on_decode], 1], worker="decode-0", max_tokens=1)
+        answer = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
+        assert answer.token_ids == served.reference(prompt)
+        assert answer.prefilled[0].cached_tokens == on_prefill
+        assert answer.handed_over[0].cached_tokens == on_decode
+
+
+async def test_a_second_turn_sends_only_what_decode_lacks(served: Served) -> None:
+    first = served.prompt(50)
+    async with open_gateway(served.workers) as gateway:
+        answer = await gateway.run(first, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
+        second = first + answer.token_ids + served.prompt(9)
+        again = await gateway.run(second, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
+        assert again.token_ids == served.reference(second)
+        # D has also what it decoded: 50 + 19 tokens with KV are four full blocks. P has its prompt: three.
+        assert again.handed_over[0].cached_tokens == 4 * BLOCK
+        assert again.prefilled[0].cached_tokens == 3 * BLOCK
+
+
+async def test_seeded_sampling_is_the_same_in_both_modes(served: Served) -> None:
+    sampling = [
+        Sampling(temperature=0.9, seed=7, max_tokens=NUM_TOKENS),
+        Sampling(temperature=1.3, top_k=40, top_p=0.9, seed=8, max_tokens=NUM_TOKENS),
+        Sampling(temperature=0.8, min_p=0.02, repetition_penalty=1.2, seed=9, max_tokens=NUM_TOKENS),
+        Sampling(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.4, seed=2**63 + 5, max_tokens=NUM_TOKENS),
+        Sampling(temperature=0.0, repetition_penalty=1.4, max_tokens=NUM_TOKENS),
+    ]
+    prompts = [served.prompt(length) for length in (5, 33, 70, 64, 20)]
+    async with open_gateway(served.workers) as gateway:
+        for how, prompt in zip(sampling, prompts, strict=True):
+            apart = await gateway.run(prompt, worker="prefill-0", to="decode-0", sampling=how)
+            together = await gateway.run(prompt, worker="colocated-0", sampling=how)
+            assert len(apart.token_ids) == NUM_TOKENS
+            assert apart.token_ids == together.token_ids
+        other = await gateway.run(prompts[0], worker="colocated-0", sampling=Sampling(seed=1, max_tokens=NUM_TOKENS))
+        same = await gateway.run(prompts[0], worker="colocated-0", sampling=Sampling(seed=2, max_tokens=NUM_TOKENS))
+        assert other.token_ids != same.token_ids
+
+
+async def test_a_retry_goes_on_where_the_first_attempt_stopped(served: Served) -> None:
+    prompt = served.prompt(45)
+    whole = served.reference(prompt)
+    seeded = Sampling(temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=11, max_tokens=NUM_TOKENS)
+    async with open_gateway(served.workers) as gateway:
+        answer = await gateway.run(
+            prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS, emitted=whole[:7], attempt=2
+        )
+        assert [answer.tokens[index] for index in sorted(answer.tokens)] == whole[7:]
+        sampled = await gateway.run(prompt, worker="colocated-0", sampling=seeded)
+        again = await gateway.run(
+            prompt, worker="prefill-0", to="decode-0", sampling=seeded, emitted=sampled.token_ids[:9], attempt=2
+        )
+        assert [again.tokens[index] for index in sorted(again.tokens)] == sampled.token_ids[9:]

@@ -1,0 +1,97 @@
+"""The launcher with Ray, with a real private Ray and the deterministic model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from disagg.client import Client
+from disagg.cluster.config import parse_config
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.ray_actors import MAX_TEMP_DIR_CHARS, RayCluster, end_processes
+from disagg.engine.fake import fake_generate
+
+pytestmark = pytest.mark.ray
+
+PROMPT = tuple(range(40))
+
+
+@pytest.fixture
+def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of ours whose path is short enough for Ray; nothing may be left in it."""
+    folder = Path("/tmp") / f"dt{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    assert ProcessRef.mentioning(str(folder)) == []
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+def make_config(temp_dir: Path, **sections: object) -> object:
+    base = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
+    return {**base, "ray": {"temp_dir": str(temp_dir)}, **sections}
+
+
+def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(temp_dir.parent / f"{temp_dir.name}-home"))
+    mine, seen = os.sched_getaffinity(0), []
+    config = parse_config(make_config(temp_dir, pools={"prefill": {"size": 1}, "decode": {"size": 2}}))
+    with RayCluster(config, progress=lambda name, state: seen.append((name, state))) as cluster:
+        assert os.sched_getaffinity(0) == mine
+        names = [info.worker_id for info in cluster.workers]
+        assert names == ["prefill-0", "decode-0", "decode-1"]
+        workers = [ProcessRef.of(info.pid) for info in cluster.workers]
+        assert len({worker.pid for worker in workers} | {os.getpid()}) == 4
+        for info, worker in zip(cluster.workers, cluster.plan.workers, strict=True):
+            assert os.sched_getaffinity(info.pid) == set(worker.cores)
+        assert cluster.lost() == []
+        with Client(cluster.address) as client:
+            answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+            route = client.explain(answer.request_id)
+            assert route.prefill_worker == "prefill-0"
+            assert route.decode_worker in {"decode-0", "decode-1"}
+            assert route.kv_bytes > 0
+        refuse_strangers()
+        end_processes([workers[2]], grace_s=0)
+        assert cluster.lost() == ["decode-1"]
+    assert [worker for worker in workers if worker.is_alive()] == []
+    assert [name for name, state in seen if state == "starting"] == ["ray", *names, "gateway"]
+    assert not (Path(os.environ["HOME"]) / ".ray").exists()
+
+
+def refuse_strangers() -> None:
+    """Ray's own server answers to the token in our environment, and to no one without it."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        assert call(b"", metadata=(("authorization", f"Bearer {os.environ['RAY_AUTH_TOKEN']}"),), timeout=10)
+        for metadata in ((), (("authorization", f"Bearer {'0' * 64}"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(b"", metadata=metadata, timeout=10)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    cluster = RayCluster(parse_config(make_config(temp_dir, model={"path": str(tmp_path)})))
+    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json"):
+        cluster.start()
+
+
+def test_a_temp_dir_that_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * MAX_TEMP_DIR_CHARS)
+    cluster = RayCluster(parse_config(make_config(long)))
+    with pytest.raises(LaunchError, match=r"^ray\.temp_dir: .* is too long for Ray's sockets; at most 40 characters$"):
+        cluster.start()
+    assert not long.exists()

@@ -1,0 +1,163 @@
+"""For the gateway's tests: a tiny checkpoint with a trained byte-level tokenizer, and a router that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from disagg.proto.errors import DisaggError, RequestCancelledError
+from disagg.proto.ids import RequestId
+from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest
+from disagg.router.gateway.tokenizer import ServedModel, load_model
+from disagg.router.gateway.validate import Limits
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+MODEL_NAME = "tiny"
+FINGERPRINT = "tiny-model"
+SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+BOS, EOS, IM_START, IM_END = range(4)
+NUM_TOKENS = 300
+"""Of the tokenizer; ids above are rows of the embedding that no text uses."""
+VOCAB_SIZE = 320
+MAX_MODEL_LEN = 128
+CORPUS = ["hello world, hello there", "the cat sat on the mat", "user assistant system", "a quick brown fox jumps"]
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def tokenizer_json() -> str:
+    """A byte-level BPE tokenizer that puts `<s>` before a text, as the content of tokenizer.json."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_TOKENS,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    assert tokenizer.get_vocab_size() == NUM_TOKENS
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return str(tokenizer.to_str())
+
+
+def write_checkpoint(folder: Path, **changes: str | dict[str, Any] | None) -> Path:
+    """The files that a gateway reads. `changes` replaces some, by name without its suffix; `None` leaves a file out."""
+    files: dict[str, str | dict[str, Any] | None] = {
+        "tokenizer.json": tokenizer_json(),
+        "config.json": {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": EOS},
+        "generation_config.json": {"eos_token_id": [IM_END, EOS]},
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE},
+        "chat_template.jinja": None,
+        "special_tokens_map.json": None,
+    }
+    names = {name.split(".")[0]: name for name in files}
+    files |= {names[name]: content for name, content in changes.items()}
+    for name, content in files.items():
+        if content is not None:
+            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def served_model(folder: Path, max_model_len: int | None = None) -> ServedModel:
+    """The tiny model, written into `folder` and loaded."""
+    return load_model(str(write_checkpoint(folder)), MODEL_NAME, max_model_len)
+
+
+def limits_of(model: ServedModel, max_prompt_bytes: int = 4096) -> Limits:
+    """Its limits."""
+    return Limits(model.info, max_prompt_bytes)
+
+
+class Wait:
+    """A step of a script: nothing comes until the request is cancelled."""
+
+
+Step = list[int] | Exception | Completion | Wait
+Script = Callable[[RoutedRequest], Iterable[Step]]
+
+
+class FakeHandle:
+    """Implements `api.RequestHandle` by a script: batches come in order; an error is raised; a `Completion`, or the end of
+    the script (then by length), ends it."""
+
+    def __init__(self, request_id: RequestId, script: Iterable[Step]) -> None:
+        self.request_id = request_id
+        self.completion: Completion | None = None
+        self.cancelled = asyncio.Event()
+        self.num_cancels = 0
+        self.num_reads = 0
+        self._script = iter(script)
+        self._num_tokens = 0
+
+    def cancel(self) -> None:
+        self.num_cancels += 1
+        self.cancelled.set()
+
+    def __aiter__(self) -> AsyncIterator[list[int]]:
+        return self
+
+    async def __anext__(self) -> list[int]:
+        self.num_reads += 1
+        await asyncio.sleep(0)
+        if self.cancelled.is_set():
+            raise RequestCancelledError("cancelled")
+        step = next(self._script, Completion("length", self._num_tokens, 0))
+        if isinstance(step, Wait):
+            await self.cancelled.wait()
+            raise RequestCancelledError("cancelled")
+        if isinstance(step, Exception):
+            raise step
+        if isinstance(step, Completion):
+            self.completion = step
+            raise StopAsyncIteration
+        self._num_tokens += len(step)
+        return step
+
+
+class FakeRouter:
+    """Implements `api.Router`: every request follows `script`; all that was asked is kept."""
+
+    def __init__(self, script: Script | Iterable[Step] = (), refusal: DisaggError | None = None) -> None:
+        self.script: Script = script if callable(script) else _same(script)
+        self.refusal = refusal
+        self.submitted: list[tuple[RoutedRequest, float]] = []
+        self.handles: list[FakeHandle] = []
+        self.traces: dict[RequestId, RequestTrace] = {}
+        self.cluster = ClusterView((), 0, 0)
+
+    def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append((request, arrival))
+        self.handles.append(FakeHandle(request.request_id, self.script(request)))
+        return self.handles[-1]
+
+    def view(self) -> ClusterView:
+        return self.cluster
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        return self.traces.get(request_id)
+
+
+def _same(steps: Iterable[Step]) -> Script:
+    kept = tuple(steps)
+    return lambda request: kept
+
+
+def forever(batch: list[int]) -> Iterator[Step]:
+    """The same batch again and again."""
+    return itertools.repeat(batch)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from disagg.cluster import process_tools
+from disagg.cluster.process_tools import ProcessRef, StopFlag, Stopped
+from disagg.proto.errors import ConfigError
+
+
+@pytest.fixture
+def flag() -> Iterator[StopFlag]:
+    before = signal.getsignal(signal.SIGALRM)
+    flag = StopFlag(signal.SIGALRM)
+    yield flag
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    flag.close()
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_signal_sets_the_flag(flag: StopFlag) -> None:
+    assert flag.wait(0) is False
+    signal.raise_signal(signal.SIGALRM)
+    assert flag.wait(0) is True
+    assert flag.wait(600) is True
+
+
+def test_a_signal_ends_a_wait(flag: StopFlag) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    assert flag.wait(600) is True
+
+
+@pytest.mark.timeout(60)
+def test_signals_at_any_moment_of_a_wait_do_not_lock_up(flag: StopFlag) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 2e-5, 2e-5)
+    for _ in range(20_000):
+        flag.is_set = False
+        flag.wait(0)
+
+
+def test_only_the_first_signal_interrupts(flag: StopFlag) -> None:
+    with pytest.raises(Stopped), flag.interruptible():
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.raise_signal(signal.SIGALRM)
+
+
+def test_a_signal_interrupts_only_where_it_may(flag: StopFlag) -> None:
+    with flag.interruptible():
+        pass
+    signal.raise_signal(signal.SIGALRM)
+    with pytest.raises(Stopped), flag.interruptible():
+        pytest.fail("the signal came before")
+
+
+def test_thread_environment() -> None:
+    environment = process_tools.thread_environment(3)
+    assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
+    assert environment["MALLOC_ARENA_MAX"] == "2"
+
+
+def test_pinning_to_nothing_or_to_no_core_of_this_machine_changes_nothing() -> None:
+    before = os.sched_getaffinity(0)
+    assert process_tools.pin_process(()) is False
+    assert process_tools.pin_process((100_000,)) is False
+    assert os.sched_getaffinity(0) == before
+    assert process_tools.pin_process(before) is True
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConfigError("a.b: no\n  way"), "a.b: no way"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (ValueError(""), "ValueError: "),
+    ],
+)
+def test_errors_in_one_line(error: Exception, text: str) -> None:
+    assert process_tools.describe(error) == text
+
+
+def test_a_process_is_known_by_its_start_and_not_by_its_id_alone() -> None:
+    me = ProcessRef.of(os.getpid())
+    assert me.is_alive()
+    assert not ProcessRef(me.pid, me.start_ticks + 1).is_alive()
+    mark = "a-mark-that-nobody-else-has"
+    code = f"import sys; sys.stdin.read()  # {mark}"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        (found,) = ProcessRef.mentioning(mark)
+        assert found == ProcessRef.of(child.pid)
+        found.kill()
+        child.wait()
+    assert child.returncode == -signal.SIGKILL
+    assert not found.is_alive()
+    assert not ProcessRef.of(child.pid).is_alive()
+    found.kill()

@@ -1,0 +1,252 @@
+"""D's half alone, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.engine.kv_transfer.effects import (
+    CANCELLED,
+    ClosePair,
+    JoinSequence,
+    ReceiveBytes,
+    ReceiveOver,
+    ReleaseSequence,
+    ReserveBlocks,
+    ScatterChunk,
+    Send,
+)
+from disagg.engine.kv_transfer.pair_state import TransitionError
+from disagg.engine.kv_transfer.receiver import Receiver
+from disagg.proto.messages import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    ChunkHeader,
+    ClearToSend,
+    Commit,
+    CommitAck,
+    Offer,
+    Refused,
+    Reserved,
+)
+from tests.support.pair import prompt_of, spec_of
+
+SPEC = spec_of("a", prompt_of(20))
+KEY = SPEC.key
+ID: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
+NAMED: dict[str, Any] = {**ID, "generation": 1}
+NOTHING = {"receiving": 0, "receiving_chunks": 0, "receiving_slots": 0, "tombstones": 0}
+
+
+def receiver(**options: Any) -> Receiver:
+    defaults: dict[str, Any] = {"bytes_per_token": 8, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
+    return Receiver(0.0, **{**defaults, **options})
+
+
+def reserved(**options: Any) -> Receiver:
+    """A receiver with one reservation, 4 of 20 tokens cached."""
+    machine = receiver(**options)
+    assert machine.on_message(Offer(spec=SPEC), 0.0) == [ReserveBlocks(SPEC)]
+    assert machine.on_reserved(KEY, 4) == [Send(Reserved(**NAMED, cached_tokens=4))]
+    return machine
+
+
+def header(seq: int, start: int, end: int, checksum: int = 5) -> ChunkHeader:
+    nbytes = 8 * (end - start)
+    return ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum)
+
+
+def cleared(seq: int, slot: int, nbytes: int = 64) -> list[Any]:
+    return [ReceiveBytes(KEY, seq, slot, nbytes), Send(ClearToSend(**NAMED, seq=seq))]
+
+
+def done(seq: int, *, ok: bool = True) -> Send:
+    return Send(ChunkDone(**NAMED, seq=seq, ok=ok))
+
+
+def test_a_whole_hand_over() -> None:
+    machine = reserved()
+    assert machine.on_message(header(0, 4, 12), 0.0) == cleared(0, 0)
+    assert machine.on_message(header(1, 12, 20), 0.0) == cleared(1, 1)
+    assert machine.on_received(KEY, 0, True, 5) == [ScatterChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
+    # Commit overtakes the last bytes: it waits for them.
+    assert machine.on_message(Commit(**NAMED, token_id=99, num_chunks=2), 0.0) == []
+    assert machine.on_scattered(KEY, 0, True) == [done(0)]
+    assert machine.on_received(KEY, 1, True, 5) == [ScatterChunk(KEY, 1, 12, 20, slot=1, nbytes=64)]
+    assert machine.on_scattered(KEY, 1, True) == [
+        done(1),
+        JoinSequence(KEY, 99),
+        Send(CommitAck(**NAMED)),
+        ReceiveOver(KEY, "committed", "", kv_bytes=128, cached_tokens=4),
+    ]
+    assert machine.holdings() == NOTHING
+    assert machine.counters == {"chunks_received": 2, "kv_bytes_received": 128}
+
+
+def test_a_commit_after_the_last_chunk_joins_at_once() -> None:
+    machine = receiver()
+    machine.on_message(Offer(spec=SPEC), 0.0)
+    machine.on_reserved(KEY, 20)
+    assert machine.on_message(Commit(**NAMED, token_id=7, num_chunks=0), 0.0) == [
+        JoinSequence(KEY, 7),
+        Send(CommitAck(**NAMED)),
+        ReceiveOver(KEY, "committed", "", kv_bytes=0, cached_tokens=20),
+    ]
+
+
+def test_without_a_slot_a_chunk_is_not_cleared() -> None:
+    machine = reserved(num_slots=1)
+    assert machine.on_message(header(0, 4, 12), 0.0) == cleared(0, 0)
+    assert machine.on_message(header(1, 12, 20), 0.0) == []
+    assert machine.on_received(KEY, 0, True, 5) == [ScatterChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
+    assert machine.on_scattered(KEY, 0, True) == [done(0), *cleared(1, 0)]
+
+
+def test_a_wrong_checksum_never_reaches_the_cache() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    reason = "chunk 0 has another checksum than announced"
+    assert machine.on_received(KEY, 0, True, 6) == [
+        done(0, ok=False),
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", reason, 0, 4),
+        Send(Abort(**ID, reason=reason)),
+    ]
+    assert machine.holdings() == NOTHING
+    assert machine.counters["corrupt_chunks"] == 1
+
+
+def test_bytes_of_a_cancelled_attempt_are_received_and_discarded() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_message(header(1, 12, 20), 0.0)
+    machine.on_received(KEY, 1, True, 5)
+    assert machine.cancel(KEY) == [
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", CANCELLED, 0, 4),
+        Send(Abort(**ID, reason=CANCELLED)),
+    ]
+    assert machine.holdings() == {**NOTHING, "receiving_chunks": 2, "receiving_slots": 2}
+    assert machine.on_received(KEY, 0, True, 5) == [done(0, ok=False)]
+    assert machine.on_scattered(KEY, 1, False) == [done(1, ok=False)]
+    assert machine.holdings() == NOTHING
+
+
+def test_what_was_not_cleared_is_forgotten_with_its_attempt() -> None:
+    machine = reserved(num_slots=1)
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_message(header(1, 12, 20), 0.0)
+    machine.on_message(Abort(**ID, reason="gone"), 0.0)
+    assert machine.holdings() == {**NOTHING, "receiving_chunks": 1, "receiving_slots": 1}
+    assert machine.on_received(KEY, 0, True, 5) == [done(0, ok=False)]
+    assert machine.holdings() == NOTHING
+
+
+def test_an_abort_of_p_is_acknowledged_always() -> None:
+    machine = reserved()
+    assert machine.on_message(Abort(**ID, reason="gone"), 0.0) == [
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", "gone", 0, 4),
+        Send(AbortAck(**ID)),
+    ]
+    assert machine.on_message(Abort(**ID, reason="gone"), 0.0) == [Send(AbortAck(**ID))]
+
+
+def test_a_refusal() -> None:
+    machine = receiver()
+    machine.on_message(Offer(spec=SPEC), 0.0)
+    assert machine.on_reserve_refused(KEY, "full") == [
+        Send(Refused(**ID, reason="full")),
+        ReceiveOver(KEY, "aborted", "full"),
+    ]
+    assert machine.holdings() == NOTHING
+
+
+def test_an_attempt_that_ends_while_it_is_reserved_for_is_released_behind_the_reservation() -> None:
+    machine = receiver()
+    machine.on_message(Offer(spec=SPEC), 0.0)
+    assert machine.cancel(KEY)[0] == ReleaseSequence(KEY)
+    assert machine.on_reserved(KEY, 4) == []
+    assert machine.on_reserve_refused(KEY, "full") == []
+
+
+def test_an_end_by_the_engine_is_told_and_not_released_again() -> None:
+    machine = reserved()
+    assert machine.on_ended(KEY, "deadline") == [
+        ReceiveOver(KEY, "aborted", "deadline", 0, 4),
+        Send(Abort(**ID, reason="deadline")),
+    ]
+    assert machine.on_ended(KEY, "deadline") == []
+
+
+def test_blocks_that_are_gone_fail_the_attempt() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_received(KEY, 0, True, 5)
+    reason = "its blocks are gone on the decode worker"
+    assert machine.on_scattered(KEY, 0, False) == [
+        done(0, ok=False),
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", reason, 0, 4),
+        Send(Abort(**ID, reason=reason)),
+    ]
+
+
+def test_generations_count_up() -> None:
+    machine = reserved()
+    other = spec_of("b", prompt_of(5))
+    machine.on_message(Offer(spec=other), 0.0)
+    (effect,) = machine.on_reserved(other.key, 0)
+    assert isinstance(effect, Send)
+    assert isinstance(effect.message, Reserved)
+    assert effect.message.generation == 2
+
+
+def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_message(header(1, 12, 20), 0.0)
+    reason = "the transport failed while receiving"
+    assert machine.on_received(KEY, 0, False) == [
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", reason, 0, 4),
+        ClosePair(reason),
+    ]
+    assert machine.holdings() == {**NOTHING, "receiving_chunks": 1, "receiving_slots": 1}
+    assert machine.on_received(KEY, 1, False) == []
+    assert machine.holdings() == NOTHING
+    assert machine.on_message(Offer(spec=SPEC), 0.0) == []
+
+
+def test_a_close_during_a_scatter_waits_for_the_engine() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_received(KEY, 0, True, 5)
+    machine.close(0.0)
+    assert machine.holdings()["receiving_slots"] == 1
+    assert machine.on_scattered(KEY, 0, False) == []
+    assert machine.holdings() == NOTHING
+
+
+def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    before = machine.holdings()
+    with pytest.raises(TransitionError):
+        machine.on_reserved(KEY, 4)
+    with pytest.raises(TransitionError):
+        machine.on_scattered(KEY, 0, True)
+    with pytest.raises(TransitionError):
+        machine.on_received(KEY, 9, True, 5)
+    assert machine.holdings() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"credits": 0}, "one credit"), ({"num_slots": 0}, "one staging slot"), ({"max_chunk_bytes": 7}, "one token")],
+)
+def test_options_that_cannot_work(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        receiver(**options)

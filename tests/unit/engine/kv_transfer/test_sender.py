@@ -1,0 +1,249 @@
+"""P's half alone, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.engine.kv_transfer.effects import (
+    CANCELLED,
+    ClosePair,
+    GatherChunk,
+    ReleaseSequence,
+    Send,
+    SendBytes,
+    SendOver,
+    StartPrefill,
+)
+from disagg.engine.kv_transfer.pair_state import TransitionError
+from disagg.engine.kv_transfer.sender import Sender
+from disagg.proto.messages import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    ChunkHeader,
+    ClearToSend,
+    Commit,
+    CommitAck,
+    Offer,
+    PairHeartbeat,
+    Refused,
+    Reserved,
+)
+from tests.support.pair import prompt_of, spec_of
+
+SPEC = spec_of("a", prompt_of(20))
+KEY = SPEC.key
+ID: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
+NAMED: dict[str, Any] = {**ID, "generation": 7}
+
+
+def sender(**options: Any) -> Sender:
+    defaults: dict[str, Any] = {"bytes_per_token": 8, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
+    return Sender(0.0, **{**defaults, **options})
+
+
+def prefilling(**options: Any) -> Sender:
+    """A sender whose one attempt is reserved for, with 4 of 20 tokens on D."""
+    machine = sender(**options)
+    assert machine.offer(SPEC, 0.0) == [Send(Offer(spec=SPEC))]
+    assert machine.on_message(Reserved(**NAMED, cached_tokens=4), 0.0) == [StartPrefill(SPEC)]
+    return machine
+
+
+def header(seq: int, start: int, end: int, checksum: int) -> Send:
+    nbytes = 8 * (end - start)
+    return Send(ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum))
+
+
+def test_a_whole_hand_over() -> None:
+    machine = prefilling()
+    assert machine.on_chunk_computed(KEY, 7) == []  # less than half a payload
+    assert machine.on_chunk_computed(KEY, 14) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
+    assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 1, 12, 20, slot=1, nbytes=64)]
+    assert machine.on_gathered(KEY, 0, True, 64, checksum=11) == [header(0, 4, 12, 11)]
+    assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [
+        header(1, 12, 20, 12),
+        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+    ]
+    assert machine.on_message(ClearToSend(**NAMED, seq=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=1), 0.0) == [SendBytes(KEY, 1, slot=1, nbytes=64)]
+    assert machine.on_sent(KEY, 0, True) == []
+    assert machine.holdings() == {"sending": 1, "sending_chunks": 2, "sending_slots": 1}
+    # The second chunk is done on D before our transport says that it left.
+    assert machine.on_message(ChunkDone(**NAMED, seq=0), 0.0) == []
+    assert machine.on_message(ChunkDone(**NAMED, seq=1), 0.0) == []
+    assert machine.on_message(CommitAck(**NAMED), 0.0) == [
+        SendOver(KEY, "handed_over", "", kv_bytes=128, cached_tokens=4),
+        ReleaseSequence(KEY),
+    ]
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
+    assert machine.on_sent(KEY, 1, True) == []
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 0, "sending_slots": 0}
+    assert machine.counters == {"chunks_sent": 2, "kv_bytes_sent": 128}
+
+
+def test_nothing_to_send_commits_at_once() -> None:
+    machine = sender()
+    machine.offer(SPEC, 0.0)
+    machine.on_message(Reserved(**NAMED, cached_tokens=20), 0.0)
+    assert machine.on_chunk_computed(KEY, 20) == []
+    assert machine.on_prefill_computed(KEY, 5) == [Send(Commit(**NAMED, token_id=5, num_chunks=0))]
+
+
+def test_without_a_credit_a_gathered_chunk_waits() -> None:
+    machine = prefilling(credits=1)
+    machine.on_prefill_computed(KEY, 99)
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [header(0, 4, 12, 11)]
+    assert machine.on_gathered(KEY, 1, True, 64, 12) == []
+    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    assert machine.on_sent(KEY, 0, True) == []
+    assert machine.on_message(ChunkDone(**NAMED, seq=0), 0.0) == [
+        header(1, 12, 20, 12),
+        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+    ]
+
+
+def test_without_a_slot_a_computed_chunk_waits() -> None:
+    machine = prefilling(num_slots=1)
+    assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
+    machine.on_gathered(KEY, 0, True, 64, 11)
+    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    assert machine.on_sent(KEY, 0, True) == [GatherChunk(KEY, 1, 12, 20, slot=0, nbytes=64)]
+
+
+def test_the_sequence_is_not_released_while_a_gather_is_to_come() -> None:
+    machine = prefilling()
+    machine.on_chunk_computed(KEY, 14)
+    assert machine.cancel(KEY) == [Send(Abort(**ID, reason=CANCELLED)), SendOver(KEY, "cancelled", CANCELLED, 0, 4)]
+    assert machine.on_message(AbortAck(**ID), 0.0) == []
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [ReleaseSequence(KEY)]
+    assert not any(machine.holdings().values())
+
+
+def test_a_cleared_chunk_is_sent_though_its_attempt_was_cancelled() -> None:
+    machine = prefilling()
+    machine.on_prefill_computed(KEY, 99)
+    machine.on_gathered(KEY, 0, True, 64, 11)
+    machine.on_gathered(KEY, 1, True, 64, 12)
+    assert ReleaseSequence(KEY) in machine.cancel(KEY)
+    assert machine.holdings()["sending_slots"] == 2  # D may still clear both
+    assert machine.on_message(ClearToSend(**NAMED, seq=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(AbortAck(**ID), 0.0) == []
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}  # now only the first
+    machine.on_sent(KEY, 0, True)
+    machine.on_message(ChunkDone(**NAMED, seq=0, ok=False), 0.0)
+    assert not any(machine.holdings().values())
+
+
+@pytest.mark.parametrize(("reason", "outcome"), [(CANCELLED, "cancelled"), ("deadline", "failed")])
+def test_an_abort_of_d_ends_the_attempt(reason: str, outcome: Any) -> None:
+    machine = prefilling()
+    machine.on_chunk_computed(KEY, 14)
+    machine.on_gathered(KEY, 0, True, 64, 11)
+    assert machine.on_message(Abort(**ID, reason=reason), 0.0) == [
+        Send(AbortAck(**ID)),
+        SendOver(KEY, outcome, reason, 64, 4),
+        ReleaseSequence(KEY),
+    ]
+    assert not any(machine.holdings().values())
+
+
+def test_a_rejected_chunk_fails_its_attempt() -> None:
+    machine = prefilling()
+    machine.on_chunk_computed(KEY, 14)
+    machine.on_gathered(KEY, 0, True, 64, 11)
+    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    machine.on_sent(KEY, 0, True)
+    reason = "the decode worker rejected chunk 0"
+    assert machine.on_message(ChunkDone(**NAMED, seq=0, ok=False), 0.0) == [
+        Send(Abort(**ID, reason=reason)),
+        SendOver(KEY, "failed", reason, 64, 4),
+        ReleaseSequence(KEY),
+    ]
+
+
+def test_lost_kv_fails_its_attempt() -> None:
+    machine = prefilling()
+    machine.on_chunk_computed(KEY, 14)
+    reason = "its KV is gone on the prefill worker"
+    assert machine.on_gathered(KEY, 0, False) == [
+        Send(Abort(**ID, reason=reason)),
+        SendOver(KEY, "failed", reason, 0, 4),
+        ReleaseSequence(KEY),
+    ]
+    assert machine.holdings() == {"sending": 1, "sending_chunks": 0, "sending_slots": 0}
+
+
+def test_a_refusal_releases_nothing() -> None:
+    machine = sender()
+    machine.offer(SPEC, 0.0)
+    assert machine.on_message(Refused(**ID, reason="full"), 0.0) == [SendOver(KEY, "refused", "full")]
+    assert not any(machine.holdings().values())
+
+
+@pytest.mark.parametrize("answer", [Reserved(**NAMED, cached_tokens=0), Refused(**ID, reason="full")])
+def test_an_answer_that_crossed_our_abort_changes_nothing(answer: Any) -> None:
+    machine = sender()
+    machine.offer(SPEC, 0.0)
+    machine.cancel(KEY)
+    assert machine.on_message(answer, 0.0) == []
+    assert machine.holdings()["sending"] == 1
+    assert machine.on_message(AbortAck(**ID), 0.0) == []
+    assert not any(machine.holdings().values())
+
+
+def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> None:
+    machine = prefilling()
+    machine.on_prefill_computed(KEY, 99)
+    for seq in (0, 1):
+        machine.on_gathered(KEY, seq, True, 64, 11)
+        machine.on_message(ClearToSend(**NAMED, seq=seq), 0.0)
+    reason = "the transport failed while sending"
+    assert machine.on_sent(KEY, 0, False) == [
+        SendOver(KEY, "failed", reason, 128, 4),
+        ReleaseSequence(KEY),
+        ClosePair(reason),
+    ]
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
+    assert machine.on_sent(KEY, 1, False) == []
+    assert not any(machine.holdings().values())
+    assert machine.on_message(CommitAck(**NAMED), 0.0) == []
+    assert machine.tick(9.0) == []
+
+
+def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
+    machine = prefilling()
+    machine.on_chunk_computed(KEY, 14)
+    before = machine.holdings()
+    with pytest.raises(TransitionError, match="offered before"):
+        machine.offer(SPEC, 0.0)
+    with pytest.raises(TransitionError, match="chunk 5"):
+        machine.on_gathered(KEY, 5, True, 64, 0)
+    with pytest.raises(TransitionError, match="SENT in"):
+        machine.on_sent(KEY, 0, True)
+    assert machine.holdings() == before
+
+
+def test_late_engine_events_are_ignored() -> None:
+    machine = prefilling()
+    machine.cancel(KEY)
+    assert machine.on_chunk_computed(KEY, 14) == []
+    assert machine.on_prefill_computed(KEY, 1) == []
+    assert machine.cancel(KEY) == []
+
+
+def test_a_tick_beats() -> None:
+    machine = sender()
+    assert machine.tick(0.5) == [Send(PairHeartbeat())]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"credits": 0}, "one credit"), ({"num_slots": 0}, "one staging slot"), ({"max_chunk_bytes": 7}, "one token")],
+)
+def test_options_that_cannot_work(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        sender(**options)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from disagg.proto.errors import ConfigError
+from disagg.router.gateway.config import GatewayConfig
+
+
+def config(**changes: Any) -> GatewayConfig:
+    return GatewayConfig(**({"model_name": "m", "model_path": "p", "fingerprint": "f"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_name": ""}, "model_name: must not be empty"),
+        ({"port": -1}, r"port: must be in \[0, 65535\], not -1"),
+        ({"port": 65536}, "port"),
+        ({"max_model_len": 0}, "max_model_len: must be at least 1, not 0"),
+        ({"max_prompt_bytes": 0}, "max_prompt_bytes"),
+        ({"num_tokenizer_threads": 0}, "num_tokenizer_threads"),
+        ({"max_concurrent_streams": 0}, "max_concurrent_streams"),
+        ({"inline_prompt_bytes": -1}, "inline_prompt_bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_it_travels_as_json() -> None:
+    given = config(port=8470, max_model_len=100)
+    assert msgspec.json.decode(msgspec.json.encode(given), type=GatewayConfig) == given
+
+
+def test_a_message_holds_the_longest_prompt_in_either_form() -> None:
+    assert config(max_prompt_bytes=1000).max_message_bytes(100) == 1000 + (64 << 10)
+    assert config(max_prompt_bytes=1000).max_message_bytes(10_000) == 50_000 + (64 << 10)

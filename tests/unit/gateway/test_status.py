@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import grpc
+import pytest
+from disagg.proto.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DisaggError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from disagg.router.gateway.status import RequestNotFoundError, to_rpc_status
+from google.protobuf.any_pb2 import Any as PackedAny
+from google.rpc import error_details_pb2 as details_pb
+from grpc_status import rpc_status
+
+CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
+    (InvalidRequestError("sampling.top_p", "is wrong"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_value"),
+    (ContextLengthError("prompt.text", "is long"), grpc.StatusCode.INVALID_ARGUMENT, "context_length_exceeded"),
+    (ModelNotFoundError("m", ["n"]), grpc.StatusCode.NOT_FOUND, "model_not_found"),
+    (RequestNotFoundError("x"), grpc.StatusCode.NOT_FOUND, "request_not_found"),
+    (DeadlineError("late"), grpc.StatusCode.DEADLINE_EXCEEDED, "timeout"),
+    (RequestCancelledError("gone"), grpc.StatusCode.CANCELLED, "cancelled"),
+    (OverloadedError("full", 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_down"),
+    (UnavailableError("lost", "kv_transfer_failed"), grpc.StatusCode.UNAVAILABLE, "kv_transfer_failed"),
+    (InternalError("oops"), grpc.StatusCode.INTERNAL, "server_error"),
+]
+
+
+def unpack(packed: PackedAny) -> object:
+    for kind in (details_pb.ErrorInfo, details_pb.BadRequest, details_pb.RetryInfo):
+        if packed.Is(kind.DESCRIPTOR):
+            return kind.FromString(packed.value)
+    raise AssertionError(packed.type_url)
+
+
+@pytest.mark.parametrize(("error", "code", "reason"), CASES)
+def test_code_message_and_details(error: DisaggError, code: grpc.StatusCode, reason: str) -> None:
+    status = to_rpc_status(error, "r1")
+    assert rpc_status.to_status(status).code is code
+    assert status.message == error.message
+    info = details_pb.ErrorInfo(reason=reason, domain="disagg", metadata={"request_id": "r1"})
+    expected: list[object] = [info]
+    if isinstance(error, InvalidRequestError):
+        description = error.message.split(": ")[1]
+        violation = details_pb.BadRequest.FieldViolation(field=error.field, description=description)
+        expected.append(details_pb.BadRequest(field_violations=[violation]))
+    found = [unpack(packed) for packed in status.details]
+    assert found[: len(expected)] == expected
+    retries = [one.retry_delay.ToMilliseconds() for one in found if isinstance(one, details_pb.RetryInfo)]
+    assert retries == {"slow_down": [250], "kv_transfer_failed": [1000]}.get(reason, [])
+    assert len(found) == len(expected) + len(retries)
+
+
+def test_a_long_message_fits_into_headers() -> None:
+    status = to_rpc_status(InvalidRequestError("x", "é" * 100_000))
+    assert len(status.message) == 1003
+    assert len(status.SerializeToString()) < 6000

@@ -1,0 +1,66 @@
+"""Naive kernels in float64, one number at a time, that share no code with the real ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+"""Largest difference, relative to max(1, |expected|): a rounding of inputs of size 1 to 4, and one of the result."""
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Within the tolerance of `found`'s dtype; `expected` is float64."""
+    assert found.shape == expected.shape
+    error = (found.double() - expected).abs() / expected.abs().clamp(min=1.0)
+    assert error.max().item() <= TOLERANCE[found.dtype]
+
+
+def new_cache(num_blocks: int, layers: int, K: int, block_size: int, D: int, dtype: torch.dtype) -> Tensor:
+    """A whole cache [num_blocks, layers, 2, K, B, D] of NaN: what is read without being written shows."""
+    return torch.full((num_blocks, layers, 2, K, block_size, D), math.nan, dtype=dtype)
+
+
+def write(cache_NKBD: Tensor, table: Sequence[int], rows_CKD: Tensor) -> None:
+    """Put row i at position i of a sequence with these blocks."""
+    block_size = cache_NKBD.shape[2]
+    for position, row_KD in enumerate(rows_CKD):
+        cache_NKBD[table[position // block_size], :, position % block_size] = row_KD
+
+
+def attend(q_D: Tensor, keys_CD: Tensor, values_CD: Tensor, scale: float) -> Tensor:
+    """softmax(q . k * scale) @ v for one query row, float64."""
+    scores = [float(q_D.double() @ key_D.double()) * scale for key_D in keys_CD]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    total = math.fsum(weights)
+    out_D = torch.zeros(values_CD.shape[1], dtype=torch.float64)
+    for weight, value_D in zip(weights, values_CD, strict=True):
+        out_D += weight / total * value_D.double()
+    return out_D
+
+
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """One row, float64."""
+    mean = math.fsum(float(x) ** 2 for x in x_D) / len(x_D)
+    return torch.tensor(
+        [float(x) / math.sqrt(mean + eps) * float(w) for x, w in zip(x_D, weight_D, strict=True)], dtype=torch.float64
+    )
+
+
+def rope(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+    """One head of one token, float64: rotate the pairs (i, i + D/2)."""
+    half = len(x_D) // 2
+    x, cos, sin = x_D.double(), cos_D.double(), sin_D.double()
+    out = torch.empty(len(x_D), dtype=torch.float64)
+    for i in range(half):
+        out[i] = x[i] * cos[i] - x[i + half] * sin[i]
+        out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
+    return out
+
+
+def silu(x: float) -> float:
+    """x * sigmoid(x)."""
+    return x / (1.0 + math.exp(-x))

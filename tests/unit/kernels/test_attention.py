@@ -1,0 +1,143 @@
+"""Paged attention against the oracle: context lengths around the block size, grouped queries, head dims, block sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference
+from disagg.kernels.cpu.ops import NativeOps
+from tests.unit.kernels import oracle
+
+DTYPES = [torch.float32, torch.bfloat16]
+CONTEXTS = [1, 15, 16, 17, 100]
+
+
+class Case:
+    """Sequences with scattered blocks in layer 1 of a three-layer cache that holds NaN everywhere else."""
+
+    def __init__(
+        self, contexts: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, block_size: int = 16
+    ) -> None:
+        torch.manual_seed(hash((tuple(contexts), heads, dim, block_size)) % 2**31)
+        N, K = heads
+        widths = [(context + block_size - 1) // block_size for context in contexts]
+        self.contexts, self.group, self.scale = contexts, N // K, dim**-0.5
+        self.cache = oracle.new_cache(sum(widths) + 2, 3, K, block_size, dim, dtype)
+        self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, 1]
+        # As in a model: a slice of the rows of q, k and v side by side.
+        self.q_SND = torch.randn(len(contexts), N + 2 * K, dim).to(dtype)[:, :N]
+        blocks = (torch.randperm(sum(widths) + 1) + 1).tolist()
+        self.tables = [[blocks.pop() for _ in range(width)] for width in widths]
+        self.k = [torch.randn(context, K, dim).to(dtype) for context in contexts]
+        self.v = [torch.randn(context, K, dim).to(dtype) for context in contexts]
+        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
+            oracle.write(self.keys_NKBD, table, k)
+            oracle.write(self.values_NKBD, table, v)
+        self.tables_SM = torch.zeros(len(contexts), max(widths), dtype=torch.int32)
+        for row, table in enumerate(self.tables):
+            self.tables_SM[row, : len(table)] = torch.tensor(table)
+        self.lens_S = torch.tensor(contexts, dtype=torch.int32)
+
+    def decode(self, ops: Any) -> Tensor:
+        out: Tensor = ops.paged_decode_attention(
+            self.q_SND, self.keys_NKBD, self.values_NKBD, self.tables_SM, self.lens_S, self.scale
+        )
+        return out
+
+    def expected(self, q_ND: Tensor, sequence: int, context: int) -> Tensor:
+        """One query row over the first `context` tokens of a sequence."""
+        k, v = self.k[sequence][:context], self.v[sequence][:context]
+        heads = [
+            oracle.attend(q_D, k[:, n // self.group], v[:, n // self.group], self.scale) for n, q_D in enumerate(q_ND)
+        ]
+        return torch.stack(heads)
+
+    def expected_decode(self) -> Tensor:
+        return torch.stack([self.expected(self.q_SND[i], i, context) for i, context in enumerate(self.contexts)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (9, 3), (8, 1)])
+def test_decode_attention(ops: Any, heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype) -> None:
+    case = Case(CONTEXTS, heads, dim, dtype, block_size)
+    oracle.assert_close(case.decode(ops), case.expected_decode())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim", "block_size"), [((10, 2), 32, 16), ((7, 1), 96, 16), ((3, 1), 24, 48)])
+def test_decode_attention_of_odd_shapes(
+    ops: Any, heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    case = Case([3, 50], heads, dim, dtype, block_size)
+    oracle.assert_close(case.decode(ops), case.expected_decode())
+
+
+def test_decode_attention_of_one_token_is_its_value(ops: Any) -> None:
+    case = Case([1], (9, 3), 64, torch.float32)
+    assert torch.allclose(case.decode(ops)[0], case.v[0][0].repeat_interleave(3, 0), rtol=1e-6, atol=0)
+
+
+def test_decode_attention_over_a_long_context_with_large_scores(ops: Any) -> None:
+    case = Case([700], (2, 1), 16, torch.float32)
+    case.scale = 30.0  # scores in the hundreds: only exp(score - max) is representable
+    oracle.assert_close(case.decode(ops), case.expected_decode())
+
+
+def test_an_empty_sequence_attends_to_nothing(ops: Any) -> None:
+    case = Case([5, 20], (4, 2), 64, torch.float32)
+    case.lens_S[0] = 0
+    out = case.decode(ops)
+    assert torch.equal(out[0], torch.zeros(4, 64))
+    oracle.assert_close(out[1], case.expected(case.q_SND[1], 1, 20))
+
+
+def test_nan_in_a_query_shows_in_its_row_only(ops: Any) -> None:
+    case = Case([5, 20], (4, 2), 64, torch.bfloat16)
+    case.q_SND[0, 1, 3] = float("nan")
+    out = case.decode(ops)
+    assert out.isnan().any(-1).tolist() == [[False, True, False, False], [False] * 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_decode_attention_agrees_with_the_reference(native: NativeOps, dtype: torch.dtype) -> None:
+    case = Case([300, 17, 1, 128, 299], (9, 3), 64, dtype)
+    oracle.assert_close(case.decode(native), case.decode(reference).double())
+
+
+@pytest.mark.parametrize("length", [-1, 33])
+def test_cpp_decode_attention_refuses_lengths_outside_its_tables(native: NativeOps, length: int) -> None:
+    case = Case([20, 30], (4, 2), 64, torch.float32)
+    case.lens_S[1] = length
+    with pytest.raises(IndexError, match="sequence 1: "):
+        case.decode(native)
+
+
+@pytest.mark.parametrize("block", [-1, 99])
+def test_cpp_decode_attention_refuses_blocks_outside_the_cache(native: NativeOps, block: int) -> None:
+    case = Case([20, 30], (4, 2), 64, torch.float32)
+    case.tables_SM[0, 1] = block
+    with pytest.raises(IndexError, match="sequence 0: "):
+        case.decode(native)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2), 80), ((4, 2), 16), ((9, 3), 64), ((8, 1), 128)])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 17), (1, 15), (16, 16), (15, 2), (50, 1), (99, 1), (37, 40)])
+def test_prefill_attention(
+    ops: Any, start: int, count: int, heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    if isinstance(ops, NativeOps):
+        pytest.skip("torch has it")
+    case = Case([start + count], heads, dim, dtype, block_size)
+    q_TND = torch.randn(count, heads[0] + 2 * heads[1], dim).to(dtype)[:, : heads[0]]
+    table_M = torch.tensor([*case.tables[0], 0, 0], dtype=torch.int32)
+    out = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
+    expected = torch.stack([case.expected(q_ND, 0, start + i + 1) for i, q_ND in enumerate(q_TND)])
+    oracle.assert_close(out, expected)

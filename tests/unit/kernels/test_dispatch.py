@@ -1,0 +1,146 @@
+"""Which implementation is chosen, what is said about it, and how the C++ kernels are built."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.kernels import dispatch, reference
+from disagg.kernels.cpu import build
+from disagg.kernels.cpu.ops import NativeOps
+
+pytestmark = pytest.mark.usefixtures("fresh_choice")
+
+ANSWER = 'extern "C" int answer() { return 42; }\n'
+
+
+def test_the_cpp_kernels_are_used_and_said_once(native: NativeOps, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "disagg.kernels.dispatch")
+    assert dispatch.describe().startswith("cpu-c++ ")
+    dispatch.rms_norm(torch.ones(1, 16), torch.ones(16), 1e-5)
+    assert [record.getMessage() for record in caplog.records] == [f"CPU kernels: {dispatch.describe()}"]
+
+
+def test_the_environment_forces_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", "reference")
+    monkeypatch.setattr(build, "build", None)
+    assert dispatch.describe() == "torch reference (DISAGG_KERNELS=reference)"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    x, weight = torch.randn(2, 48), torch.randn(48)
+    assert torch.equal(dispatch.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", "fast")
+    with pytest.raises(ValueError, match="DISAGG_KERNELS: 'fast' is not one of"):
+        dispatch.describe()
+
+
+def test_without_a_compiler_everything_works_and_a_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    x, weight = torch.randn(2, 48), torch.randn(48)
+    q, cos = torch.randn(2, 3, 16), torch.randn(2, 16)
+    cache, slots = torch.zeros(2, 1, 2, 3, 16, 16), torch.tensor([4, 5])
+    keys, values = cache[:, 0, 0], cache[:, 0, 1]
+    table, lens = torch.tensor([[0], [0]], dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int32)
+    assert torch.equal(dispatch.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    normed, _ = dispatch.add_rms_norm(x, x, weight, 1e-5)
+    assert torch.equal(normed, reference.rms_norm(x + x, weight, 1e-5))
+    assert torch.equal(dispatch.apply_rope(q, q, cos, cos)[1], reference.apply_rope(q, q, cos, cos)[1])
+    assert torch.equal(dispatch.silu_mul(x), reference.silu_mul(x))
+    dispatch.kv_write(q, q, keys, values, slots)
+    assert torch.equal(cache[0, 0, :, :, 4], torch.stack((q[0], q[0])))
+    args = (q, keys, values, table, lens, 0.25)
+    assert torch.equal(dispatch.paged_decode_attention(*args), reference.paged_decode_attention(*args))
+    assert dispatch.describe() == "torch reference (no C++ compiler on PATH (looked for c++, g++, clang++))"
+    assert [(record.levelname, "no C++ compiler" in record.getMessage()) for record in caplog.records] == [
+        ("WARNING", True)
+    ]
+
+
+def test_a_dtype_that_cpp_does_not_take_goes_to_the_reference_with_one_warning(
+    native: NativeOps, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(2, 48).half(), torch.randn(48).half()
+    for _ in range(2):
+        assert torch.equal(dispatch.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "rms_norm: the C++ kernel does not take these tensors (torch.float16); using the torch reference"
+    ]
+
+
+# ---------------------------------------------------------------- building
+
+
+@pytest.fixture
+def compiler() -> str:
+    try:
+        return build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+
+def source(folder: Path, text: str) -> list[Path]:
+    path = folder / "answer.cpp"
+    path.write_text(text)
+    return [path]
+
+
+def test_a_library_is_built_once_and_found_again(compiler: str, tmp_path: Path) -> None:
+    files, cache = source(tmp_path, ANSWER), tmp_path / "a" / "b"
+    library = build.build(files, cache, compiler)
+    assert ctypes.CDLL(str(library.path)).answer() == 42
+    made = library.path.stat().st_ino
+    assert build.build(files, cache, compiler) == library
+    assert library.path.stat().st_ino == made
+    assert sorted(path.name for path in cache.iterdir()) == [library.path.name, "lock"]
+
+
+def test_another_source_is_another_library(compiler: str, tmp_path: Path) -> None:
+    first = build.build(source(tmp_path, ANSWER), tmp_path / "cache", compiler)
+    second = build.build(source(tmp_path, ANSWER.replace("42", "43")), tmp_path / "cache", compiler)
+    assert first.path != second.path
+    assert ctypes.CDLL(str(second.path)).answer() == 43
+
+
+def test_a_failing_build_says_why_and_leaves_nothing(compiler: str, tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match=r"answer\.cpp.*error") as caught:
+        build.build(source(tmp_path, "int answer( {"), tmp_path / "cache", compiler)
+    assert "failed with status 1" in str(caught.value)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+def test_a_compiler_that_cannot_run_is_a_build_error(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="missing"):
+        build.build(source(tmp_path, ANSWER), tmp_path / "cache", str(tmp_path / "missing"))
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_build_error(compiler: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(build.BuildError, match="cache"):
+        build.build(source(tmp_path, ANSWER), tmp_path / "cache", compiler)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "disagg" / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "disagg" / "kernels"
+
+
+def test_sources_are_found_beside_the_builder() -> None:
+    names = [path.name for path in build.sources()]
+    assert names == sorted(names)
+    assert {"attention.cpp", "elementwise.cpp", "vec.h"} <= set(names)
+    assert all(os.access(path, os.R_OK) for path in build.sources())

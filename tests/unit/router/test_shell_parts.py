@@ -1,0 +1,136 @@
+"""The small parts around the core: configuration, wake-ups, the client's handle, frames."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from disagg.proto.errors import ConfigError, InternalError, RequestCancelledError, UnavailableError
+from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.proto.messages import Cancel, SessionHello, StepUpdate, encode
+from disagg.router import wire
+from disagg.router.api import Completion
+from disagg.router.config import RouterConfig
+from disagg.router.handle import Handle
+from disagg.router.wakeups import Wakeups
+from tests.support.router import tokens_update, worker_info
+
+# ---------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("max_queued", 0, "must be at least 1, not 0"),
+        ("max_attempts", 0, "must be at least 1, not 0"),
+        ("local_prefill_tokens", -1, "must not be negative, not -1"),
+        ("refusal_pause_s", 0.0, "must be positive, not 0.0"),
+        ("watermark", 1.0, r"must be in \[0, 1\), not 1.0"),
+    ],
+)
+def test_values_that_cannot_work_are_named(field: str, value: float, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"^router.{field}: {rule}$"):
+        msgspec.structs.replace(RouterConfig(), **{field: value})
+
+
+# ---------------------------------------------------------------- wake-ups
+
+
+def test_wakeups_come_in_time_order_and_skip_who_is_gone() -> None:
+    wakeups = Wakeups()
+    for when, name in ((3.0, "c"), (1.0, "a"), (2.0, "b"), (2.0, "a")):
+        wakeups.add(when, RequestId(name))
+    assert wakeups.earliest({RequestId("b"), RequestId("c")}) == 2.0
+    assert wakeups.pop_due(1.9) is None
+    assert [wakeups.pop_due(2.0) for _ in range(3)] == ["b", "a", None]
+    assert wakeups.earliest(set()) is None
+    assert wakeups.pop_due(99.0) is None
+
+
+# ---------------------------------------------------------------- the handle
+
+
+def handle() -> tuple[Handle, list[str]]:
+    cancelled: list[str] = []
+    return Handle(RequestId("r0"), cancelled.append), cancelled
+
+
+async def test_a_slow_consumer_gets_everything_at_once() -> None:
+    it, _ = handle()
+    it.put([1])
+    it.put([2, 3])
+    assert await anext(it) == [1, 2, 3]
+    it.put([4])
+    it.finish(Completion("stop", 4, 0))
+    assert (it.completion, it.error) == (None, None)
+    assert [batch async for batch in it] == [[4]]
+    assert it.completion == Completion("stop", 4, 0)
+    assert [batch async for batch in it] == []
+
+
+async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
+    it, _ = handle()
+
+    async def consume() -> list[list[int]]:
+        return [batch async for batch in it]
+
+    consumer = asyncio.create_task(consume())
+    for token in (1, 2):
+        await asyncio.sleep(0)
+        it.put([token])
+        await asyncio.sleep(0)
+    it.finish(Completion("length", 2, 0))
+    assert await consumer == [[1], [2]]
+
+
+async def test_tokens_before_a_failure_are_delivered() -> None:
+    it, _ = handle()
+    it.put([1])
+    it.fail(UnavailableError("gone", "worker_lost"))
+    assert await anext(it) == [1]
+    with pytest.raises(UnavailableError, match="gone"):
+        await anext(it)
+    assert it.completion is None
+
+
+async def test_after_a_cancel_nothing_is_delivered() -> None:
+    it, cancelled = handle()
+    it.put([1])
+    it.cancel()
+    assert cancelled == ["r0"]
+    it.fail(RequestCancelledError("cancelled"))
+    with pytest.raises(RequestCancelledError):
+        await anext(it)
+    it.cancel()
+    assert cancelled == ["r0"]
+
+
+async def test_the_first_end_counts() -> None:
+    it, cancelled = handle()
+    it.put([1])
+    it.finish(Completion("stop", 1, 0))
+    it.fail(RequestCancelledError("too late"))
+    it.cancel()
+    assert ([batch async for batch in it], it.error, cancelled) == ([[1]], None, [])
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_frames_of_a_session() -> None:
+    info = worker_info("p0")
+    assert wire.hello(encode(SessionHello(info=info)), WorkerId("p0")) == info
+    update = tokens_update("r0", 0, 0, 7)
+    assert wire.step_update(encode(update)) == update
+    assert wire.cancel(AttemptKey(RequestId("r0"), 3)) == Cancel(request_id=RequestId("r0"), attempt=3)
+
+
+def test_what_a_worker_must_not_say() -> None:
+    with pytest.raises(InternalError, match="p0 answers at the address of p1"):
+        wire.hello(encode(SessionHello(info=worker_info("p0"))), WorkerId("p1"))
+    with pytest.raises(InternalError, match="p0 sent StepUpdate before its hello"):
+        wire.hello(encode(StepUpdate()), WorkerId("p0"))
+    with pytest.raises(InternalError, match="a second hello"):
+        wire.step_update(encode(SessionHello(info=worker_info("p0"))))
+    with pytest.raises(msgspec.MsgspecError):
+        wire.step_update(b"\xc1")

@@ -1,0 +1,180 @@
+"""What the client makes of its arguments and of failed calls, without a connection; with one, see tests/integration."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+import pytest
+from disagg.client import Options, Prompt, error_of, make_request
+from disagg.proto.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DisaggError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from disagg.router.gateway.status import RequestNotFoundError, to_rpc_status
+from disagg.v1 import inference_pb2 as pb
+from grpc_status import rpc_status
+
+
+def make(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
+    return make_request(prompt, cast(Options, options))
+
+
+def test_the_three_prompts() -> None:
+    assert make("hi") == pb.GenerateRequest(text="hi", **EMPTY)
+    assert make([1, 2]) == pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), **EMPTY)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(**turn) for turn in turns])
+    assert make(turns) == pb.GenerateRequest(chat=chat, **EMPTY)
+
+
+EMPTY: dict[str, Any] = {"stopping": pb.StopConditions()}
+
+
+def test_an_empty_prompt_is_left_to_the_server() -> None:
+    assert make("").WhichOneof("prompt") == "text"
+    assert make([]).WhichOneof("prompt") == "token_ids"
+
+
+def test_options_go_where_they_belong() -> None:
+    request = make(
+        "x",
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.25,
+        seed=2**64 - 1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=2.0,
+        max_tokens=5,
+        min_tokens=1,
+        ignore_eos=True,
+        stop_token_ids=[7],
+        stop=["a", "b"],
+    )
+    assert request.sampling == pb.SamplingParams(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.25,
+        seed=2**64 - 1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=2.0,
+    )
+    assert request.stopping == pb.StopConditions(
+        max_tokens=5, min_tokens=1, ignore_eos=True, stop_token_ids=[7], stop=["a", "b"]
+    )
+    assert request.sampling.HasField("temperature")
+
+
+def test_what_is_left_out_is_unset() -> None:
+    request = make("x")
+    assert not request.HasField("sampling")
+    assert not request.stopping.HasField("max_tokens")
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert list(make("x", stop="ab").stopping.stop) == ["ab"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temprature": 1.0}, TypeError, "no option 'temprature'; there are temperature, top_p"),
+        ({"max_tokens": -1}, ValueError, "out of range"),
+        ({"max_tokens": "5"}, TypeError, ""),
+        ({"seed": 2**64}, ValueError, "out of range"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make("x", **options)
+
+
+def test_a_message_with_an_unknown_key() -> None:
+    with pytest.raises(ValueError, match="name"):
+        make([{"role": "user", "name": "x"}])
+
+
+class FailedCall(grpc.RpcError):
+    """As gRPC raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, Any], ...] = ()) -> None:
+        self._code, self._details, self._trailing = code, details, trailing
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, Any], ...]:
+        return self._trailing
+
+
+def failed(error: DisaggError) -> FailedCall:
+    status = rpc_status.to_status(to_rpc_status(error, "r1"))
+    return FailedCall(status.code, status.details, status.trailing_metadata)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("sampling.top_p", "is wrong"),
+        ContextLengthError("prompt.text", "is long"),
+        ModelNotFoundError("m", ["n"]),
+        DeadlineError("late"),
+        RequestCancelledError("gone"),
+        OverloadedError("full", 0.25),
+        UnavailableError("lost", "kv_transfer_failed"),
+        InternalError("oops"),
+    ],
+)
+def test_an_error_arrives_as_it_was_raised(error: DisaggError) -> None:
+    found = error_of(failed(error))
+    assert isinstance(found, type(error))
+    assert isinstance(error, type(found)) or isinstance(found, ModelNotFoundError)
+    assert (found.message, str(found), found.code, found.grpc_code, found.http_status) == (
+        error.message,
+        str(error),
+        error.code,
+        error.grpc_code,
+        error.http_status,
+    )
+    for name in ("field", "retry_after_s"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+
+
+def test_an_error_without_a_class_keeps_its_code() -> None:
+    found = error_of(failed(RequestNotFoundError("no such request")))
+    assert (type(found), found.code, found.grpc_code) == (DisaggError, "request_not_found", "NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "reason"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, UnavailableError, "unreachable"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineError, "timeout"),
+        (grpc.StatusCode.CANCELLED, RequestCancelledError, "cancelled"),
+        (grpc.StatusCode.INTERNAL, InternalError, "server_error"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, DisaggError, "resource_exhausted"),
+        (grpc.StatusCode.INVALID_ARGUMENT, DisaggError, "invalid_argument"),
+        (grpc.StatusCode.UNIMPLEMENTED, DisaggError, "unimplemented"),
+        (grpc.StatusCode.NOT_FOUND, DisaggError, "not_found"),
+    ],
+)
+@pytest.mark.parametrize("trailing", [(), (("grpc-status-details-bin", b"\xff\xff"),)], ids=["without", "broken"])
+def test_a_status_that_is_not_ours(
+    code: grpc.StatusCode, kind: type[DisaggError], reason: str, trailing: tuple[tuple[str, Any], ...]
+) -> None:
+    found = error_of(FailedCall(code, "", trailing))
+    assert (type(found), found.code, found.grpc_code, found.message) == (kind, reason, code.name, code.name)
