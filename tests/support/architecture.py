@@ -8,6 +8,7 @@ A rule is a function (path, source or tree) -> findings; a finding is one line t
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -82,7 +83,7 @@ IMPURE = frozenset(
 UNSAFE_LOADERS = frozenset({"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"})
 """Loaders that run code from their input."""
 
-IMPORT_CALLS = ("importlib.import_module", "import_module", "__import__")
+IMPORT_CALLS = ("import_module", "__import__")
 
 MAX_FILE_LINES = 400
 MAX_TEST_FILE_LINES = 600
@@ -131,7 +132,17 @@ def imports(path: str, source: str) -> list[Import]:
 
     `from a import b` counts as `a` and `a.b`; relative imports are made absolute.
     """
-    return [found for node in ast.walk(ast.parse(source)) for found in _imports_of(node, path)]
+    return [found for node in _nodes(source) for found in _imports_of(node, path)]
+
+
+@functools.cache
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def _last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c` and of `c`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _imports_of(node: ast.AST, path: str) -> Iterator[Import]:
@@ -141,7 +152,7 @@ def _imports_of(node: ast.AST, path: str) -> Iterator[Import]:
         base = _absolute(node, path)
         yield Import(base, node.lineno)
         yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORT_CALLS and node.args:
+    elif isinstance(node, ast.Call) and _last_name(node.func) in IMPORT_CALLS and node.args:
         name = node.args[0]
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
             yield Import(name.value, node.lineno)
@@ -198,8 +209,8 @@ def loader_findings(path: str, source: str) -> list[str]:
     """Loaders that run code from a file or a peer: pickle and its kin, `torch.load`, numpy's `allow_pickle`."""
     found = [f"{path}:{i.line}: {i.root} runs code" for i in imports(path, source) if i.root in UNSAFE_LOADERS]
     found += [f"{path}:{i.line}: torch.load runs code" for i in imports(path, source) if i.name == "torch.load"]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+    for node in _nodes(source):
+        if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node) == "torch.load":
             found.append(f"{path}:{node.lineno}: torch.load runs code")
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append(f"{path}:{node.value.lineno}: allow_pickle runs code")
@@ -212,7 +223,7 @@ def size_findings(path: str, source: str, max_file_lines: int = MAX_FILE_LINES) 
     num_lines = len(source.splitlines())
     if num_lines > max_file_lines:
         found.append(f"{path}:1: {num_lines} lines, at most {max_file_lines}")
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -246,6 +257,4 @@ def impurity_findings(path: str, sources: Mapping[str, str]) -> list[str]:
 
 def _numpy_random_lines(source: str) -> list[int]:
     spellings = ("np.random", "numpy.random")
-    return [
-        n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and ast.unparse(n) in spellings
-    ]
+    return [n.lineno for n in _nodes(source) if isinstance(n, ast.Attribute) and ast.unparse(n) in spellings]

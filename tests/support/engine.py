@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from disagg.engine.block_manager import BlockManager
-from disagg.engine.commands import Command, Ended, Event, Gather, Scatter, TokenSampled
+from disagg.engine.commands import Add, Command, Ended, Event, Gather, Reserve, Scatter, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
-from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner
+from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.engine.plan import Buffer, StepPlan
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
@@ -217,3 +217,53 @@ def shape_of(plan: StepPlan) -> tuple[list[tuple[str, int, int]], list[tuple[str
     decodes = [(str(e.sequence.key.request_id), e.start, e.num_tokens) for e in plan.decodes]
     prefills = [(str(e.sequence.key.request_id), e.start, e.num_tokens) for e in plan.prefills]
     return decodes, prefills
+
+
+def add_to(
+    scheduler: Scheduler,
+    request_id: str,
+    num_tokens: int,
+    *,
+    seed: int | None = None,
+    max_tokens: int = 4,
+    priority: int = 0,
+    arrival: float = 0.0,
+    hold: bool = False,
+) -> None:
+    """Queue a sequence whose prompt is its own, unless `seed` is shared."""
+    prompt = make_prompt(num_tokens, seed=sum(request_id.encode()) if seed is None else seed)
+    spec = make_spec(request_id, prompt, max_tokens=max_tokens, priority=priority)
+    scheduler.add(make_sequence(spec, arrival=arrival, hold=hold))
+
+
+def states_of(scheduler: Scheduler) -> dict[str, str]:
+    return {str(key.request_id): sequence.state.value for key, sequence in scheduler.sequences.items()}
+
+
+def expected_output(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return fake_generate(prompt, num_tokens, VOCAB_SIZE)
+
+
+def new_buffer(num_tokens: int) -> Buffer:
+    """Room for the KV of `num_tokens` tokens, zeroed."""
+    return np.zeros(num_tokens * 8, dtype=np.uint8)
+
+
+def core_in_state(state: str) -> EngineCore:
+    """A core in which sequence `a` of 40 prompt tokens is in `state`."""
+    core = make_core(token_budget=32)
+    spec = make_spec("a", make_prompt(40), timeout_s=100.0)
+    match state:
+        case "waiting":
+            handle_all(core, Add(spec))
+        case "running":
+            handle_all(core, Add(spec))
+            core.step(0.0)
+        case "held":
+            handle_all(core, Add(spec, hold_after_prefill=True))
+            run_until_idle(core)
+        case "reserved":
+            handle_all(core, Reserve(spec), Scatter(key_of("a"), 0, 0, 20, kv_of(make_prompt(40), 0, 20)))
+    (sequence,) = core._scheduler.sequences.values()
+    assert sequence.state.value == state
+    return core

@@ -194,20 +194,28 @@ class GatewayStub:
         for queue in self._queues.values():
             queue.put_nowait(Cancel(request_id=key.request_id, attempt=key.attempt))
 
-    async def audit(self, worker: str) -> AuditReport:
-        frame = await self._channels[worker].unary_unary(AUDIT)(encode(AuditRequest()))
-        return decoder(AuditReport).decode(frame)
+    async def wait_until_idle(self) -> None:
+        """Every worker holds nothing."""
+        await wait_until_workers_idle(list(self.infos.values()))
 
-    async def wait_until_idle(self, timeout_s: float = 5.0) -> None:
-        """Every worker holds nothing and finds no problem, within `timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
-            reports = [await self.audit(worker) for worker in self.infos]
-            left = {r.worker_id: (_held(r.counts), r.problems) for r in reports}
-            if not any(counts or problems for counts, problems in left.values()):
-                return
-            assert asyncio.get_running_loop().time() < deadline, f"left over: {left}"
-            await asyncio.sleep(0.02)
+
+async def audit(info: WorkerInfo) -> AuditReport:
+    """What a worker holds now."""
+    async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
+        frame = await channel.unary_unary(AUDIT)(encode(AuditRequest()))
+    return decoder(AuditReport).decode(frame)
+
+
+async def wait_until_workers_idle(infos: Sequence[WorkerInfo], timeout_s: float = 5.0) -> None:
+    """Every worker holds nothing and finds no problem, within `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        reports = [await audit(info) for info in infos]
+        left = {r.worker_id: (_held(r.counts), r.problems) for r in reports}
+        if not any(counts or problems for counts, problems in left.values()):
+            return
+        assert asyncio.get_running_loop().time() < deadline, f"left over: {left}"
+        await asyncio.sleep(0.02)
 
 
 def _held(counts: dict[str, int]) -> dict[str, int]:

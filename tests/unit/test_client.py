@@ -27,15 +27,15 @@ def make(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
     return make_request(prompt, cast(Options, options))
 
 
+EMPTY: dict[str, Any] = {"stopping": pb.StopConditions()}
+
+
 def test_the_three_prompts() -> None:
     assert make("hi") == pb.GenerateRequest(text="hi", **EMPTY)
     assert make([1, 2]) == pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), **EMPTY)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     chat = pb.ChatMessages(messages=[pb.ChatMessage(**turn) for turn in turns])
     assert make(turns) == pb.GenerateRequest(chat=chat, **EMPTY)
-
-
-EMPTY: dict[str, Any] = {"stopping": pb.StopConditions()}
 
 
 def test_an_empty_prompt_is_left_to_the_server() -> None:
@@ -91,7 +91,7 @@ def test_one_stop_string_may_stand_alone() -> None:
     [
         ({"temprature": 1.0}, TypeError, "no option 'temprature'; there are temperature, top_p"),
         ({"max_tokens": -1}, ValueError, "out of range"),
-        ({"max_tokens": "5"}, TypeError, ""),
+        ({"max_tokens": "5"}, TypeError, "int"),
         ({"seed": 2**64}, ValueError, "out of range"),
     ],
 )
