@@ -48,7 +48,7 @@ def _first_model(client: Client, address: str) -> str:
     try:
         return client.models()[0].name
     except UnavailableError as error:
-        raise LaunchError(f"no gateway answers at {address} ({error}); start one with: disagg up") from error
+        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error
 
 
 def summary(finished: Finished) -> str:

@@ -280,9 +280,9 @@ class RayCluster:
         import ray
 
         text = f"{', '.join(names)}: not ready after {self._start_timeout_s:g} s"
-        free, needed = ray.available_resources().get(SLOT, 0), len(self._plan.workers)
-        if not self._private and free < needed:
-            text += f"; the Ray cluster has {free:g} free {SLOT} for {needed} workers: start its node with --resources"
+        slots, needed = ray.cluster_resources().get(SLOT, 0), len(self._plan.workers)
+        if not self._private and slots < needed:
+            text += f"; the Ray cluster has {slots:g} {SLOT} for {needed} workers: start its node with --resources"
         return text
 
     # ------------------------------------------------------------ stop

@@ -1,7 +1,7 @@
 """The shell around one `Receiver`: the pair of this decode worker with one life of a prefill worker.
 
-It begins when the prefill worker's stream said hello, and ends with that stream. The byte transport is formed beside the stream; a
-chunk that is cleared before the transport stands waits for it. Owner: the asyncio thread.
+It begins when the prefill worker's stream said hello, and ends with that stream. The byte transport is formed beside
+the stream; a chunk that is cleared before the transport stands waits for it. Owner: the asyncio thread.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class PrefillLink:
             await asyncio.to_thread(transport.close)
 
     def on_lost(self) -> None:
-        """The stream ended: nothing of the pair lives on, but what the engine or the transport still touches. Idempotent."""
+        """The stream ended: nothing of the pair lives on, but what the engine or the transport still touches.
+        Idempotent."""
         if self._lost.is_set():
             return
         self._lost.set()

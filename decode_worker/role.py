@@ -1,10 +1,11 @@
-"""The decode role: takes sequences over from prefill workers, or runs them whole (local prefill, colocated mode), and streams.
+"""The decode role: takes sequences over from prefill workers, or runs them whole (local prefill, colocated mode), and
+streams.
 
     hand-over   Offer -> engine Reserve -> chunks scattered -> Commit -> engine Join -> tokens
     whole       dispatch without a decode worker -> engine Add -> tokens
 
-It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; this file adds what else the
-gateway must know: the hand-over and the end.
+It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; this file adds
+what else the gateway must know: the hand-over and the end.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from disagg.proto.messages import (
     PairHello,
     PairRefused,
     PairWelcome,
+    PeerRef,
     RoleName,
     SequenceSpec,
 )
@@ -122,6 +124,9 @@ class DecodeRole:
             return
         self._gateway_of[spec.key] = spec.gateway_id
         self._context.post(Add(spec))
+
+    def connect(self, peer: PeerRef) -> None:
+        """A decode worker is dialled, it dials nobody."""
 
     def cancel(self, key: AttemptKey) -> None:
         """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers."""

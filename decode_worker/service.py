@@ -25,7 +25,8 @@ from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_MESSAGES = 4096
-"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given up."""
+"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given
+up."""
 
 Outgoing = Mailbox[ReceiverToSender]
 

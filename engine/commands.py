@@ -1,5 +1,5 @@
-"""What a role may ask of the engine core, and what the core tells it. Commands cross from the asyncio thread to the engine
-thread, events cross back; both are plain frozen data."""
+"""What a role may ask of the engine core, and what the core tells it. Commands cross from the asyncio thread to the
+engine thread, events cross back; both are plain frozen data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from disagg.proto.messages import EndReason, SequenceSpec
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Run a sequence here. With `hold_after_prefill`, stop after its first sampled token and keep the KV (prefill role)."""
+    """Run a sequence here. With `hold_after_prefill`, stop after its first sampled token and keep the KV (prefill
+    role)."""
 
     spec: SequenceSpec
     hold_after_prefill: bool = False
@@ -20,15 +21,16 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Decode role: lock the cached prefix of a sequence to come and count its blocks. Answer: `Reserved` or `ReserveRefused`."""
+    """Decode role: lock the cached prefix of a sequence to come and count its blocks. Answer: `Reserved` or
+    `ReserveRefused`."""
 
     spec: SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Decode role: the KV of all known tokens is in place; append `token_id` (sampled by P) and decode on. Answer: `Joined`
-    (before any token), or `Ended` if the sequence is gone."""
+    """Decode role: the KV of all known tokens is in place; append `token_id` (sampled by P) and decode on. Answer:
+    `Joined` (before any token), or `Ended` if the sequence is gone."""
 
     key: AttemptKey
     token_id: int
@@ -43,7 +45,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Prefill role: copy the KV of tokens [start, end) into `out`. Answer: `Gathered` (`ok` false if the sequence is gone)."""
+    """Prefill role: copy the KV of tokens [start, end) into `out`. Answer: `Gathered` (`ok` false if the sequence is
+    gone)."""
 
     key: AttemptKey
     seq: int
@@ -139,7 +142,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """Chunk `seq` is in the cache (`ok`), or its sequence was gone and the data was dropped; the buffer is free either way."""
+    """Chunk `seq` is in the cache (`ok`), or its sequence was gone and the data was dropped; the buffer is free
+    either way."""
 
     key: AttemptKey
     seq: int

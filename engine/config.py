@@ -43,7 +43,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     """Longest prompt plus answer; the checkpoint's own limit when unset."""
     decode_reserve_tokens: int = 512
-    """Output tokens whose blocks are counted as reserved when a sequence is admitted (less if its max_tokens is less)."""
+    """Output tokens whose blocks are counted as reserved when a sequence is admitted (less if its max_tokens is
+    less)."""
     watermark: float = 0.01
     """Share of the blocks that admission leaves free."""
     transport: TransportName = "gloo"

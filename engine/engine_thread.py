@@ -1,7 +1,7 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
-Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With nothing to do
-it sleeps until a command arrives or the next deadline of a sequence.
+Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With
+nothing to do it sleeps until a command arrives or the next deadline of a sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Batch:
 
 
 class EngineThread:
-    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn that has news, and must not block."""
+    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn that has news, and must not
+    block."""
 
     def __init__(
         self, core: EngineCore, deliver: Callable[[Batch], None], on_crash: Callable[[BaseException], None]

@@ -1,4 +1,5 @@
-"""Collects what one turn of a worker has for each gateway, so that a step sends one message per gateway, never one per token."""
+"""Collects what one turn of a worker has for each gateway, so that a step sends one message per gateway, never one
+per token."""
 
 from __future__ import annotations
 

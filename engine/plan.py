@@ -15,7 +15,8 @@ from disagg.engine.request import Sequence
 from disagg.proto.messages import KvLayout
 
 Buffer = Any
-"""Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a GPU."""
+"""Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a
+GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What a role (prefill, decode) is to the worker that it runs in.
 
-A worker owns the engine thread, the server and the sessions with gateways; a role owns the attempts that were given to it. All calls
-come on the asyncio thread. After each call that may have produced something for a gateway the worker flushes the outbox.
+A worker owns the engine thread, the server and the sessions with gateways; a role owns the attempts that were given
+to it. All calls come on the asyncio thread. After each call that may have produced something for a gateway the worker
+flushes the outbox.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.outbox import Outbox
 from disagg.engine.plan import Buffer
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Dispatch, RoleName, WorkerInfo
+from disagg.proto.messages import Dispatch, PeerRef, RoleName, WorkerInfo
 
 
 class RoleContext(Protocol):
@@ -72,6 +73,10 @@ class Role(Protocol):
 
     def dispatch(self, dispatch: Dispatch) -> None:
         """Run an attempt."""
+        ...
+
+    def connect(self, peer: PeerRef) -> None:
+        """A decode worker joined; a role that hands over to it prepares for that."""
         ...
 
     def cancel(self, key: AttemptKey) -> None:

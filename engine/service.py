@@ -139,8 +139,8 @@ class WorkerService:
         await _decode_or_abort(frame, WatchRequest, context)
         config, info = self._worker.config, self._worker.info
         watch = _Watch()
-        # Registered before the snapshot is taken: events that are in both are harmless (each one sets an absolute state), events
-        # in neither would be lost.
+        # Registered before the snapshot is taken: events that are in both are harmless (each one sets an absolute
+        # state), events in neither would be lost.
         self._watches.add(watch)
         try:
             snapshot, self._load = await self._worker.prefix_snapshot()

@@ -4,8 +4,8 @@
     ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
     stop()    roles give up their attempts, the server closes, both threads end
 
-Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and outbox. They meet in
-`EngineThread.post` (commands down) and `Worker._on_batch` (events up).
+Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
+outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.role import Role, RoleContext
 from disagg.engine.service import WorkerService
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import AuditReport, BlocksSnapshot, Cancel, Dispatch, GatewayToWorker, Load, WorkerInfo
+from disagg.proto.messages import (
+    AuditReport,
+    BlocksSnapshot,
+    Cancel,
+    Connect,
+    Dispatch,
+    GatewayToWorker,
+    Load,
+    WorkerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +192,8 @@ class Worker:
         return time.monotonic()
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
-        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone: nobody is left to tell."""
+        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone: nobody is left to
+        tell."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -234,6 +244,9 @@ class Worker:
             case Cancel():
                 for role in self._roles:
                     role.cancel(AttemptKey(message.request_id, message.attempt))
+            case Connect():
+                for role in self._roles:
+                    role.connect(message.decode_peer)
             case Dispatch():
                 self._dispatch(message)
         self.flush()

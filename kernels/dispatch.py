@@ -23,7 +23,7 @@ from disagg.kernels import reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.linear import PackedWeight, linear, pack_weight
-from disagg.kernels.reference import gather_kv, paged_prefill_attention, scatter_kv
+from disagg.kernels.reference import gather_kv, scatter_kv
 
 __all__ = [
     "PackedWeight",
@@ -141,3 +141,20 @@ def paged_decode_attention(
             return out
         _warn_declined("paged_decode_attention", q_SND.dtype)
     return reference.paged_decode_attention(*args)
+
+
+def paged_prefill_attention(
+    q_TND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_table_M: Tensor,
+    start: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D]."""
+    args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
+    if q_TND.is_cpu and (ops := _choice().ops) is not None:
+        if (out := ops.paged_prefill_attention(*args)) is not None:
+            return out
+        _warn_declined("paged_prefill_attention", q_TND.dtype)
+    return reference.paged_prefill_attention(*args)

@@ -1,6 +1,7 @@
 """The prefill role: takes dispatches that name a decode worker, computes their prompts, hands their KV over.
 
-    dispatch -> link to D (made on demand, or ahead of time when a decode worker joins) -> Offer -> Reserved -> engine Add
+    dispatch -> link to D (made on demand, or ahead of time when a decode worker joins) -> Offer -> Reserved -> engine
+    Add
              -> KV chunks as they are computed -> token 0 to the gateway, Commit to D -> CommitAck -> engine Release
 
 The protocol is the pure `Sender` of each link; this file knows which link an attempt belongs to.
@@ -44,8 +45,11 @@ class PrefillRole:
         """The prefill role serves nobody but gateways."""
         return []
 
-    def connect(self, peer: PeerRef) -> DecodeLink:
-        """The link to a decode worker; begins to form it if there is none."""
+    def connect(self, peer: PeerRef) -> None:
+        """Form the pair with a decode worker, unless it is there."""
+        self._link_to(peer)
+
+    def _link_to(self, peer: PeerRef) -> DecodeLink:
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = DecodeLink(self._context, peer, self._attempt_over, self._link_closed)
@@ -63,13 +67,14 @@ class PrefillRole:
         if spec.key in self._link_of:
             logger.warning("dropped a second dispatch of %s", spec.key)
             return
-        link = self.connect(dispatch.decode_peer)
+        link = self._link_to(dispatch.decode_peer)
         self._link_of[spec.key] = link
         self._gateway_of[spec.key] = spec.gateway_id
         link.offer(spec)
 
     def cancel(self, key: AttemptKey) -> None:
-        """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one session."""
+        """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one
+        session."""
         if (link := self._link_of.get(key)) is not None:
             link.cancel(key, "cancelled")
 

@@ -1,4 +1,5 @@
-"""The prefill worker's end of a pair's control stream: it dials the decode worker and exchanges hand-over messages with it."""
+"""The prefill worker's end of a pair's control stream: it dials the decode worker and exchanges hand-over messages
+with it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from disagg.proto.messages import (
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 
 MAX_UNSENT_MESSAGES = 4096
-"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given up."""
+"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given
+up."""
 
 
 class PairError(Exception):
@@ -47,7 +49,7 @@ class PairStream:
             PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
         """
         self._channel = grpc.aio.insecure_channel(self._peer.address, options=CHANNEL_OPTIONS)
-        self._call = self._channel.stream_stream(TRANSFER)(self._frames())
+        self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames())
         self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
         try:
             async with asyncio.timeout(timeout_s):
@@ -56,7 +58,7 @@ class PairStream:
             raise PairError(
                 f"no answer from {self._peer.worker_id} at {self._peer.address}: {_reason(error)}"
             ) from error
-        if frame is grpc.aio.EOF:
+        if not isinstance(frame, bytes):  # the end of the stream
             raise PairError(f"{self._peer.worker_id} closed the stream")
         match self._decoder.decode(frame):
             case PairWelcome() as welcome:
@@ -80,7 +82,7 @@ class PairStream:
     async def messages(self) -> AsyncIterator[ReceiverToSender]:
         """What the peer says, until the stream ends; raises `PairError` when it breaks."""
         try:
-            while (frame := await self._call.read()) is not grpc.aio.EOF:
+            while isinstance(frame := await self._call.read(), bytes):
                 yield self._decoder.decode(frame)
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
@@ -91,7 +93,7 @@ class PairStream:
         if self._call is not None:
             self._call.cancel()
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
 
     async def _frames(self) -> AsyncIterator[bytes]:
         async for message in self._outgoing:

@@ -1,10 +1,11 @@
-"""The prefix hash: a SHA-256 chain over 16-token blocks. A wire contract: router, prefill and decode must agree on every bit.
+"""The prefix hash: a SHA-256 chain over 16-token blocks. A wire contract: router, prefill and decode must agree on
+every bit.
 
     root    = H("disagg/1" | fingerprint | tenant salt)
     hash[i] = H(hash[i-1] | tokens of block i as little-endian u32)
 
-H is SHA-256 cut to 16 bytes. Within one tenant's salt a collision needs about 2^64 chosen prompts; across tenants the roots differ.
-The fingerprint names the weights, dtypes and rope of the model, not tensor parallelism or layout.
+H is SHA-256 cut to 16 bytes. Within one tenant's salt a collision needs about 2^64 chosen prompts; across tenants the
+roots differ. The fingerprint names the weights, dtypes and rope of the model, not tensor parallelism or layout.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Four conversations, each a gRPC stream of frames (`encode` / `Decoder`):
 
-    gateway  <-> worker   Session    `GatewayToWorker` down: dispatch, cancel.   `WorkerToGateway` up: one `StepUpdate` per step
-    router    -> worker   Watch      `WorkerReport` up: load and KV events, coalesced
+    gateway  <-> worker   Session    `GatewayToWorker` down: dispatch, cancel, connect.   `WorkerToGateway` up: one
+    `StepUpdate` per step router    -> worker   Watch      `WorkerReport` up: load and KV events, coalesced
     P        <-> D        Transfer   `SenderToReceiver`, `ReceiverToSender`: the control half of the hand-over
     operator  -> worker   Audit      `AuditReport`: what the worker holds, for conservation checks
 
@@ -12,7 +12,7 @@ Times on the wire are durations (`timeout_s`), never clock readings: clocks diff
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -20,7 +20,8 @@ from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, Requ
 
 RoleName = Literal["prefill", "decode"]
 EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "failed"]
-"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `failed` is a fault."""
+"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `failed` is a
+fault."""
 
 MAX_FRAME_BYTES = 16 << 20
 
@@ -29,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every message: immutable, and unknown fields are refused."""
 
 
-class Sampling(Message, kw_only=True):
+class Sampling(Message, frozen=True, kw_only=True):
     """Sampling parameters as workers need them: complete, validated by the gateway, in token ids."""
 
     temperature: float = 1.0
@@ -51,7 +52,7 @@ class Sampling(Message, kw_only=True):
     """No stop id is sampled before this many output tokens."""
 
 
-class SequenceSpec(Message, kw_only=True):
+class SequenceSpec(Message, frozen=True, kw_only=True):
     """All that a worker needs to run, or to go on with, a request."""
 
     request_id: RequestId
@@ -82,7 +83,7 @@ class SequenceSpec(Message, kw_only=True):
         return len(self.prompt_token_ids) + len(self.emitted_token_ids)
 
 
-class WorkerInfo(Message, kw_only=True):
+class WorkerInfo(Message, frozen=True, kw_only=True):
     """What a worker registers once it listens."""
 
     worker_id: WorkerId
@@ -101,7 +102,7 @@ class WorkerInfo(Message, kw_only=True):
     max_model_len: int
 
 
-class KvLayout(Message, kw_only=True):
+class KvLayout(Message, frozen=True, kw_only=True):
     """The shape of one token's KV, which both ends of a transfer must share."""
 
     num_layers: int
@@ -113,7 +114,7 @@ class KvLayout(Message, kw_only=True):
     """All layers, K and V."""
 
 
-class PeerRef(Message, kw_only=True):
+class PeerRef(Message, frozen=True, kw_only=True):
     """How to reach one life of a worker."""
 
     worker_id: WorkerId
@@ -124,21 +125,27 @@ class PeerRef(Message, kw_only=True):
 # ---------------------------------------------------------------- gateway <-> worker
 
 
-class Dispatch(Message, tag=True, kw_only=True):
+class Dispatch(Message, frozen=True, kw_only=True, tag=True):
     """Run this attempt. With `decode_peer`, prefill here and hand over to that worker; without, do all of it here."""
 
     spec: SequenceSpec
     decode_peer: PeerRef | None = None
 
 
-class Cancel(Message, tag=True, kw_only=True):
+class Connect(Message, frozen=True, kw_only=True, tag=True):
+    """A decode worker joined: form the pair with it now, so that no request has to wait for that."""
+
+    decode_peer: PeerRef
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag=True):
     """Stop this attempt, in whatever phase it is. Idempotent; may arrive before the attempt itself."""
 
     request_id: RequestId
     attempt: int
 
 
-GatewayToWorker = Dispatch | Cancel
+GatewayToWorker = Dispatch | Connect | Cancel
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +157,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
 
 
-class PrefillDone(Message, kw_only=True):
+class PrefillDone(Message, frozen=True, kw_only=True):
     """P computed the whole prompt (and sampled token 0, which is in `StepUpdate.tokens`): its prefill slot is free."""
 
     request_id: RequestId
@@ -159,7 +166,7 @@ class PrefillDone(Message, kw_only=True):
     """Prompt tokens that P had."""
 
 
-class HandedOver(Message, kw_only=True):
+class HandedOver(Message, frozen=True, kw_only=True):
     """D owns the sequence now (sent by D when it commits)."""
 
     request_id: RequestId
@@ -171,7 +178,7 @@ class HandedOver(Message, kw_only=True):
     transport: str
 
 
-class End(Message, kw_only=True):
+class End(Message, frozen=True, kw_only=True):
     """The attempt is over on this worker. The first one per attempt that says stop, length, deadline or failed wins."""
 
     request_id: RequestId
@@ -182,7 +189,7 @@ class End(Message, kw_only=True):
     """Prompt tokens that this worker had, where it prefilled itself."""
 
 
-class StepUpdate(Message, tag=True, kw_only=True):
+class StepUpdate(Message, frozen=True, kw_only=True, tag=True):
     """Everything that one step (or event) of a worker has for one gateway."""
 
     tokens: tuple[TokenOut, ...] = ()
@@ -191,7 +198,7 @@ class StepUpdate(Message, tag=True, kw_only=True):
     ends: tuple[End, ...] = ()
 
 
-class SessionHello(Message, tag=True, kw_only=True):
+class SessionHello(Message, frozen=True, kw_only=True, tag=True):
     """The worker's first message on a session."""
 
     info: WorkerInfo
@@ -203,19 +210,19 @@ WorkerToGateway = StepUpdate | SessionHello
 # ---------------------------------------------------------------- worker -> router
 
 
-class BlocksStored(Message, tag=True, kw_only=True):
+class BlocksStored(Message, frozen=True, kw_only=True, tag=True):
     """These prefix blocks can now be hit on this worker."""
 
     hashes: tuple[BlockHash, ...]
 
 
-class BlocksRemoved(Message, tag=True, kw_only=True):
+class BlocksRemoved(Message, frozen=True, kw_only=True, tag=True):
     """These prefix blocks are gone from this worker."""
 
     hashes: tuple[BlockHash, ...]
 
 
-class BlocksSnapshot(Message, tag=True, kw_only=True):
+class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
     """All prefix blocks of this worker; replaces what was known."""
 
     hashes: tuple[BlockHash, ...]
@@ -224,7 +231,7 @@ class BlocksSnapshot(Message, tag=True, kw_only=True):
 KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
 
 
-class Load(Message, kw_only=True):
+class Load(Message, frozen=True, kw_only=True):
     """What a worker is doing, in units that add up."""
 
     num_running: int = 0
@@ -244,8 +251,9 @@ class Load(Message, kw_only=True):
     """Engine steps since start; a counter that stands still under load is a hang."""
 
 
-class WorkerReport(Message, tag=True, kw_only=True):
-    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream (a snapshot)."""
+class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
+    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream (a
+    snapshot)."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -254,18 +262,18 @@ class WorkerReport(Message, tag=True, kw_only=True):
     kv_events: tuple[KvEvent, ...] = ()
 
 
-class WatchRequest(Message, tag=True, kw_only=True):
+class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
     """Opens a report stream; the first report carries a snapshot."""
 
 
 # ---------------------------------------------------------------- operator -> worker
 
 
-class AuditRequest(Message, tag=True, kw_only=True):
+class AuditRequest(Message, frozen=True, kw_only=True, tag=True):
     """Asks for an `AuditReport`."""
 
 
-class AuditReport(Message, tag=True, kw_only=True):
+class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     """What a worker holds. On an idle worker every count is zero and `problems` is empty."""
 
     worker_id: WorkerId
@@ -281,7 +289,7 @@ class AuditReport(Message, tag=True, kw_only=True):
 # ---------------------------------------------------------------- P <-> D
 
 
-class PairHello(Message, tag=True, kw_only=True):
+class PairHello(Message, frozen=True, kw_only=True, tag=True):
     """P's first message on a control stream."""
 
     info: WorkerInfo
@@ -289,7 +297,7 @@ class PairHello(Message, tag=True, kw_only=True):
     """The life of D that P means; another one refuses."""
 
 
-class PairWelcome(Message, tag=True, kw_only=True):
+class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     """D's answer: where the pair's process group meets."""
 
     incarnation: Incarnation
@@ -303,19 +311,19 @@ class PairWelcome(Message, tag=True, kw_only=True):
     max_chunk_bytes: int
 
 
-class PairRefused(Message, tag=True, kw_only=True):
+class PairRefused(Message, frozen=True, kw_only=True, tag=True):
     """D will not form this pair (fingerprint, layout or incarnation differ)."""
 
     reason: str
 
 
-class Offer(Message, tag=True, kw_only=True):
+class Offer(Message, frozen=True, kw_only=True, tag=True):
     """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
 
     spec: SequenceSpec
 
 
-class Reserved(Message, tag=True, kw_only=True):
+class Reserved(Message, frozen=True, kw_only=True, tag=True):
     """D counted the blocks and locked its cached prefix."""
 
     request_id: RequestId
@@ -326,7 +334,7 @@ class Reserved(Message, tag=True, kw_only=True):
     """Leading tokens whose KV D has; P does not send them."""
 
 
-class Refused(Message, tag=True, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True, tag=True):
     """D cannot take it now. No fault: the router places again."""
 
     request_id: RequestId
@@ -334,7 +342,7 @@ class Refused(Message, tag=True, kw_only=True):
     reason: str
 
 
-class ChunkHeader(Message, tag=True, kw_only=True):
+class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
     """Announces `nbytes` of KV for tokens [start_token, end_token), canonical order [layer][k|v][head][token][dim]."""
 
     request_id: RequestId
@@ -349,7 +357,7 @@ class ChunkHeader(Message, tag=True, kw_only=True):
     """xxh3-64 of the payload."""
 
 
-class ClearToSend(Message, tag=True, kw_only=True):
+class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
     """A staging slot is held and the receive is posted: the payload of chunk `seq` must now be sent in full."""
 
     request_id: RequestId
@@ -358,7 +366,7 @@ class ClearToSend(Message, tag=True, kw_only=True):
     seq: int
 
 
-class ChunkDone(Message, tag=True, kw_only=True):
+class ChunkDone(Message, frozen=True, kw_only=True, tag=True):
     """The chunk's staging slot is free again: one credit back. `ok` is false when the checksum did not match."""
 
     request_id: RequestId
@@ -368,7 +376,7 @@ class ChunkDone(Message, tag=True, kw_only=True):
     ok: bool = True
 
 
-class Commit(Message, tag=True, kw_only=True):
+class Commit(Message, frozen=True, kw_only=True, tag=True):
     """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
 
     request_id: RequestId
@@ -378,7 +386,7 @@ class Commit(Message, tag=True, kw_only=True):
     num_chunks: int
 
 
-class CommitAck(Message, tag=True, kw_only=True):
+class CommitAck(Message, frozen=True, kw_only=True, tag=True):
     """D owns the sequence; P may drop its KV."""
 
     request_id: RequestId
@@ -386,7 +394,7 @@ class CommitAck(Message, tag=True, kw_only=True):
     generation: int
 
 
-class Abort(Message, tag=True, kw_only=True):
+class Abort(Message, frozen=True, kw_only=True, tag=True):
     """Either side gives the attempt up. Idempotent."""
 
     request_id: RequestId
@@ -394,20 +402,29 @@ class Abort(Message, tag=True, kw_only=True):
     reason: str
 
 
-class AbortAck(Message, tag=True, kw_only=True):
+class AbortAck(Message, frozen=True, kw_only=True, tag=True):
     """The other side holds nothing of the attempt any more, but what bytes under way still need."""
 
     request_id: RequestId
     attempt: int
 
 
-class PairHeartbeat(Message, tag=True, kw_only=True):
+class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """Renews the leases of all attempts of the pair."""
 
 
 SenderToReceiver = PairHello | Offer | ChunkHeader | Commit | Abort | AbortAck | PairHeartbeat
 ReceiverToSender = (
-    PairWelcome | PairRefused | Reserved | Refused | ClearToSend | ChunkDone | CommitAck | Abort | AbortAck | PairHeartbeat
+    PairWelcome
+    | PairRefused
+    | Reserved
+    | Refused
+    | ClearToSend
+    | ChunkDone
+    | CommitAck
+    | Abort
+    | AbortAck
+    | PairHeartbeat
 )
 
 
@@ -423,6 +440,10 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decoder(kind: type[M]) -> msgspec.msgpack.Decoder[M]:
+@overload
+def decoder(kind: type[M]) -> msgspec.msgpack.Decoder[M]: ...
+@overload
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
+def decoder(kind: Any) -> Any:
     """A strict decoder for one closed union of the above; raises `msgspec.MsgspecError` on anything else."""
     return msgspec.msgpack.Decoder(kind)

@@ -1,5 +1,5 @@
-"""What the gateway asks of the router: submit a request, read its tokens in order, cancel it. Plain data and one protocol, so
-that each side can be tested with a stand-in for the other."""
+"""What the gateway asks of the router: submit a request, read its tokens in order, cancel it. Plain data and one
+protocol, so that each side can be tested with a stand-in for the other."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class RequestHandle(Protocol):
     """Set when the iteration has ended normally."""
 
     def __aiter__(self) -> AsyncIterator[list[int]]:
-        """New output token ids in index order, several at once where the consumer was slow. Ends after the last token; raises a
-        `DisaggError` when the request failed, was refused, or ran out of time."""
+        """New output token ids in index order, several at once where the consumer was slow. Ends after the last
+        token; raises a `DisaggError` when the request failed, was refused, or ran out of time."""
         ...
 
     def cancel(self) -> None:
-        """Give the request up, in any phase; idempotent. The iteration ends with `RequestCancelledError`. Must be called whenever
-        the consumer stops reading before the end."""
+        """Give the request up, in any phase; idempotent. The iteration ends with `RequestCancelledError`. Must be
+        called whenever the consumer stops reading before the end."""
         ...
 
 
@@ -92,8 +92,8 @@ class Router(Protocol):
     """The shell around the router core."""
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
-        """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at once where
-        it can see that the request cannot be served; then nothing is held."""
+        """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at
+        once where it can see that the request cannot be served; then nothing is held."""
         ...
 
     def view(self) -> ClusterView:

@@ -150,6 +150,9 @@ class RouterCore:
         if known is not None and known != info.incarnation:
             self._on_worker_lost(info.worker_id, known, now)
         self._fleet.up(info)
+        self._out.extend(
+            events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_with(info.worker_id)
+        )
         incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
         if incarnation == info.incarnation:
             self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)

@@ -88,6 +88,14 @@ class CancelOn:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectPair:
+    """Tell the prefill worker to form its pair with a decode worker."""
+
+    prefill_id: WorkerId
+    decode_peer: messages.PeerRef
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """The next output tokens, in index order."""
 
@@ -118,4 +126,4 @@ class WatchAgain:
     worker_id: WorkerId
 
 
-Command = Dispatch | CancelOn | Emit | Finish | Fail | WatchAgain
+Command = Dispatch | CancelOn | ConnectPair | Emit | Finish | Fail | WatchAgain

@@ -17,7 +17,7 @@ from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, Load, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.books import Books
-from disagg.router.placement import Candidate, decodes_only, has_both_roles, longest_sequence, prefills_only
+from disagg.router.placement import Candidate, can_pair, decodes_only, has_both_roles, longest_sequence, prefills_only
 from disagg.router.prefix_index import PrefixIndex
 
 
@@ -59,6 +59,15 @@ class Fleet:
         """How another worker reaches this one."""
         info = self._infos[worker_id]
         return PeerRef(worker_id=worker_id, incarnation=info.incarnation, address=info.address)
+
+    def pairs_with(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
+        """The pairs (prefill worker, decode worker) that this worker makes possible."""
+        new = self._infos[worker_id]
+        prefills = [new] if prefills_only(new) else list(filter(prefills_only, self._infos.values()))
+        decodes = [new] if decodes_only(new) else list(filter(decodes_only, self._infos.values()))
+        if new not in prefills + decodes:
+            return []
+        return [(p.worker_id, self.peer(d.worker_id)) for p in prefills for d in decodes if can_pair(p, d)]
 
     def report(self, report: WorkerReport) -> bool:
         """Take the report of a present life. Returns False when its KV events have a gap, see `PrefixIndex.apply`."""

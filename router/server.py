@@ -31,6 +31,7 @@ from disagg.router.events import (
     CancelOn,
     CancelRequest,
     Command,
+    ConnectPair,
     Dispatch,
     Emit,
     Event,
@@ -321,6 +322,8 @@ class RouterServer:
                 self._links[worker_id].send(message)
             case CancelOn(worker_id=worker_id, key=key):
                 self._links[worker_id].send(wire.cancel(key))
+            case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
+                self._links[prefill_id].send(wire.connect(peer))
             case Finish(request_id=request_id, completion=completion):
                 self._handles.pop(request_id).finish(completion)
             case Fail(request_id=request_id, error=error):

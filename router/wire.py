@@ -14,7 +14,9 @@ from disagg.proto.ids import AttemptKey, WorkerId
 from disagg.proto.messages import (
     AuditReport,
     Cancel,
+    Connect,
     Dispatch,
+    PeerRef,
     SessionHello,
     StepUpdate,
     WorkerInfo,
@@ -23,7 +25,7 @@ from disagg.proto.messages import (
     decoder,
 )
 
-Outgoing = Dispatch | Cancel
+Outgoing = Dispatch | Connect | Cancel
 
 _session: Final[msgspec.msgpack.Decoder[StepUpdate | SessionHello]] = msgspec.msgpack.Decoder(WorkerToGateway)
 _report: Final = decoder(WorkerReport)
@@ -33,6 +35,11 @@ _audit: Final = decoder(AuditReport)
 def cancel(key: AttemptKey) -> Cancel:
     """The frame that stops an attempt."""
     return Cancel(request_id=key.request_id, attempt=key.attempt)
+
+
+def connect(peer: PeerRef) -> Connect:
+    """The frame that has a pair formed."""
+    return Connect(decode_peer=peer)
 
 
 def hello(frame: bytes, expected: WorkerId) -> WorkerInfo:

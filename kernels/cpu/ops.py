@@ -29,6 +29,7 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
 }
 _LONG: dict[str, tuple[Any, list[Any]]] = {
     "disagg_decode_attention": (I, [c_int32, P, I, I, P, P, I, I, I, I, P, I, I, P, I, I, I, F, P]),
+    "disagg_prefill_attention": (I, [c_int32, P, I, I, P, P, I, I, I, I, P, I, I, I, I, F, P]),
 }
 
 
@@ -59,6 +60,7 @@ class NativeOps:
         self._silu_mul = short["disagg_silu_mul"]
         self._kv_write = short["disagg_kv_write"]
         self._decode_attention = long["disagg_decode_attention"]
+        self._prefill_attention = long["disagg_prefill_attention"]
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
         """See `reference.rms_norm`."""
@@ -182,4 +184,36 @@ class NativeOps:
         )  # fmt: skip
         if invalid >= 0:
             raise IndexError(f"sequence {invalid}: its length or a block of its table is outside the cache")
+        return out
+
+    def paged_prefill_attention(
+        self,
+        q_TND: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        block_table_M: Tensor,
+        start: int,
+        scale: float,
+    ) -> Tensor | None:
+        """See `reference.paged_prefill_attention`. IndexError for a block outside the cache."""
+        dtype = q_TND.dtype
+        is_bf16 = _IS_BF16.get(dtype)
+        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
+            return None
+        q_stride = q_TND.stride()
+        if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
+            return None
+        if block_table_M.dtype != torch.int32 or block_table_M.stride(0) != 1:
+            return None
+        T, N, D = q_TND.shape
+        num_blocks, K, B, cache_dim = key_cache_NKBD.shape
+        if D > MAX_HEAD_DIM or cache_dim != D or N % K or not 0 <= start <= block_table_M.shape[0] * B - T:
+            return None
+        out = torch.empty((T, N, D), dtype=dtype)
+        invalid = self._prefill_attention(
+            is_bf16, q_TND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
+            key_cache_NKBD.stride(0), num_blocks, K, B, block_table_M.data_ptr(), start, T, N, D, scale, out.data_ptr(),
+        )  # fmt: skip
+        if invalid >= 0:
+            raise IndexError(f"block {int(block_table_M[invalid])} at place {invalid} is outside the cache")
         return out

@@ -5,10 +5,13 @@ start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most gra
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -32,6 +35,31 @@ _OVERALL = ""
 """The name under which health means the whole server."""
 
 
+class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+    """Knows the tasks of the running calls: `grpc.aio.Server.stop` cancels them, and returns before they have ended."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Every call passes here, in the task that it runs in."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await continuation(handler_call_details)
+
+    async def ended(self) -> None:
+        """Wait until no call runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.sleep(0)  # grpc's own task of a call ends after ours
+
+
 class GatewayServer:
     """One gateway. Owner of its sockets and tokenizer threads; the router is started and stopped by the caller.
 
@@ -49,6 +77,7 @@ class GatewayServer:
         self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
         self._router = router
         self._port: int | None = None
+        self._calls = _Calls()
         self._health = health.aio.HealthServicer()
         self._executor: ThreadPoolExecutor | None = None
         self._server: grpc.aio.Server | None = None
@@ -74,7 +103,7 @@ class GatewayServer:
         """
         config = self.config
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        server = grpc.aio.server(options=self._options())
+        server = grpc.aio.server(interceptors=(self._calls,), options=self._options())
         self._add_services(server, self._executor)
         try:
             host = f"[{config.host}]" if ":" in config.host else config.host
@@ -99,6 +128,7 @@ class GatewayServer:
             return
         await self._health.enter_graceful_shutdown()
         await server.stop(grace_s)
+        await self._calls.ended()
         self._executor.shutdown(cancel_futures=True)
 
     def _options(self) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from disagg.proto.errors import InvalidRequestError
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace, Router, WorkerView
 from disagg.router.gateway.generation import Delta, Finish, Generator
@@ -55,7 +55,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         run = self._generator.run(request, request_id, self._deadline(context))
         async with answered(context, request_id), aclosing(run) as events:
             async for event in events:
-                await context.write(_response(event))
+                await _write(context, _response(event))
 
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
         """See the proto."""
@@ -139,6 +139,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
             if trace is None:
                 raise RequestNotFoundError("request_id: no such request runs or is remembered")
             return _explanation(trace)
+
+
+async def _write(context: Context, response: pb.GenerateResponse) -> None:
+    """Send one message; returns when the client's flow control took it."""
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:
+        raise RequestCancelledError("the client is gone") from error
 
 
 def _response(event: Delta | Finish) -> pb.GenerateResponse:

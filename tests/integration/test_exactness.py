@@ -1,7 +1,8 @@
-"""Token-exact in fp32: through P and D, in one worker, and by `transformers` the same ids, whatever the batch and the caches.
+"""Token-exact in fp32: through P and D, in one worker, and by `transformers` the same ids, whatever the batch and the
+caches.
 
-Three processes a model: `prefill-0` and `decode-0` over gloo, and `colocated-0` with both roles. A step takes 64 tokens and a KV
-message 40, so that prompts are computed, and moved, in several uneven pieces.
+Three processes a model: `prefill-0` and `decode-0` over gloo, and `colocated-0` with both roles. A step takes 64
+tokens and a KV message 40, so that prompts are computed, and moved, in several uneven pieces.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from disagg.cluster.models import resolve_model
 from disagg.engine.config import WorkerConfig
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
-
 from tests.support import reference
 from tests.support.tiny_models import make_checkpoint
 from tests.support.workers import open_gateway, running_workers

@@ -1,6 +1,8 @@
-"""The whole cluster over public gRPC, with the deterministic model: two prefill and two decode workers, a gateway, real clients.
+"""The whole cluster over public gRPC, with the deterministic model: two prefill and two decode workers, a gateway,
+real clients.
 
-Every test ends with an audit: the router has nothing queued or running, and no worker holds a sequence, a block, a lease or a slot.
+Every test ends with an audit: the router has nothing queued or running, and no worker holds a sequence, a block, a
+lease or a slot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For the gateway's tests: a tiny checkpoint with a trained byte-level tokenizer, and a router that follows a script."""
+"""For the gateway's tests: a tiny checkpoint with a byte-level tokenizer, and a router that follows a script."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
 from disagg.proto.errors import DisaggError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 MODEL_NAME = "tiny"
 FINGERPRINT = "tiny-model"
@@ -34,6 +35,9 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+CONFIG = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": EOS}
+TOKENIZER_CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
 
 
 @functools.cache
@@ -58,9 +62,9 @@ def write_checkpoint(folder: Path, **changes: str | dict[str, Any] | None) -> Pa
     """The files that a gateway reads. `changes` replaces some, by name without its suffix; `None` leaves a file out."""
     files: dict[str, str | dict[str, Any] | None] = {
         "tokenizer.json": tokenizer_json(),
-        "config.json": {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": EOS},
+        "config.json": CONFIG,
         "generation_config.json": {"eos_token_id": [IM_END, EOS]},
-        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE},
+        "tokenizer_config.json": TOKENIZER_CONFIG,
         "chat_template.jinja": None,
         "special_tokens_map.json": None,
     }
@@ -68,7 +72,8 @@ def write_checkpoint(folder: Path, **changes: str | dict[str, Any] | None) -> Pa
     files |= {names[name]: content for name, content in changes.items()}
     for name, content in files.items():
         if content is not None:
-            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -91,13 +96,14 @@ Script = Callable[[RoutedRequest], Iterable[Step]]
 
 
 class FakeHandle:
-    """Implements `api.RequestHandle` by a script: batches come in order; an error is raised; a `Completion`, or the end of
-    the script (then by length), ends it."""
+    """Implements `api.RequestHandle` by a script: batches come in order; an error is raised; a `Completion` ends it, and
+    so does the end of the script, by length."""
 
     def __init__(self, request_id: RequestId, script: Iterable[Step]) -> None:
         self.request_id = request_id
         self.completion: Completion | None = None
         self.cancelled = asyncio.Event()
+        self.waiting = asyncio.Event()
         self.num_cancels = 0
         self.num_reads = 0
         self._script = iter(script)
@@ -117,6 +123,7 @@ class FakeHandle:
             raise RequestCancelledError("cancelled")
         step = next(self._script, Completion("length", self._num_tokens, 0))
         if isinstance(step, Wait):
+            self.waiting.set()
             await self.cancelled.wait()
             raise RequestCancelledError("cancelled")
         if isinstance(step, Exception):
@@ -136,6 +143,7 @@ class FakeRouter:
         self.refusal = refusal
         self.submitted: list[tuple[RoutedRequest, float]] = []
         self.handles: list[FakeHandle] = []
+        self.arrived = asyncio.Event()
         self.traces: dict[RequestId, RequestTrace] = {}
         self.cluster = ClusterView((), 0, 0)
 
@@ -144,6 +152,7 @@ class FakeRouter:
             raise self.refusal
         self.submitted.append((request, arrival))
         self.handles.append(FakeHandle(request.request_id, self.script(request)))
+        self.arrived.set()
         return self.handles[-1]
 
     def view(self) -> ClusterView:

@@ -2,7 +2,8 @@
 
     before = Snapshot.take()  ->  the test  ->  leftovers(before, grace_s)
 
-Processes are found by a mark in their environment, which children inherit: an orphan whose parent died is found too.
+Our processes are our children, and all that carry a mark in their environment, which children inherit: so an orphan
+whose parent died is found too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PROC = Path("/proc")
 MARK = "DISAGG_TEST_RUN"
 
 LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeout", "tqdm_monitor")
@@ -40,13 +42,14 @@ def mark_this_run() -> None:
 class Snapshot:
     """What ran at one moment."""
 
-    threads: frozenset[int]
+    threads: frozenset[threading.Thread]
     pids: frozenset[int]
+    """Of all processes, ours or not."""
 
     @classmethod
     def take(cls) -> Snapshot:
         """What runs now."""
-        return cls(frozenset(id(thread) for thread in threading.enumerate()), frozenset(marked_processes()))
+        return cls(frozenset(threading.enumerate()), all_pids())
 
 
 def leftovers(before: Snapshot, grace_s: float) -> list[str]:
@@ -63,12 +66,12 @@ def _new_since(before: Snapshot) -> list[str]:
     threads = [
         f"thread {thread.name}"
         for thread in threading.enumerate()
-        if id(thread) not in before.threads and not _lasts(thread.name, LASTING_THREADS)
+        if thread not in before.threads and not _lasts(thread.name, LASTING_THREADS)
     ]
     processes = [
         f"process {pid}: {command}"
-        for pid, command in marked_processes().items()
-        if pid not in before.pids and not _lasts(command, LASTING_PROCESSES)
+        for pid in sorted(all_pids() - before.pids)
+        if is_ours(pid) and not _lasts(command := _command_line(pid), LASTING_PROCESSES)
     ]
     return threads + processes
 
@@ -77,14 +80,22 @@ def _lasts(text: str, parts: tuple[str, ...]) -> bool:
     return any(part in text for part in parts)
 
 
-def marked_processes() -> dict[int, str]:
-    """Pid -> command line of every other process of this test run; without /proc, of the children that Python knows."""
-    proc = Path("/proc")
-    if not (proc / "self" / "environ").exists():
-        return {child.pid: child.name for child in multiprocessing.active_children() if child.pid is not None}
+def all_pids() -> frozenset[int]:
+    """Every other process of the machine; where there is no /proc, the children that Python knows."""
+    if not PROC.exists():
+        return frozenset(child.pid for child in multiprocessing.active_children() if child.pid is not None)
+    return frozenset(int(entry) for entry in os.listdir(PROC) if entry.isdigit()) - {os.getpid()}  # noqa: PTH208 - quick
+
+
+def is_ours(pid: int) -> bool:
+    """Whether a process was started by this test run and still runs; a zombie does not."""
+    if not PROC.exists():
+        return True
+    fields = _read(pid, "stat").rpartition(b") ")[2].split()
+    if not fields or fields[0] == b"Z":
+        return False
     mark = f"{MARK}={os.environ[MARK]}".encode()
-    others = (int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid())
-    return {pid: _command_line(pid) for pid in others if mark in _read(pid, "environ").split(b"\0")}
+    return int(fields[1]) == os.getpid() or mark in _read(pid, "environ").split(b"\0")
 
 
 def _command_line(pid: int) -> str:
@@ -94,7 +105,7 @@ def _command_line(pid: int) -> str:
 def _read(pid: int, name: str) -> bytes:
     """A file of /proc; empty for a process that has just ended, or that belongs to somebody else."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        return (PROC / str(pid) / name).read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return b""
 

@@ -15,7 +15,7 @@ def generate(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
     return list(_generate(str(folder), tuple(prompt), num_tokens))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _generate(folder: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     with torch.inference_mode():
         output = _model(folder).generate(

@@ -34,6 +34,7 @@ from disagg.router.core import RouterCore
 from disagg.router.events import (
     CancelOn,
     CancelRequest,
+    ConnectPair,
     Command,
     Dispatch,
     Emit,
@@ -168,6 +169,8 @@ class Scenario:
         """By `request/attempt`."""
         self.errors: dict[str, Exception] = {}
         self.incarnations: dict[str, str] = {}
+        self.pairs: list[str] = []
+        """What was asked to be formed while workers came up."""
         for worker in workers:
             assert self.up(worker) == []
 
@@ -180,7 +183,9 @@ class Scenario:
     def up(self, worker: WorkerInfo | str) -> list[str]:
         info = worker_info(worker) if isinstance(worker, str) else worker
         self.incarnations[info.worker_id] = info.incarnation
-        return self.handle(WorkerUp(info))
+        lines = self.handle(WorkerUp(info))
+        self.pairs += [line for line in lines if line.startswith("pair ")]
+        return [line for line in lines if not line.startswith("pair ")]
 
     def lost(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
@@ -239,6 +244,8 @@ class Scenario:
                 return f"dispatch {worker_id} {message.spec.key} " + (f"-> {peer.worker_id}" if peer else "alone")
             case CancelOn(worker_id=worker_id, key=key):
                 return f"cancel {worker_id} {key}"
+            case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
+                return f"pair {prefill_id} -> {peer.worker_id} {peer.incarnation}"
             case Emit(request_id=request_id, token_ids=token_ids):
                 return f"emit {request_id} {token_ids}"
             case Finish(request_id=request_id, completion=done):

@@ -106,7 +106,7 @@ class GatewayStub:
             while True:
                 yield encode(await queue.get())
 
-        call = channel.stream_stream(SESSION)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
+        call = channel.stream_stream(SESSION, None, None)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
         self._calls.append(call)
         hello = decoder(WorkerToGateway).decode(await call.read())
         assert hello == SessionHello(info=info)
@@ -123,12 +123,12 @@ class GatewayStub:
             call.cancel()
             await call.code()
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
         await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         decode = decoder(WorkerToGateway).decode
-        while (frame := await call.read()) is not grpc.aio.EOF:
+        while isinstance(frame := await call.read(), bytes):
             update = decode(frame)
             assert isinstance(update, StepUpdate)
             self._apply(update)
@@ -202,7 +202,7 @@ class GatewayStub:
 async def audit(info: WorkerInfo) -> AuditReport:
     """What a worker holds now."""
     async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
-        frame = await channel.unary_unary(AUDIT)(encode(AuditRequest()))
+        frame = await channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()))
     return decoder(AuditReport).decode(frame)
 
 

@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from grpc_status import rpc_status
+
 from disagg.client import Options, Prompt, error_of, make_request
 from disagg.proto.errors import (
     ContextLengthError,
@@ -20,7 +22,6 @@ from disagg.proto.errors import (
 )
 from disagg.router.gateway.status import RequestNotFoundError, to_rpc_status
 from disagg.v1 import inference_pb2 as pb
-from grpc_status import rpc_status
 
 
 def make(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
@@ -117,7 +118,7 @@ class FailedCall(grpc.RpcError):
     def details(self) -> str:
         return self._details
 
-    def trailing_metadata(self) -> tuple[tuple[str, Any], ...]:
+    def trailing_metadata(self) -> Any:
         return self._trailing
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_process_is_known_by_its_start_and_not_by_its_id_alone() -> None:
     me = ProcessRef.of(os.getpid())
     assert me.is_alive()
     assert not ProcessRef(me.pid, me.start_ticks + 1).is_alive()
-    mark = "a-mark-that-nobody-else-has"
+    mark = f"mark-{uuid.uuid4().hex}"
     code = f"import sys; sys.stdin.read()  # {mark}"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         (found,) = ProcessRef.mentioning(mark)

@@ -161,7 +161,7 @@ def test_filters_follow_temperature() -> None:
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     row = [3.0, 2.0, -1.0, -1.5]
     sampler = Sampler(4)
-    repeated = {"temperature": 0.0, "repetition_penalty": 2.0}
+    repeated: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 2.0}
     assert sampler.sample(logits(row), [sequence(prompt=(1,), **repeated)]) == [0]
     assert sampler.sample(logits(row), [sequence(prompt=(0,), **repeated)]) == [1]  # 3/2 < 2
     assert sampler.sample(logits(row), [sequence(prompt=(0,), output=(1, 1), **repeated)]) == [0]  # 1.5 > 2/2
@@ -237,7 +237,7 @@ def test_emitted_tokens_of_earlier_attempts_are_output() -> None:
 @pytest.mark.parametrize(
     "sampling", [{}, {"top_p": 0.9}, {"top_k": 700}, {"min_p": 0.02}, {"temperature": 3.0, "top_p": 0.99}]
 )
-def test_a_draw_is_the_inverse_cdf_of_one_uniform_also_far_down_the_ranking(sampling: dict[str, float]) -> None:
+def test_a_draw_is_the_inverse_cdf_of_one_uniform_also_far_down_the_ranking(sampling: dict[str, Any]) -> None:
     vocab_size, temperature = 2000, sampling.get("temperature", 1.0)
     values = torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(5)) * 1.5
     values[:30] = values[:30].bfloat16().float()  # many equal logits

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from disagg.router.gateway.tokenizer import ServedModel
 from disagg.router.gateway.validate import Limits
-
 from tests.support.gateway import limits_of, served_model
 
 

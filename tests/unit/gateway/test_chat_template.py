@@ -3,6 +3,7 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
+
 from disagg.proto.errors import ConfigError, InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
 
@@ -24,7 +25,10 @@ def render(source: str, **special_tokens: str) -> str:
         ("{{ 'é' | tojson }}{{ {'b': [1], 'a': none} | tojson(sort_keys=true) }}", '"é"{"a": null, "b": [1]}'),
         ("{{ {'a': 1} | tojson(indent=2) }}", '{\n  "a": 1\n}'),
         ("{{ strftime_now('%d %b %Y') }}", "04 Mar 2025"),
-        ("{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}", "be <kind>hi"),
+        (
+            "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+            "be <kind>hi",
+        ),
         ("{% generation %}{{ messages[2].content }}{% endgeneration %}!", "yes!"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "4"),
         ("{{ tools is none }}{{ documents is none }}{{ 'x' if missing is defined }}", "TrueTrue"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import GatewayConfig
 

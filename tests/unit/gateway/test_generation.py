@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import aclosing
 from typing import Any
 
 import pytest
+
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import (
     DeadlineError,
@@ -23,7 +24,6 @@ from disagg.router.api import Completion, RequestTrace, RoutedRequest
 from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.tokenizer import ServedModel
 from disagg.v1 import inference_pb2 as pb
-
 from tests.support.gateway import EOS, FINGERPRINT, IM_END, MODEL_NAME, FakeHandle, FakeRouter, Wait, forever, limits_of
 
 ID = RequestId("r1")
@@ -75,6 +75,12 @@ def request(stop: tuple[str, ...] = (), **stopping: Any) -> pb.GenerateRequest:
 async def collect(run: AsyncGenerator[Delta | Finish, None]) -> list[Delta | Finish]:
     async with aclosing(run) as events:
         return [event async for event in events]
+
+
+async def read_into(seen: list[Delta | Finish], events: AsyncIterator[Delta | Finish]) -> None:
+    """Read to the end; `seen` has what came before an error."""
+    async for event in events:
+        seen.append(event)  # noqa: PERF401 - a comprehension would lose what came before an error
 
 
 def ids(model: ServedModel, text: str) -> list[int]:
@@ -176,8 +182,7 @@ async def test_an_error_comes_after_the_tokens_before_it_and_cancels(model: Serv
     router = FakeRouter([[40], error])
     seen: list[Delta | Finish] = []
     with pytest.raises(type(error)) as caught:
-        async for event in make(model, router).run(request(), ID):
-            seen.append(event)
+        await read_into(seen, make(model, router).run(request(), ID))
     assert caught.value is error
     assert [type(event) for event in seen] == [Delta]
     assert router.handles[0].num_cancels == 1
@@ -210,8 +215,8 @@ async def test_a_consumer_that_leaves_cancels(model: ServedModel) -> None:
 async def test_a_cancelled_task_cancels(model: ServedModel) -> None:
     router = FakeRouter([Wait()])
     task = asyncio.create_task(collect(make(model, router).run(request(), ID)))
-    while not router.handles or not router.handles[0].num_reads:
-        await asyncio.sleep(0)
+    await router.arrived.wait()
+    await router.handles[0].waiting.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

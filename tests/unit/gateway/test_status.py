@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf.any_pb2 import Any as PackedAny
+from google.rpc import error_details_pb2 as details_pb
+from grpc_status import rpc_status
+
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,
@@ -14,9 +18,6 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 from disagg.router.gateway.status import RequestNotFoundError, to_rpc_status
-from google.protobuf.any_pb2 import Any as PackedAny
-from google.rpc import error_details_pb2 as details_pb
-from grpc_status import rpc_status
 
 CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
     (InvalidRequestError("sampling.top_p", "is wrong"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_value"),

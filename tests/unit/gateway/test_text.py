@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import tokenizers
-from disagg.router.gateway.text import MAX_PENDING_TOKENS, IncrementalDecoder, Piece, StopMatcher, TextStream
-from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from disagg.router.gateway.text import MAX_PENDING_TOKENS, IncrementalDecoder, Piece, StopMatcher, TextStream
+from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from tests.support.gateway import EOS, IM_END, NUM_TOKENS
 
 CUT = "\ufffd"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disagg.proto.errors import ConfigError, InvalidRequestError
-from disagg.router.gateway.chat_template import ChatTurn
-from disagg.router.gateway.tokenizer import FAKE_VOCAB_SIZE, ModelInfo, ServedModel, fake_model, load_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.router.gateway.chat_template import ChatTurn
+from disagg.router.gateway.tokenizer import FAKE_VOCAB_SIZE, ModelInfo, ServedModel, fake_model, load_model
 from tests.support.gateway import (
     BOS,
     EOS,
@@ -20,6 +20,7 @@ from tests.support.gateway import (
     IM_START,
     MAX_MODEL_LEN,
     MODEL_NAME,
+    TEMPLATE,
     VOCAB_SIZE,
     served_model,
     tokenizer_json,
@@ -178,3 +179,19 @@ def test_the_gateway_loads_neither_torch_nor_transformers() -> None:
     script = "import disagg.router.gateway.server, sys; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_texts_and_chats_read_as_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer  # slow to import
+
+    source = TEMPLATE.replace("<|im_start|>", "{{ bos_token }}<|im_start|>", 1)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    ours = load(tmp_path, tokenizer_config=config, chat_template=source).tokenizer
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("hello </s> wörld 🙂", "  two  spaces\n", "<|im_start|>user"):
+        assert ours.encode_text(text) == theirs(text)["input_ids"]
+    messages = [turn._asdict() for turn in HELLO]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_chat(HELLO) == rendered
+    assert ours.decode(rendered) == theirs.decode(rendered, skip_special_tokens=True)

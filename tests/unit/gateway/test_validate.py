@@ -4,6 +4,9 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,
@@ -24,9 +27,6 @@ from disagg.router.gateway.validate import (
     fit_prompt,
 )
 from disagg.v1 import inference_pb2 as pb
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.gateway import EOS, IM_END, MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE
 
 NAN, INF = math.nan, math.inf
@@ -148,7 +148,9 @@ def test_the_prompt_forms(limits: Limits) -> None:
     assert check_request(request(text="hé"), limits).prompt == TextPrompt("hé")
     assert check_request(request(token_ids=ids(5, 6)), limits).prompt == IdsPrompt((5, 6))
     turns = chat(("system", "s"), ("user", ""))
-    assert check_request(request(chat=turns), limits).prompt == ChatPrompt((ChatTurn("system", "s"), ChatTurn("user", "")))
+    assert check_request(request(chat=turns), limits).prompt == ChatPrompt(
+        (ChatTurn("system", "s"), ChatTurn("user", ""))
+    )
 
 
 def fit(limits: Limits, wanted: pb.GenerateRequest, num_prompt_tokens: int = 10) -> Sampling:
@@ -253,8 +255,8 @@ PROMPTS: st.SearchStrategy[dict[str, Any]] = st.one_of(
 )
 ANY_SAMPLING = st.fixed_dictionaries(
     {},
-    optional={name: FLOATS for name in ("temperature", "top_p", "min_p")}
-    | {name: FLOATS for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")}
+    optional=dict.fromkeys(("temperature", "top_p", "min_p"), FLOATS)
+    | dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), FLOATS)
     | {"top_k": st.integers(-(2**31), 2**31 - 1), "seed": st.integers(0, 2**64 - 1)},
 )
 ANY_STOPPING = st.fixed_dictionaries(

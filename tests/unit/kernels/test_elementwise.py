@@ -72,7 +72,7 @@ def test_add_rms_norm(ops: Any, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [2, 16, 64, 80, 128])
 def test_rope(ops: Any, dim: int, dtype: torch.dtype) -> None:
     T, N, K = 3, 4, 2
-    q, k, _ = rows(T, (N + 2 * K) * dim, dtype).view(T, -1, dim).split([N, K, K], dim=1)
+    q, k, _ = torch.split(rows(T, (N + 2 * K) * dim, dtype).view(T, -1, dim), [N, K, K], dim=1)
     angles = torch.arange(T)[:, None] * torch.linspace(0.1, 1.0, dim // 2)[None]
     cos, sin = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
     for found, x in zip(ops.apply_rope(q, k, cos, sin), (q, k), strict=True):
@@ -105,11 +105,16 @@ def test_silu_mul_of_extreme_gates(ops: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpp_agrees_with_the_reference(native: NativeOps, dtype: torch.dtype) -> None:
     x, residual, weight = rows(33, 576, dtype), rows(34, 576, dtype)[1:], rows(1, 576, dtype)[0]
-    pairs = [(native.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))]
-    pairs += zip(native.add_rms_norm(x, residual, weight, EPS) or (), reference.add_rms_norm(x, residual, weight, EPS))
     q, k, cos, sin = x.view(33, 9, 64), x.view(33, 9, 64)[:, :3], residual[:, :64], residual[:, 64:128]
-    pairs += zip(native.apply_rope(q, k, cos, sin) or (), reference.apply_rope(q, k, cos, sin))
-    pairs.append((native.silu_mul(4 * x), reference.silu_mul(4 * x)))
+    found_sum, found_rope = native.add_rms_norm(x, residual, weight, EPS), native.apply_rope(q, k, cos, sin)
+    assert found_sum is not None
+    assert found_rope is not None
+    pairs = [
+        (native.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS)),
+        (native.silu_mul(4 * x), reference.silu_mul(4 * x)),
+        *zip(found_sum, reference.add_rms_norm(x, residual, weight, EPS), strict=True),
+        *zip(found_rope, reference.apply_rope(q, k, cos, sin), strict=True),
+    ]
     for found, expected in pairs:
         assert found is not None
         assert_within_one_ulp(found, expected)

@@ -339,3 +339,18 @@ def test_the_clock_may_run_out_between_two_tries() -> None:
     it.start(routed_request("r0", deadline=0.1), "p0", "d0")
     it.update("p0", end_update("r0", 0, "failed"))
     assert it.at(0.1) == ["fail r0 DeadlineError"]
+
+
+def test_pairs_are_formed_when_workers_join() -> None:
+    scenario = Scenario("p0", "d0")
+    assert scenario.pairs == ["pair p0 -> d0 1"]
+    scenario.up("d1")
+    scenario.up("p1")
+    assert scenario.pairs[1:] == ["pair p0 -> d1 1", "pair p1 -> d0 1", "pair p1 -> d1 1"]
+    scenario.lost("d0")
+    scenario.up(worker_info("d0", incarnation="2"))
+    assert scenario.pairs[4:] == ["pair p0 -> d0 2", "pair p1 -> d0 2"]
+
+
+def test_no_pair_of_different_models_is_formed() -> None:
+    assert Scenario(worker_info("p0", fingerprint="a"), worker_info("d0", fingerprint="b")).pairs == []

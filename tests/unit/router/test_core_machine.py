@@ -22,6 +22,7 @@ from disagg.router.core import RouterCore
 from disagg.router.events import (
     CancelOn,
     CancelRequest,
+    ConnectPair,
     Command,
     Dispatch,
     Emit,
@@ -141,6 +142,9 @@ class RouterMachine(RuleBasedStateMachine):
                     assert client.deadline is not None
                     assert client.deadline <= self.now
                 self.end(request_id, type(error).__name__)
+            case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
+                assert self.workers[prefill_id].is_up
+                assert peer.incarnation == str(self.workers[peer.worker_id].life)
             case _:
                 raise AssertionError(command)
 

@@ -75,7 +75,6 @@ def plus(number: int) -> Callable[[int], int]:
         changed(ChunkHeader, at=1, start_token=plus(-1), end_token=plus(-1)),  # overlaps
         changed(ChunkHeader, at=1, start_token=plus(1), end_token=plus(1)),  # leaves a gap
         changed(ChunkHeader, at=1, start_token=-8, end_token=0),
-        changed(ChunkHeader, at=4, start_token=32, end_token=40, nbytes=64),  # past the end
         changed(ChunkHeader, at=1, end_token=CHUNK - 1, nbytes=-8),
         changed(ChunkHeader, at=1, end_token=1 << 62),
         changed(Commit, num_chunks=plus(1)),

@@ -194,6 +194,29 @@ def test_blocks_that_are_gone_fail_the_attempt() -> None:
     ]
 
 
+def test_a_chunk_past_the_end_closes_the_pair() -> None:
+    machine = reserved(credits=3)
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_message(header(1, 12, 18), 0.0)
+    *_, last = machine.on_message(header(2, 18, 21), 0.0)
+    assert isinstance(last, ClosePair)
+    assert "ends at token 21 of 20" in last.reason
+
+
+def test_an_attempt_is_not_taken_again_while_bytes_of_it_are_to_come() -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.cancel(KEY)
+    for half_seconds in range(1, 25):
+        machine.on_message(Offer(spec=spec_of("other", prompt_of(1))), half_seconds / 2)
+        machine.tick(half_seconds / 2)
+    (refused,) = machine.on_message(Offer(spec=SPEC), 12.0)
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    machine.on_received(KEY, 0, True, 5)
+    assert machine.on_message(Offer(spec=SPEC), 12.0) == [ReserveBlocks(SPEC)]
+
+
 def test_generations_count_up() -> None:
     machine = reserved()
     other = spec_of("b", prompt_of(5))

@@ -8,6 +8,7 @@ import pytest
 
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
+    STUCK,
     ClosePair,
     GatherChunk,
     ReleaseSequence,
@@ -233,6 +234,32 @@ def test_late_engine_events_are_ignored() -> None:
     assert machine.on_chunk_computed(KEY, 14) == []
     assert machine.on_prefill_computed(KEY, 1) == []
     assert machine.cancel(KEY) == []
+
+
+def beat_until(machine: Sender, until_s: float) -> list[Any]:
+    """Ticks of a pair whose peer beats too; all effects but beats."""
+    effects: list[Any] = []
+    for half_seconds in range(1, int(until_s * 2) + 1):
+        machine.on_message(PairHeartbeat(), half_seconds / 2)
+        effects += [effect for effect in machine.tick(half_seconds / 2) if effect != Send(PairHeartbeat())]
+    return effects
+
+
+def test_cleared_bytes_that_never_leave_end_the_pair() -> None:
+    machine = prefilling(transfer_timeout_s=3.0)
+    machine.on_chunk_computed(KEY, 14)
+    machine.on_gathered(KEY, 0, True, 64, 11)
+    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    assert beat_until(machine, 2.5) == []
+    assert beat_until(machine, 3.0) == [SendOver(KEY, "failed", STUCK, 64, 4), ReleaseSequence(KEY), ClosePair(STUCK)]
+    assert machine.holdings()["sending_slots"] == 1
+
+
+def test_an_abort_that_is_never_answered_ends_the_pair() -> None:
+    machine = prefilling(transfer_timeout_s=3.0)
+    machine.cancel(KEY)
+    assert beat_until(machine, 2.5) == []
+    assert beat_until(machine, 3.0) == [ClosePair(STUCK)]
 
 
 def test_a_tick_beats() -> None:
