@@ -189,11 +189,20 @@ class ProcessRef:
         return cls(pid, _start_ticks(pid))
 
     @classmethod
-    def mentioning(cls, text: str) -> list[ProcessRef]:
-        """The processes, but for this one, with `text` (a private path) in their command line."""
-        needle = text.encode()
-        pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
-        return [cls.of(pid) for pid in pids if pid != os.getpid() and needle in _command_line(pid)]
+    def family(cls, mark: str) -> list[ProcessRef]:
+        """The processes that started with `mark` (`NAME=value`) in their environment, and all that descend from them.
+
+        A process that rewrites its title may overwrite its environment, as some of Ray's do; those are found as
+        descendants, while their parents live. This process is not among them.
+        """
+        parents = _parents()
+        family = {pid for pid in parents if pid != os.getpid() and mark.encode() in _environment(pid)}
+        grown = True
+        while grown:
+            children = {pid for pid, parent in parents.items() if parent in family}
+            grown = not children <= family
+            family |= children
+        return [cls.of(pid) for pid in sorted(family)]
 
     def is_alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
@@ -206,17 +215,28 @@ class ProcessRef:
 
 
 def _start_ticks(pid: int) -> int:
-    """Field 22 of /proc/<pid>/stat, or -1 for a process that is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    state, *fields = stat.rpartition(")")[2].split()
+    """When a process started, or -1 for one that is gone or a zombie."""
+    state, *fields = _stat(pid) or ["Z"]
     return -1 if state == "Z" else int(fields[18])
 
 
-def _command_line(pid: int) -> bytes:
+def _parents() -> dict[int, int]:
+    """Process id -> id of its parent, for all processes."""
+    pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    return {pid: int(stat[1]) for pid in pids if (stat := _stat(pid))}
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/<pid>/stat from field 3 (state, parent, ...) on; empty for a process that is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return b""
+        return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """`NAME=value` strings that a process started with; empty for one that is gone or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []

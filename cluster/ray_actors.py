@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 SLOT: Final = "disagg_slot"
 """The resource that a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of Ray's."""
 
+MARK: Final = "DISAGG_RAY_CLUSTER"
+"""Environment variable that the processes of one private Ray are found by when it ends."""
+
 STOP_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 5.0
 """How long the kernel may take to end a killed process."""
@@ -121,6 +124,7 @@ class RayCluster:
         self._start_timeout_s = start_timeout_s
         self._private = config.ray.address == "local"
         self._temp_dir: Path | None = None
+        self._mark = uuid.uuid4().hex
         self._connected = False
         self._actors: dict[str, Any] = {}
         self._groups: list[Any] = []
@@ -186,7 +190,7 @@ class RayCluster:
 
         if ray.is_initialized():
             raise LaunchError("this process is already connected to a Ray cluster")
-        with _ray_on_cores(self._plan.cores.gateway):
+        with _ray_on_cores(self._plan.cores.gateway), _environment_mark(self._mark):
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -293,20 +297,22 @@ class RayCluster:
 
     def stop(self) -> None:
         """See `launch.Cluster`."""
+        family = self._family()
         if self._connected:
             self._stop_actors([GATEWAY])
             self._stop_actors([name for name in self._actors if name != GATEWAY])
             self._disconnect()
-        leftovers = list(self._processes.values())
-        if self._temp_dir is not None:
-            leftovers += ProcessRef.mentioning(str(self._temp_dir))
-        end_processes(leftovers)
+        end_processes([*self._processes.values(), *family, *self._family()])
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
         for name in self._processes:
             self._progress(name, "stopped")
         self._processes, self._actors, self._groups = {}, {}, []
+
+    def _family(self) -> list[ProcessRef]:
+        """The processes of a private Ray; none when it was joined."""
+        return ProcessRef.family(f"{MARK}={self._mark}") if self._private else []
 
     def _stop_actors(self, names: list[str]) -> None:
         import ray
@@ -344,6 +350,16 @@ def set_private_environment() -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextmanager
+def _environment_mark(mark: str) -> Iterator[None]:
+    """What is started inside can be told from everything else on this machine."""
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
 
 
 def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:

@@ -50,7 +50,7 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the model's post-processor adds. Special tokens that are spelled
         out in the text become their ids."""
-        return list(self.backend.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added.
@@ -60,11 +60,17 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
-        return list(self.backend.encode(self._template.render(turns), add_special_tokens=False).ids)
+        return self._encode(self._template.render(turns), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
-        return str(self.backend.decode(token_ids, skip_special_tokens=True))
+        # As in `_encode`, the batch call lets other threads run.
+        return str(self.backend.decode_batch([token_ids], skip_special_tokens=True)[0])
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a thread
+        # would stop the event loop for half a second.
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,14 +319,15 @@ async def test_leaving_a_stream_cancels(folder: Path) -> None:
 
 
 async def test_leaving_a_blocking_stream_cancels(folder: Path) -> None:
-    def use(address: str) -> tuple[int, ...]:
-        with Client(address) as client, closing(client.stream("x")) as deltas:
+    def leave(client: Client) -> tuple[int, ...]:
+        with closing(client.stream("x")) as deltas:
             return next(deltas).token_ids
 
     router = FakeRouter([[5], Wait()])
     async with running(folder, router) as server:
-        assert await asyncio.to_thread(use, server.address) == (5,)
-        await asyncio.wait_for(router.handles[0].cancelled.wait(), WAIT_S)
+        with Client(server.address) as client:
+            assert await asyncio.to_thread(leave, client) == (5,)
+            await asyncio.wait_for(router.handles[0].cancelled.wait(), WAIT_S)
 
 
 async def test_a_cancelled_call_cancels(folder: Path) -> None:
@@ -502,6 +503,18 @@ async def test_stop_lets_running_calls_end_and_then_cancels(folder: Path) -> Non
         await stopping
         assert time.monotonic() - started >= 0.2
         await asyncio.wait_for(router.handles[0].cancelled.wait(), WAIT_S)
+
+
+async def test_when_stop_returns_every_call_has_ended(folder: Path) -> None:
+    router = FakeRouter([[5], Wait()])
+    async with running(folder, router) as server, AsyncClient(server.address) as client:
+        streams = [client.stream("x") for _ in range(5)]
+        for stream in streams:
+            await anext(stream)
+        await server.stop(0.0)
+        assert [handle.num_cancels for handle in router.handles] == [1] * 5
+        for stream in streams:
+            await stream.aclose()
 
 
 async def test_a_port_that_is_taken(folder: Path) -> None:

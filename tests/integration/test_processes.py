@@ -22,6 +22,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import fake_generate
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
+from tests.support.processes import children_mentioning
 
 WORKER_MODULE = "disagg.cluster.worker_process"
 FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
@@ -36,13 +37,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def own_children() -> list[int]:
-    """The ids of this process's children that run a worker."""
-    workers = ProcessRef.mentioning(WORKER_MODULE)
-    stats = {worker.pid: Path(f"/proc/{worker.pid}/stat").read_text() for worker in workers if worker.is_alive()}
-    return [pid for pid, stat in stats.items() if int(stat.rpartition(")")[2].split()[1]) == os.getpid()]
 
 
 def worker_config(name: str, **values: object) -> WorkerConfig:
@@ -100,7 +94,7 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path)
     with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json") as caught:
         cluster.start()
     name = str(caught.value).partition(":")[0]
-    assert own_children() == []
+    assert children_mentioning(WORKER_MODULE) == []
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["decode-0.log", "prefill-0.log"]
     assert "Traceback" in (tmp_path / "logs" / f"{name}.log").read_text()
 

@@ -13,8 +13,9 @@ from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.ray_actors import MAX_TEMP_DIR_CHARS, RayCluster, end_processes
+from disagg.cluster.ray_actors import MARK, MAX_TEMP_DIR_CHARS, RayCluster, end_processes
 from disagg.engine.fake import fake_generate
+from tests.support.processes import mentioning
 
 pytestmark = pytest.mark.ray
 
@@ -27,7 +28,7 @@ def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = Path("/tmp") / f"dt{os.getpid()}"
     folder.mkdir()
     yield folder
-    assert ProcessRef.mentioning(str(folder)) == []
+    assert mentioning(str(folder)) == []
     assert list(folder.iterdir()) == []
     folder.rmdir()
 
@@ -62,7 +63,9 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         refuse_strangers()
         end_processes([workers[2]], grace_s=0)
         assert cluster.lost() == ["decode-1"]
-    assert [worker for worker in workers if worker.is_alive()] == []
+        family = ProcessRef.family(f"{MARK}={cluster._mark}")
+        assert len(family) > len(workers)
+    assert [process for process in (*workers, *family) if process.is_alive()] == []
     assert [name for name, state in seen if state == "starting"] == ["ray", *names, "gateway"]
     assert not (Path(os.environ["HOME"]) / ".ray").exists()
 

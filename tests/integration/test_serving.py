@@ -37,7 +37,10 @@ CONFIG = {
         "decode": {"size": 2, "num_blocks": 256},
     },
 }
-GREEDY: Options = {"temperature": 0.0, "ignore_eos": True}
+
+
+def greedy(max_tokens: int) -> Options:
+    return {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ async def test_mixed_load_is_exact_and_leaves_nothing(cluster: ProcessCluster) -
     shared = prompt_of(dice, 96)
 
     async def whole(client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
-        answer = await client.generate(prompt, max_tokens=num_tokens, **GREEDY)
+        answer = await client.generate(prompt, **greedy(num_tokens))
         assert list(answer.token_ids) == fake_generate(prompt, num_tokens)
         assert answer.usage.completion_tokens == num_tokens
         route = await client.explain(answer.request_id)
@@ -84,7 +87,7 @@ async def test_mixed_load_is_exact_and_leaves_nothing(cluster: ProcessCluster) -
 
     async def closed_early(client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
         got: list[int] = []
-        async with contextlib.aclosing(client.stream(prompt, max_tokens=2000, **GREEDY)) as stream:
+        async with contextlib.aclosing(client.stream(prompt, **greedy(2000))) as stream:
             async for delta in stream:
                 got += delta.token_ids
                 if len(got) >= num_tokens:
@@ -92,7 +95,7 @@ async def test_mixed_load_is_exact_and_leaves_nothing(cluster: ProcessCluster) -
         assert got == fake_generate(prompt, len(got))
 
     async def cancelled(client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
-        task = asyncio.create_task(client.generate(prompt, max_tokens=2000, **GREEDY))
+        task = asyncio.create_task(client.generate(prompt, **greedy(2000)))
         await asyncio.sleep(num_tokens / 4000)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -100,7 +103,7 @@ async def test_mixed_load_is_exact_and_leaves_nothing(cluster: ProcessCluster) -
 
     async def out_of_time(client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
         with pytest.raises(DeadlineError):
-            await client.generate(prompt, max_tokens=3000, timeout_s=num_tokens / 400, **GREEDY)
+            await client.generate(prompt, timeout_s=num_tokens / 400, **greedy(3000))
 
     async with client_of(cluster) as client:
         kinds = [whole, whole, whole, closed_early, cancelled, out_of_time]
@@ -116,7 +119,7 @@ async def test_more_than_fits_waits_and_is_answered(cluster: ProcessCluster) -> 
     dice = random.Random(4)
     prompts = [prompt_of(dice, 40) for _ in range(40)]
     async with client_of(cluster) as client:
-        answers = await asyncio.gather(*(client.generate(p, max_tokens=500, **GREEDY) for p in prompts))
+        answers = await asyncio.gather(*(client.generate(p, **greedy(500)) for p in prompts))
         assert [list(answer.token_ids) for answer in answers] == [fake_generate(p, 500) for p in prompts]
 
 
@@ -124,7 +127,7 @@ async def test_both_pools_share_the_load(cluster: ProcessCluster) -> None:
     dice = random.Random(5)
     prompts = [prompt_of(dice, 64) for _ in range(16)]
     async with client_of(cluster) as client:
-        answers = await asyncio.gather(*(client.generate(p, max_tokens=40, **GREEDY) for p in prompts))
+        answers = await asyncio.gather(*(client.generate(p, **greedy(40)) for p in prompts))
         routes = [await client.explain(answer.request_id) for answer in answers]
         assert {route.prefill_worker for route in routes} == {"prefill-0", "prefill-1"}
         assert {route.decode_worker for route in routes} == {"decode-0", "decode-1"}
@@ -134,9 +137,9 @@ async def test_a_repeated_prefix_is_found_again(cluster: ProcessCluster) -> None
     dice = random.Random(6)
     first = prompt_of(dice, 128)
     async with client_of(cluster) as client:
-        await client.generate(first, max_tokens=2, **GREEDY)
+        await client.generate(first, **greedy(2))
         await asyncio.sleep(0.3)  # Cache events reach the router with the next report.
-        answer = await client.generate([*first, 1, 2, 3], max_tokens=4, **GREEDY)
+        answer = await client.generate([*first, 1, 2, 3], **greedy(4))
         assert list(answer.token_ids) == fake_generate([*first, 1, 2, 3], 4)
         assert answer.usage.cached_tokens == 128
         route = await client.explain(answer.request_id)
@@ -187,4 +190,4 @@ async def test_unknown_model_and_past_deadline(cluster: ProcessCluster) -> None:
         with pytest.raises(ModelNotFoundError, match="nobody"):
             await client.generate([1], model="nobody")
         with pytest.raises(DeadlineError):
-            await client.generate([1], timeout_s=0.0, **GREEDY)
+            await client.generate([1], timeout_s=0.0, **greedy(5))

@@ -96,8 +96,8 @@ Script = Callable[[RoutedRequest], Iterable[Step]]
 
 
 class FakeHandle:
-    """Implements `api.RequestHandle` by a script: batches come in order; an error is raised; a `Completion` ends it, and
-    so does the end of the script, by length."""
+    """Implements `api.RequestHandle` by a script: batches come in order, an error is raised, a `Completion` ends it,
+    and so does the end of the script, by length."""
 
     def __init__(self, request_id: RequestId, script: Iterable[Step]) -> None:
         self.request_id = request_id

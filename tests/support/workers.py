@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 
@@ -108,7 +109,7 @@ class GatewayStub:
 
         call = channel.stream_stream(SESSION, None, None)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
         self._calls.append(call)
-        hello = decoder(WorkerToGateway).decode(await call.read())
+        hello = decoder(WorkerToGateway).decode(cast(bytes, await call.read()))
         assert hello == SessionHello(info=info)
         self.infos[info.worker_id] = info
         self._queues[info.worker_id] = queue
@@ -126,7 +127,7 @@ class GatewayStub:
             await channel.close(None)
         await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+    async def _read(self, call: Any) -> None:
         decode = decoder(WorkerToGateway).decode
         while isinstance(frame := await call.read(), bytes):
             update = decode(frame)

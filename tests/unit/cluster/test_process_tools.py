@@ -94,14 +94,30 @@ def test_a_process_is_known_by_its_start_and_not_by_its_id_alone() -> None:
     me = ProcessRef.of(os.getpid())
     assert me.is_alive()
     assert not ProcessRef(me.pid, me.start_ticks + 1).is_alive()
-    mark = f"mark-{uuid.uuid4().hex}"
-    code = f"import sys; sys.stdin.read()  # {mark}"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
-        (found,) = ProcessRef.mentioning(mark)
-        assert found == ProcessRef.of(child.pid)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = ProcessRef.of(child.pid)
+        assert found.is_alive()
         found.kill()
         child.wait()
     assert child.returncode == -signal.SIGKILL
     assert not found.is_alive()
     assert not ProcessRef.of(child.pid).is_alive()
     found.kill()
+
+
+def test_a_family_is_found_by_its_environment_and_its_descent() -> None:
+    mark = uuid.uuid4().hex
+    grandchild = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", grandchild],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "MARK": mark},
+    ) as child:
+        assert child.stdout is not None
+        sleeper = ProcessRef.of(int(child.stdout.readline()))
+        family = ProcessRef.family(f"MARK={mark}")
+        assert family == sorted([ProcessRef.of(child.pid), sleeper], key=lambda process: process.pid)
+        assert ProcessRef.family(f"MARK={mark[:-1]}") == []
+        for process in family:
+            process.kill()

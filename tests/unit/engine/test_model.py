@@ -13,7 +13,6 @@ from disagg.engine.model.batch import BatchBuilder
 from disagg.engine.model.rope import inverse_frequencies
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import StepPlan
-from disagg.kernels.dispatch import describe
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -30,12 +29,6 @@ PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(150)]
 BLOCKS = [9, 2, 31, 0, 17, 5, 40, 63, 11, 8, 26, 50]
 OTHER_BLOCKS = [1, 3, 60, 4, 6, 33, 7, 10, 12, 13, 44, 14]
 FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_kernels() -> None:
-    """Outside any test: the first use compiles, and waits for the compiler."""
-    describe()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from disagg.engine.checkpoint import model_fingerprint
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence
-from disagg.kernels.dispatch import describe
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
 from tests.support.stepping import (
@@ -31,12 +30,6 @@ from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint, reference_gen
 
 PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
 BLOCKS = [9, 2, 31, 0, 17, 5, 40]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_kernels() -> None:
-    """Outside any test: the first use compiles, and waits for the compiler."""
-    describe()
 
 
 @pytest.fixture(scope="module")

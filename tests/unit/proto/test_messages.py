@@ -44,7 +44,12 @@ OPERATION: dict[str, Any] = {**IDS, "generation": 9}
 CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
     "GatewayToWorker": (
         m.GatewayToWorker,
-        [m.Dispatch(spec=SPEC, decode_peer=PEER), m.Dispatch(spec=SPEC), m.Cancel(request_id=R, attempt=2)],
+        [
+            m.Dispatch(spec=SPEC, decode_peer=PEER),
+            m.Dispatch(spec=SPEC),
+            m.Connect(decode_peer=PEER),
+            m.Cancel(request_id=R, attempt=2),
+        ],
     ),
     "WorkerToGateway": (
         m.WorkerToGateway,
@@ -174,9 +179,10 @@ def test_an_unknown_end_is_refused() -> None:
         m.decoder(m.End).decode(msgspec.msgpack.encode(good | {"reason": "exploded"}))
 
 
-def test_messages_cannot_be_changed() -> None:
+@pytest.mark.parametrize("field", ["attempt", "sampling", "surplus"])
+def test_messages_cannot_be_changed(field: str) -> None:
     with pytest.raises(AttributeError):
-        SPEC.attempt = 3
+        setattr(SPEC, field, 3)
 
 
 def test_the_key_and_the_length_of_a_sequence() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
+    STUCK,
     ClosePair,
     JoinSequence,
     ReceiveBytes,
@@ -28,6 +29,7 @@ from disagg.proto.messages import (
     Commit,
     CommitAck,
     Offer,
+    PairHeartbeat,
     Refused,
     Reserved,
 )
@@ -215,6 +217,18 @@ def test_an_attempt_is_not_taken_again_while_bytes_of_it_are_to_come() -> None:
     assert isinstance(refused.message, Refused)
     machine.on_received(KEY, 0, True, 5)
     assert machine.on_message(Offer(spec=SPEC), 12.0) == [ReserveBlocks(SPEC)]
+
+
+def test_cleared_bytes_that_never_come_end_the_pair_though_p_beats() -> None:
+    machine = reserved(transfer_timeout_s=3.0)
+    machine.on_message(header(0, 4, 12), 0.0)
+    effects: list[Any] = []
+    for half_seconds in range(1, 7):
+        assert effects == []
+        machine.on_message(PairHeartbeat(), half_seconds / 2)
+        effects = [effect for effect in machine.tick(half_seconds / 2) if effect != Send(PairHeartbeat())]
+    assert effects == [ReleaseSequence(KEY), ReceiveOver(KEY, "aborted", STUCK, 0, 4), ClosePair(STUCK)]
+    assert machine.holdings()["receiving_slots"] == 1
 
 
 def test_generations_count_up() -> None:
