@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+KILL_TIMEOUT_S = 5.0
+"""How long the kernel may take to end a killed process."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -212,6 +215,23 @@ class ProcessRef:
         """SIGKILL, if it still runs."""
         if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
+
+
+def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:
+    """Wait for processes that were told to end, kill what is still there after `grace_s`, and see it go."""
+    if not _wait_gone(processes, grace_s):
+        for process in processes:
+            process.kill()
+        _wait_gone(processes, KILL_TIMEOUT_S)
+
+
+def _wait_gone(processes: list[ProcessRef], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _start_ticks(pid: int) -> int:

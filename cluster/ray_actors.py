@@ -50,6 +50,7 @@ from disagg.cluster.process_tools import (
     ProcessRef,
     available_cores,
     describe,
+    end_processes,
     pin_process,
     setup_logging,
     thread_environment,
@@ -67,8 +68,6 @@ MARK: Final = "DISAGG_RAY_CLUSTER"
 """Environment variable that the processes of one private Ray are found by when it ends."""
 
 STOP_TIMEOUT_S: Final = 10.0
-KILL_TIMEOUT_S: Final = 5.0
-"""How long the kernel may take to end a killed process."""
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Close to the least that Ray accepts: nothing of ours is stored there."""
 MAX_TEMP_DIR_CHARS: Final = 40
@@ -360,23 +359,6 @@ def _environment_mark(mark: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[MARK]
-
-
-def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:
-    """Wait for processes that were told to end, kill what is still there after `grace_s`, and see it go."""
-    if not _wait_gone(processes, grace_s):
-        for process in processes:
-            process.kill()
-        _wait_gone(processes, KILL_TIMEOUT_S)
-
-
-def _wait_gone(processes: list[ProcessRef], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while any(process.is_alive() for process in processes):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def _short_temp_root() -> str | None:

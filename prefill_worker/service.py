@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import msgspec
 
 from disagg.engine.mailbox import Mailbox
 from disagg.proto.messages import (
@@ -60,7 +61,7 @@ class PairStream:
             ) from error
         if not isinstance(frame, bytes):  # the end of the stream
             raise PairError(f"{self._peer.worker_id} closed the stream")
-        match self._decoder.decode(frame):
+        match self._decode(frame):
             case PairWelcome() as welcome:
                 return welcome
             case PairRefused(reason=reason):
@@ -83,7 +84,7 @@ class PairStream:
         """What the peer says, until the stream ends; raises `PairError` when it breaks."""
         try:
             while isinstance(frame := await self._call.read(), bytes):
-                yield self._decoder.decode(frame)
+                yield self._decode(frame)
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
 
@@ -94,6 +95,13 @@ class PairStream:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close(None)
+
+    def _decode(self, frame: bytes) -> ReceiverToSender:
+        try:
+            message: ReceiverToSender = self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise PairError(f"{self._peer.worker_id} sent a bad frame: {error}") from error
+        return message
 
     async def _frames(self) -> AsyncIterator[bytes]:
         async for message in self._outgoing:

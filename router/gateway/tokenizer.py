@@ -68,8 +68,8 @@ class Tokenizer:
         return str(self.backend.decode_batch([token_ids], skip_special_tokens=True)[0])
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a thread
-        # would stop the event loop for half a second.
+        # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a
+        # thread would stop the event loop for half a second.
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 

@@ -83,7 +83,7 @@ async def collect(client: AsyncClient, *args: Any, **kwargs: Any) -> list[Delta]
 
 async def drain(call: Any) -> None:
     """Read what is left, to the end or the error."""
-    while await call.read() is not grpc.aio.EOF:
+    while (await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
         pass
 
 

@@ -12,8 +12,8 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.ray_actors import MARK, MAX_TEMP_DIR_CHARS, RayCluster, end_processes
+from disagg.cluster.process_tools import ProcessRef, end_processes
+from disagg.cluster.ray_actors import MARK, MAX_TEMP_DIR_CHARS, RayCluster
 from disagg.engine.fake import fake_generate
 from tests.support.processes import mentioning
 

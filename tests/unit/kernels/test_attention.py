@@ -139,3 +139,49 @@ def test_prefill_attention(
     out = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
     expected = torch.stack([case.expected(q_ND, 0, start + i + 1) for i, q_ND in enumerate(q_TND)])
     oracle.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "count"), [(0, 150), (70, 131), (1500, 40), (200, 0)])
+def test_cpp_prefill_attention_agrees_with_the_reference_over_many_tiles(
+    native: NativeOps, start: int, count: int, dtype: torch.dtype
+) -> None:
+    case = Case([start + count], (9, 3), 64, dtype)
+    q_TND = torch.randn(count, 9, 64).to(dtype)
+    table_M = torch.tensor(case.tables[0], dtype=torch.int32)
+    args = (q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
+    found = native.paged_prefill_attention(*args)
+    assert found is not None
+    if count:
+        oracle.assert_close(found, reference.paged_prefill_attention(*args).double())
+    assert found.shape == (count, 9, 64)
+
+
+def test_prefill_in_chunks_is_prefill_at_once(ops: Any) -> None:
+    case = Case([90], (4, 2), 32, torch.float32)
+    q_TND = torch.randn(90, 4, 32)
+    table_M = torch.tensor(case.tables[0], dtype=torch.int32)
+
+    def chunk(start: int, end: int) -> Tensor:
+        out: Tensor = ops.paged_prefill_attention(
+            q_TND[start:end], case.keys_NKBD, case.values_NKBD, table_M, start, case.scale
+        )
+        return out
+
+    pieces = torch.cat([chunk(0, 33), chunk(33, 34), chunk(34, 90)])
+    assert torch.allclose(pieces, chunk(0, 90), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [-1, 99])
+def test_cpp_prefill_attention_refuses_blocks_outside_the_cache(native: NativeOps, block: int) -> None:
+    case = Case([40], (4, 2), 64, torch.float32)
+    table_M = torch.tensor([*case.tables[0][:2], block], dtype=torch.int32)
+    with pytest.raises(IndexError, match=f"block {block} at place 2 "):
+        native.paged_prefill_attention(torch.zeros(8, 4, 64), case.keys_NKBD, case.values_NKBD, table_M, 32, case.scale)
+
+
+def test_cpp_prefill_attention_declines_a_table_that_is_too_short(native: NativeOps) -> None:
+    case = Case([40], (4, 2), 64, torch.float32)
+    table_M = torch.tensor(case.tables[0][:2], dtype=torch.int32)
+    args = (torch.zeros(8, 4, 64), case.keys_NKBD, case.values_NKBD, table_M, 32, case.scale)
+    assert native.paged_prefill_attention(*args) is None

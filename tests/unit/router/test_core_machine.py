@@ -22,8 +22,8 @@ from disagg.router.core import RouterCore
 from disagg.router.events import (
     CancelOn,
     CancelRequest,
-    ConnectPair,
     Command,
+    ConnectPair,
     Dispatch,
     Emit,
     Event,
