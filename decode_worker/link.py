@@ -29,8 +29,9 @@ from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.role import RoleContext
+from disagg.proto.handover import SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SenderToReceiver, SequenceSpec, WorkerInfo
+from disagg.proto.messages import SequenceSpec, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -29,17 +29,9 @@ from disagg.engine.commands import (
 from disagg.engine.kv_transfer.effects import ReceiveOver
 from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
 from disagg.engine.role import RoleContext
+from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import (
-    Dispatch,
-    HandedOver,
-    PairHello,
-    PairRefused,
-    PairWelcome,
-    PeerRef,
-    RoleName,
-    SequenceSpec,
-)
+from disagg.proto.messages import Dispatch, HandedOver, PeerRef, RoleName, SequenceSpec
 
 logger = logging.getLogger(__name__)
 

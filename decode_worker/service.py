@@ -11,15 +11,8 @@ import grpc
 import msgspec
 
 from disagg.engine.mailbox import Mailbox
-from disagg.proto.messages import (
-    PairHello,
-    PairRefused,
-    PairWelcome,
-    ReceiverToSender,
-    SenderToReceiver,
-    decoder,
-    encode,
-)
+from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
+from disagg.proto.messages import decoder, encode
 from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
 
 logger = logging.getLogger(__name__)

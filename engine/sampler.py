@@ -12,8 +12,6 @@ vocabulary is ranked only for those.
 Shapes: S sequences, V vocabulary, R rows that are drawn, C ranked tokens of a row.
 """
 
-# ruff: noqa: N815 - fields carry their shape
-
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq

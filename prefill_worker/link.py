@@ -31,8 +31,9 @@ from disagg.engine.kv_transfer.transport import PairTransport, make_connector
 from disagg.engine.plan import Buffer
 from disagg.engine.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
+from disagg.proto.handover import PairWelcome
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import PairWelcome, PeerRef, SequenceSpec
+from disagg.proto.messages import PeerRef, SequenceSpec
 
 logger = logging.getLogger(__name__)
 

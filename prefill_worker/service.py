@@ -11,17 +11,8 @@ import grpc
 import msgspec
 
 from disagg.engine.mailbox import Mailbox
-from disagg.proto.messages import (
-    PairHello,
-    PairRefused,
-    PairWelcome,
-    PeerRef,
-    ReceiverToSender,
-    SenderToReceiver,
-    WorkerInfo,
-    decoder,
-    encode,
-)
+from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
+from disagg.proto.messages import PeerRef, WorkerInfo, decoder, encode
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 
 MAX_UNSENT_MESSAGES = 4096

@@ -1,11 +1,11 @@
 """Messages between our own processes: frozen structs in closed tagged unions, msgpack on the wire.
 
-Four conversations, each a gRPC stream of frames (`encode` / `Decoder`):
+Four conversations, in frames of `encode` and `decoder`:
 
-    gateway  <-> worker   Session    `GatewayToWorker` down: dispatch, cancel, connect.   `WorkerToGateway` up: one
-    `StepUpdate` per step router    -> worker   Watch      `WorkerReport` up: load and KV events, coalesced
-    P        <-> D        Transfer   `SenderToReceiver`, `ReceiverToSender`: the control half of the hand-over
+    gateway  <-> worker   Session    down: dispatch, cancel, connect; up: one `StepUpdate` per step
+    router    -> worker   Watch      up: `WorkerReport`, load and KV events, coalesced
     operator  -> worker   Audit      `AuditReport`: what the worker holds, for conservation checks
+    P        <-> D        Pair       the control half of the hand-over, see handover.py
 
 Times on the wire are durations (`timeout_s`), never clock readings: clocks differ between hosts.
 """
@@ -284,148 +284,6 @@ class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     """Findings of `check_integrity()`."""
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
-
-
-# ---------------------------------------------------------------- P <-> D
-
-
-class PairHello(Message, frozen=True, kw_only=True, tag=True):
-    """P's first message on a control stream."""
-
-    info: WorkerInfo
-    receiver_incarnation: Incarnation
-    """The life of D that P means; another one refuses."""
-
-
-class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
-    """D's answer: where the pair's process group meets."""
-
-    incarnation: Incarnation
-    pair_name: str
-    """Unique per (both incarnations, connection); the prefix in D's store."""
-    transport: str
-    store_address: str = ""
-    """host:port of D's rendezvous store; empty for in-process transports."""
-    credits: int
-    """Chunks that P may have announced and not seen `ChunkDone` for."""
-    max_chunk_bytes: int
-
-
-class PairRefused(Message, frozen=True, kw_only=True, tag=True):
-    """D will not form this pair (fingerprint, layout or incarnation differ)."""
-
-    reason: str
-
-
-class Offer(Message, frozen=True, kw_only=True, tag=True):
-    """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
-
-    spec: SequenceSpec
-
-
-class Reserved(Message, frozen=True, kw_only=True, tag=True):
-    """D counted the blocks and locked its cached prefix."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-    """Names this reservation; every later message of the attempt carries it."""
-    cached_tokens: int
-    """Leading tokens whose KV D has; P does not send them."""
-
-
-class Refused(Message, frozen=True, kw_only=True, tag=True):
-    """D cannot take it now. No fault: the router places again."""
-
-    request_id: RequestId
-    attempt: int
-    reason: str
-
-
-class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
-    """Announces `nbytes` of KV for tokens [start_token, end_token), canonical order [layer][k|v][head][token][dim]."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-    seq: int
-    """Counts chunks of the attempt from 0."""
-    start_token: int
-    end_token: int
-    nbytes: int
-    checksum: int
-    """xxh3-64 of the payload."""
-
-
-class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
-    """A staging slot is held and the receive is posted: the payload of chunk `seq` must now be sent in full."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-    seq: int
-
-
-class ChunkDone(Message, frozen=True, kw_only=True, tag=True):
-    """The chunk's staging slot is free again: one credit back. `ok` is false when the checksum did not match."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-    seq: int
-    ok: bool = True
-
-
-class Commit(Message, frozen=True, kw_only=True, tag=True):
-    """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-    token_id: int
-    num_chunks: int
-
-
-class CommitAck(Message, frozen=True, kw_only=True, tag=True):
-    """D owns the sequence; P may drop its KV."""
-
-    request_id: RequestId
-    attempt: int
-    generation: int
-
-
-class Abort(Message, frozen=True, kw_only=True, tag=True):
-    """Either side gives the attempt up. Idempotent."""
-
-    request_id: RequestId
-    attempt: int
-    reason: str
-
-
-class AbortAck(Message, frozen=True, kw_only=True, tag=True):
-    """The other side holds nothing of the attempt any more, but what bytes under way still need."""
-
-    request_id: RequestId
-    attempt: int
-
-
-class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
-    """Renews the leases of all attempts of the pair."""
-
-
-SenderToReceiver = PairHello | Offer | ChunkHeader | Commit | Abort | AbortAck | PairHeartbeat
-ReceiverToSender = (
-    PairWelcome
-    | PairRefused
-    | Reserved
-    | Refused
-    | ClearToSend
-    | ChunkDone
-    | CommitAck
-    | Abort
-    | AbortAck
-    | PairHeartbeat
-)
 
 
 # ---------------------------------------------------------------- encoding

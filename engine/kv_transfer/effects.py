@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ReceiverToSender, SenderToReceiver, SequenceSpec
+from disagg.proto.messages import SequenceSpec
 
 SendOutcome = Literal["handed_over", "refused", "failed", "cancelled"]
 ReceiveOutcome = Literal["committed", "aborted"]

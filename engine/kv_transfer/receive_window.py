@@ -16,8 +16,8 @@ from disagg.engine.kv_transfer.receiving import (
     ReceivedChunkEvent,
     ReceivedChunkState,
 )
+from disagg.proto.handover import ChunkHeader
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ChunkHeader
 
 
 class ReceiveWindow:

@@ -40,8 +40,7 @@ from disagg.engine.kv_transfer.receiving import (
     check_commit,
     check_header,
 )
-from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import (
+from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkHeader,
@@ -53,6 +52,7 @@ from disagg.proto.messages import (
     Reserved,
     SenderToReceiver,
 )
+from disagg.proto.ids import AttemptKey
 
 Effects = list[ReceiverEffect]
 

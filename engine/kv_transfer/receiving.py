@@ -15,8 +15,9 @@ import enum
 from dataclasses import dataclass
 
 from disagg.engine.kv_transfer.pair_state import PeerError, Table
+from disagg.proto.handover import ChunkDone, ChunkHeader, ClearToSend, Commit
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ChunkDone, ChunkHeader, ClearToSend, Commit, SequenceSpec
+from disagg.proto.messages import SequenceSpec
 
 
 class ReceiveState(enum.Enum):

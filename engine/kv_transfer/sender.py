@@ -34,8 +34,7 @@ from disagg.engine.kv_transfer.effects import (
 from disagg.engine.kv_transfer.pair_state import PairClock, PeerError, TransitionError
 from disagg.engine.kv_transfer.send_window import SendWindow
 from disagg.engine.kv_transfer.sending import SEND_TABLE, SendAttempt, SendEvent, SendState
-from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import (
+from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkDone,
@@ -46,8 +45,9 @@ from disagg.proto.messages import (
     ReceiverToSender,
     Refused,
     Reserved,
-    SequenceSpec,
 )
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import SequenceSpec
 
 Effects = list[SenderEffect]
 

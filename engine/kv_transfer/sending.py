@@ -17,8 +17,9 @@ import enum
 from dataclasses import dataclass
 
 from disagg.engine.kv_transfer.pair_state import Table
+from disagg.proto.handover import ChunkHeader, Commit
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ChunkHeader, Commit, SequenceSpec
+from disagg.proto.messages import SequenceSpec
 
 
 class SendState(enum.Enum):

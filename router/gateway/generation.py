@@ -162,7 +162,7 @@ class Generator:
 
     async def _read(self, tokens: AsyncIterator[list[int]], deadline: float | None) -> list[int] | None:
         """The next batch, `None` at the end. Raises `DeadlineError` on time also where the router does not."""
-        scope = asyncio.timeout(None if True or deadline is None else max(0.0, deadline - self._clock()))
+        scope = asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock()))
         try:
             async with scope:
                 return await anext(tokens, None)

@@ -88,9 +88,7 @@ async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Serve
         # Prompts of their own, because the ones above are cached now; mixed with others that share the batch.
         batch = [served.prompt(length) for length in LENGTHS]
         apart, together = await asyncio.gather(
-            asyncio.gather(
-                *(gateway.run(p, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS) for p in batch)
-            ),
+            asyncio.gather(*(gateway.run(p, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS) for p in batch)),
             asyncio.gather(*(gateway.run(p, worker="colocated-0", max_tokens=NUM_TOKENS) for p in batch)),
         )
         expected = [served.reference(prompt) for prompt in batch]

@@ -23,8 +23,9 @@ from disagg.engine.fake import FakeModelRunner, fake_generate
 from disagg.engine.kv_transfer.effects import ReceiveOver, SendOver
 from disagg.engine.plan import Buffer
 from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
-from disagg.proto.messages import ReceiverToSender, Sampling, SenderToReceiver, SequenceSpec
+from disagg.proto.messages import Sampling, SequenceSpec
 from tests.support.pair_shells import ReceiverShell, SenderShell
 
 BYTES_PER_TOKEN = 8

@@ -47,8 +47,9 @@ from disagg.engine.kv_transfer.effects import (
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.plan import Buffer
+from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver, SequenceSpec
+from disagg.proto.messages import SequenceSpec
 
 if TYPE_CHECKING:
     from tests.support.pair import WorkerPair

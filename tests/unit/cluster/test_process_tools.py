@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -16,32 +17,42 @@ from disagg.proto.errors import ConfigError
 
 @pytest.fixture
 def flag() -> Iterator[StopFlag]:
-    before = signal.getsignal(signal.SIGALRM)
-    flag = StopFlag(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGUSR1)
+    flag = StopFlag(signal.SIGUSR1)
     yield flag
-    signal.setitimer(signal.ITIMER_REAL, 0)
     flag.close()
-    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_a_signal_sets_the_flag(flag: StopFlag) -> None:
     assert flag.wait(0) is False
-    signal.raise_signal(signal.SIGALRM)
+    signal.raise_signal(signal.SIGUSR1)
     assert flag.wait(0) is True
     assert flag.wait(600) is True
 
 
 def test_a_signal_ends_a_wait(flag: StopFlag) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    sender = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1))
+    sender.start()
     assert flag.wait(600) is True
+    sender.join()
 
 
 @pytest.mark.timeout(60)
 def test_signals_at_any_moment_of_a_wait_do_not_lock_up(flag: StopFlag) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 2e-5, 2e-5)
+    main, done = threading.get_ident(), threading.Event()
+
+    def send() -> None:
+        while not done.is_set():
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
     for _ in range(20_000):
         flag.is_set = False
         flag.wait(0)
+    done.set()
+    sender.join()
 
 
 def test_only_the_first_signal_interrupts(flag: StopFlag) -> None:
@@ -49,7 +60,7 @@ def test_only_the_first_signal_interrupts(flag: StopFlag) -> None:
     with flag.interruptible():
         for _ in range(3):
             try:
-                signal.raise_signal(signal.SIGALRM)
+                signal.raise_signal(signal.SIGUSR1)
             except Stopped:
                 interrupted += 1
     assert interrupted == 1
@@ -58,7 +69,7 @@ def test_only_the_first_signal_interrupts(flag: StopFlag) -> None:
 def test_a_signal_interrupts_only_where_it_may(flag: StopFlag) -> None:
     with flag.interruptible():
         pass
-    signal.raise_signal(signal.SIGALRM)
+    signal.raise_signal(signal.SIGUSR1)
     with pytest.raises(Stopped), flag.interruptible():
         pytest.fail("the signal came before")
 

@@ -49,6 +49,11 @@ def test_special_tokens_have_no_text_wherever_they_are(model: ServedModel) -> No
     assert steps(model, [EOS, first, IM_END, second, EOS]) == ["", "", "", "é", "", ""]
 
 
+def test_special_tokens_do_not_count_as_broken_bytes(model: ServedModel) -> None:
+    first, second = encode(model, "é")
+    assert "".join(steps(model, [first, *[EOS] * (2 * MAX_PENDING_TOKENS), second])) == "é"
+
+
 def test_ids_without_text_have_none(model: ServedModel) -> None:
     assert "".join(steps(model, [NUM_TOKENS + 5, *encode(model, "hi"), NUM_TOKENS + 5])) == "hi"
 

@@ -43,8 +43,9 @@ def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOps:
 
 
 @pytest.fixture
-def fresh_choice() -> Iterator[None]:
-    """`dispatch` chooses anew in this test, and again after it."""
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`dispatch` chooses anew in this test, whatever the environment says, and again after it."""
+    monkeypatch.delenv("DISAGG_KERNELS", raising=False)
     dispatch._choice.cache_clear()
     dispatch._warn_declined.cache_clear()
     yield

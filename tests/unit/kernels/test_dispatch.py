@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,17 @@ def test_a_library_is_built_once_and_found_again(compiler: str, tmp_path: Path) 
     assert build.build(files, cache, compiler) == library
     assert library.path.stat().st_ino == made
     assert sorted(path.name for path in cache.iterdir()) == [library.path.name, "lock"]
+
+
+def test_workers_that_start_together_compile_once(
+    compiler: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "disagg.kernels.cpu.build")
+    files = source(tmp_path, ANSWER)
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: build.build(files, tmp_path / "cache", compiler), range(4)))
+    assert len(set(made)) == 1
+    assert len([record for record in caplog.records if "compiling" in record.getMessage()]) == 1
 
 
 def test_another_source_is_another_library(compiler: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.proto import handover as h
 from disagg.proto import messages as m
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 
@@ -85,32 +86,32 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
         [m.AuditReport(worker_id=WorkerId("w"), incarnation=Incarnation("i"), counts={"pins": 0}, problems=("x",))],
     ),
     "SenderToReceiver": (
-        m.SenderToReceiver,
+        h.SenderToReceiver,
         [
-            m.PairHello(info=INFO, receiver_incarnation=Incarnation("i2")),
-            m.Offer(spec=SPEC),
-            m.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=2**64 - 1),
-            m.Commit(**OPERATION, token_id=5, num_chunks=1),
-            m.Abort(request_id=R, attempt=2, reason="cancelled"),
-            m.AbortAck(request_id=R, attempt=2),
-            m.PairHeartbeat(),
+            h.PairHello(info=INFO, receiver_incarnation=Incarnation("i2")),
+            h.Offer(spec=SPEC),
+            h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=2**64 - 1),
+            h.Commit(**OPERATION, token_id=5, num_chunks=1),
+            h.Abort(request_id=R, attempt=2, reason="cancelled"),
+            h.AbortAck(request_id=R, attempt=2),
+            h.PairHeartbeat(),
         ],
     ),
     "ReceiverToSender": (
-        m.ReceiverToSender,
+        h.ReceiverToSender,
         [
-            m.PairWelcome(
+            h.PairWelcome(
                 incarnation=Incarnation("i2"), pair_name="p", transport="gloo", credits=4, max_chunk_bytes=1 << 22
             ),
-            m.PairRefused(reason="fingerprint"),
-            m.Reserved(**OPERATION, cached_tokens=16),
-            m.Refused(request_id=R, attempt=2, reason="no room"),
-            m.ClearToSend(**OPERATION, seq=0),
-            m.ChunkDone(**OPERATION, seq=0, ok=False),
-            m.CommitAck(**OPERATION),
-            m.Abort(request_id=R, attempt=2, reason="lease"),
-            m.AbortAck(request_id=R, attempt=2),
-            m.PairHeartbeat(),
+            h.PairRefused(reason="fingerprint"),
+            h.Reserved(**OPERATION, cached_tokens=16),
+            h.Refused(request_id=R, attempt=2, reason="no room"),
+            h.ClearToSend(**OPERATION, seq=0),
+            h.ChunkDone(**OPERATION, seq=0, ok=False),
+            h.CommitAck(**OPERATION),
+            h.Abort(request_id=R, attempt=2, reason="lease"),
+            h.AbortAck(request_id=R, attempt=2),
+            h.PairHeartbeat(),
         ],
     ),
 }
@@ -139,8 +140,8 @@ def test_the_examples_cover_the_union(name: str) -> None:
     [
         ("GatewayToWorker", m.StepUpdate()),
         ("WorkerToGateway", m.Cancel(request_id=R, attempt=0)),
-        ("SenderToReceiver", m.Reserved(**OPERATION, cached_tokens=0)),
-        ("ReceiverToSender", m.Offer(spec=SPEC)),
+        ("SenderToReceiver", h.Reserved(**OPERATION, cached_tokens=0)),
+        ("ReceiverToSender", h.Offer(spec=SPEC)),
     ],
 )
 def test_a_message_of_another_conversation_is_refused(name: str, foreign: msgspec.Struct) -> None:

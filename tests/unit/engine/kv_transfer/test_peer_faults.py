@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from disagg.engine.kv_transfer.effects import LEASE_LOST, STUCK
-from disagg.proto.ids import Incarnation, RequestId
-from disagg.proto.messages import (
+from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkDone,
@@ -25,6 +24,7 @@ from disagg.proto.messages import (
     Refused,
     Reserved,
 )
+from disagg.proto.ids import Incarnation, RequestId
 from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
 
 NUM_TOKENS = 37

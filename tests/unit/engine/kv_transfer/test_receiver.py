@@ -20,7 +20,7 @@ from disagg.engine.kv_transfer.effects import (
 )
 from disagg.engine.kv_transfer.pair_state import TransitionError
 from disagg.engine.kv_transfer.receiver import Receiver
-from disagg.proto.messages import (
+from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkDone,

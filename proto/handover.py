@@ -1,0 +1,151 @@
+"""The control half of a hand-over: what a prefill worker (P) and a decode worker (D) say on their pair's stream.
+
+    P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, Commit           Abort, AbortAck   PairHeartbeat
+    D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck     the same
+
+The bytes themselves travel beside it, over the pair's transport. P sends a payload only after `ClearToSend`, in full.
+"""
+
+from __future__ import annotations
+
+from disagg.proto.ids import Incarnation, RequestId
+from disagg.proto.messages import Message, SequenceSpec, WorkerInfo
+
+
+class PairHello(Message, frozen=True, kw_only=True, tag=True):
+    """P's first message on a control stream."""
+
+    info: WorkerInfo
+    receiver_incarnation: Incarnation
+    """The life of D that P means; another one refuses."""
+
+
+class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
+    """D's answer: where the pair's process group meets."""
+
+    incarnation: Incarnation
+    pair_name: str
+    """Unique per (both incarnations, connection); the prefix in D's store."""
+    transport: str
+    store_address: str = ""
+    """host:port of D's rendezvous store; empty for in-process transports."""
+    credits: int
+    """Chunks that P may have announced and not seen `ChunkDone` for."""
+    max_chunk_bytes: int
+
+
+class PairRefused(Message, frozen=True, kw_only=True, tag=True):
+    """D will not form this pair (fingerprint, layout or incarnation differ)."""
+
+    reason: str
+
+
+class Offer(Message, frozen=True, kw_only=True, tag=True):
+    """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
+
+    spec: SequenceSpec
+
+
+class Reserved(Message, frozen=True, kw_only=True, tag=True):
+    """D counted the blocks and locked its cached prefix."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    """Names this reservation; every later message of the attempt carries it."""
+    cached_tokens: int
+    """Leading tokens whose KV D has; P does not send them."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag=True):
+    """D cannot take it now. No fault: the router places again."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
+    """Announces `nbytes` of KV for tokens [start_token, end_token), canonical order [layer][k|v][head][token][dim]."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+    """Counts chunks of the attempt from 0."""
+    start_token: int
+    end_token: int
+    nbytes: int
+    checksum: int
+    """xxh3-64 of the payload."""
+
+
+class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
+    """A staging slot is held and the receive is posted: the payload of chunk `seq` must now be sent in full."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+
+
+class ChunkDone(Message, frozen=True, kw_only=True, tag=True):
+    """The chunk's staging slot is free again: one credit back. `ok` is false when the checksum did not match."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
+    ok: bool = True
+
+
+class Commit(Message, frozen=True, kw_only=True, tag=True):
+    """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    token_id: int
+    num_chunks: int
+
+
+class CommitAck(Message, frozen=True, kw_only=True, tag=True):
+    """D owns the sequence; P may drop its KV."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+
+
+class Abort(Message, frozen=True, kw_only=True, tag=True):
+    """Either side gives the attempt up. Idempotent."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+class AbortAck(Message, frozen=True, kw_only=True, tag=True):
+    """The other side holds nothing of the attempt any more, but what bytes under way still need."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
+    """Renews the leases of all attempts of the pair."""
+
+
+SenderToReceiver = PairHello | Offer | ChunkHeader | Commit | Abort | AbortAck | PairHeartbeat
+ReceiverToSender = (
+    PairWelcome
+    | PairRefused
+    | Reserved
+    | Refused
+    | ClearToSend
+    | ChunkDone
+    | CommitAck
+    | Abort
+    | AbortAck
+    | PairHeartbeat
+)
