@@ -5,7 +5,6 @@ with numpy and crosses to the device once. Block tables of decoding sequences ar
 again only when its sequence or its blocks changed.
 """
 
-
 from __future__ import annotations
 
 from dataclasses import dataclass

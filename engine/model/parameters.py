@@ -5,7 +5,6 @@ lays the weights of the linear layers out as the device's matrix product wants t
 intermediate, V vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
 """
 
-
 from __future__ import annotations
 
 from dataclasses import dataclass
