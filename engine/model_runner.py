@@ -6,6 +6,7 @@ Made once per worker; only the engine thread calls it. `run` is `forward` (plan 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -23,10 +24,12 @@ from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.sampler import Sampler
 from disagg.engine.weights import load_parameters
-from disagg.kernels.dispatch import gather_kv, scatter_kv
+from disagg.kernels.dispatch import describe, gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
 
@@ -43,6 +46,8 @@ class TorchModelRunner:
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
         self._device = _device(config.device)
+        if self._device.type == "cpu":
+            logger.info("worker %s computes with %s", config.worker_id, describe())  # builds them now if need be
         dtype: torch.dtype = getattr(torch, config.dtype)
         model = read_model_config(config.model_path)
         self.model_config = model

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from disagg.kernels import linear as onednn
 from disagg.kernels import reference
 from disagg.kernels.cpu import build
+from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.linear import PackedWeight, linear, pack_weight
+from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.reference import gather_kv, scatter_kv
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "gather_kv",
     "kv_write",
     "linear",
+    "linear_add_rms_norm",
+    "linear_silu_mul",
     "pack_weight",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -47,6 +51,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Choice:
     ops: NativeOps | None
+    linear: NativeLinear | None
     description: str
 
 
@@ -56,15 +61,15 @@ def _choice() -> _Choice:
     if mode not in ("auto", "reference"):
         raise ValueError(f"DISAGG_KERNELS: {mode!r} is not one of 'auto', 'reference'")
     if mode == "reference":
-        choice = _Choice(None, "torch reference (DISAGG_KERNELS=reference)")
+        choice = _Choice(None, None, "torch reference (DISAGG_KERNELS=reference)")
         logger.warning("CPU kernels: %s", choice.description)
         return choice
     try:
         library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
-        choice = _Choice(NativeOps(library.path), f"cpu-c++ {library.simd}")
+        choice = _Choice(NativeOps(library.path), NativeLinear.load(library.path), f"cpu-c++ {library.simd}")
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
-        return _Choice(None, f"torch reference ({error})")
+        return _Choice(None, None, f"torch reference ({error})")
     logger.info("CPU kernels: %s", choice.description)
     return choice
 
@@ -77,6 +82,18 @@ def describe() -> str:
 @functools.cache
 def _warn_declined(op: str, dtype: torch.dtype) -> None:
     logger.warning("%s: the C++ kernel does not take these tensors (%s); using the torch reference", op, dtype)
+
+
+def pack_weight(weight_OI: Tensor) -> Tensor | PackedWeight:
+    """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
+
+    Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
+    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 on one thread (it
+    has no threads of its own) where the processor has the instructions; else oneDNN's.
+    """
+    native = _choice().linear if weight_OI.is_cpu and torch.get_num_threads() == 1 else None
+    packed = native.pack(weight_OI) if native is not None else None
+    return onednn.pack_weight(weight_OI) if packed is None else packed
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -113,6 +130,27 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
             return out
         _warn_declined("silu_mul", gate_up_T2F.dtype)
     return reference.silu_mul(gate_up_T2F)
+
+
+def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:
+    """`silu_mul` of `linear`, [T, O / 2]."""
+    if isinstance(weight_OI, NativeWeight):
+        return weight_OI.product_silu_mul(x_TI, bias_O)
+    return silu_mul(linear(x_TI, weight_OI, bias_O))
+
+
+def linear_add_rms_norm(
+    x_TI: Tensor,
+    weight_OI: Tensor | PackedWeight,
+    bias_O: Tensor | None,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of `linear`."""
+    if isinstance(weight_OI, NativeWeight):
+        return weight_OI.product_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
+    return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)
 
 
 def kv_write(

@@ -20,14 +20,14 @@ from disagg.engine.model.batch import Batch
 from disagg.engine.model.parameters import LayerParameters, ModelParameters
 from disagg.engine.model.rope import RopeTable
 from disagg.kernels.dispatch import (
-    add_rms_norm,
     apply_rope,
     kv_write,
     linear,
+    linear_add_rms_norm,
+    linear_silu_mul,
     paged_decode_attention,
     paged_prefill_attention,
     rms_norm,
-    silu_mul,
 )
 
 
@@ -59,9 +59,8 @@ class Decoder:
                 attended_TA, residual_TH = attended_TA[batch.sample_rows], residual_TH[batch.sample_rows]
             if attended_TA.shape[0] == 0:
                 break
-            hidden_TH, residual_TH = layer.transform(attended_TA, residual_TH)
             norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
-            normed_TH, residual_TH = add_rms_norm(hidden_TH, residual_TH, norm_H, self._eps)
+            normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
         else:
             return linear(normed_TH, parameters.lm_head_VH, None)
         return residual_TH.new_empty((0, self._vocab_size))
@@ -90,13 +89,14 @@ class _Layer:
         kv_write(k_TKD, v_TKD, self._key_cache_NKBD, self._value_cache_NKBD, batch.slot_mapping_T)
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
-    def transform(self, attended_TA: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Output projection, residual, MLP; the MLP's output and the residual stream, not added yet."""
-        p = self._p
-        hidden_TH = linear(attended_TA, p.o_weight_HA, p.o_bias_H)
-        normed_TH, residual_TH = add_rms_norm(hidden_TH, residual_TH, p.post_norm_H, self._eps)
-        gate_up = linear(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
-        return linear(silu_mul(gate_up), p.down_weight_HI, p.down_bias_H), residual_TH
+    def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
+        """Output projection and MLP, each added to the residual stream; that stream's norm, and the stream."""
+        p, eps = self._p, self._eps
+        normed_TH, residual_TH = linear_add_rms_norm(
+            attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.post_norm_H, eps
+        )
+        activated_TI = linear_silu_mul(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
+        return linear_add_rms_norm(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H, eps)
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
         keys, values, scale = self._key_cache_NKBD, self._value_cache_NKBD, self._scale

@@ -2,7 +2,8 @@
 //
 // Decode attention reads the cache where it lies. For each (sequence, KV head) it makes two passes over the context, block by
 // block: scores of all query heads of the group (each K row is loaded once for up to four of them), softmax, then the
-// weighted sum of V rows with the accumulators in registers. Everything between load and store is fp32.
+// weighted sum of V rows with the accumulators in registers. Everything between load and store is fp32; where the processor
+// multiplies bf16 pairs, q . k is summed from such products in fp32 (subnormal numbers count as zero).
 
 #include <type_traits>
 #include <vector>
@@ -49,26 +50,58 @@ template <int DIM>
 struct Shape {
     static constexpr int VECS = DIM ? DIM / LANES : MAX_HEAD_DIM / LANES;
     int dim;
+    int size() const { return DIM ? DIM : dim; }
     int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
 
-// scores[h][t] = q[h] . k[t] for H heads and `count` <= 16 rows; the lanes past `count` are written as zero.
+// How a query head meets K rows: a register of q and the same part of a row, multiplied and added to fp32 sums.
+template <class T, int DIM>
+struct Dot {
+    static constexpr int PER_REGISTER = LANES;
+    static vf load_part(const T* p, int n) { return load(p, n); }
+    static vf madd(vf acc, vf q, vf k) { return acc + q * k; }
+};
+
+#ifdef __AVX512BF16__
+// Two bf16 numbers a lane, where the head dim fills whole registers.
+struct DotPairs {
+    static constexpr int PER_REGISTER = 2 * LANES;
+    static vf load_part(const bf16* p, int) {
+        vf pairs;
+        std::memcpy(&pairs, p, sizeof pairs);
+        return pairs;
+    }
+    static vf madd(vf acc, vf q, vf k) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)q, (__m512bh)k); }
+};
+template <>
+struct Dot<bf16, 32> : DotPairs {};
+template <>
+struct Dot<bf16, 64> : DotPairs {};
+template <>
+struct Dot<bf16, 96> : DotPairs {};
+template <>
+struct Dot<bf16, 128> : DotPairs {};
+#endif
+
+// scores[h][t] = scale * q[h] . k[t] for H heads and `count` <= 16 rows; the lanes past `count` are written as zero.
 template <class T, int DIM, int H>
-inline void score_rows(const vf* q, Shape<DIM> shape, const T* rows, int count, float* scores, int64_t stride) {
+inline void score_rows(const vf* q, Shape<DIM> shape, const T* rows, int count, float scale, float* scores,
+                       int64_t stride) {
+    using D = Dot<T, DIM>;
     vf partial[H][LANES];
     for (int t = 0; t < count; ++t) {
         const T* row = rows + static_cast<int64_t>(t) * shape.dim;
         vf acc[H] = {};
-        for (int v = 0; v < shape.vecs(); ++v) {
-            const vf k = load(row + v * LANES, shape.lanes(v));
-            for (int h = 0; h < H; ++h) acc[h] += q[h * Shape<DIM>::VECS + v] * k;
+        for (int v = 0; v * D::PER_REGISTER < shape.size(); ++v) {
+            const vf k = D::load_part(row + v * D::PER_REGISTER, shape.lanes(v));
+            for (int h = 0; h < H; ++h) acc[h] = D::madd(acc[h], q[h * Shape<DIM>::VECS + v], k);
         }
         for (int h = 0; h < H; ++h) partial[h][t] = acc[h];
     }
     for (int h = 0; h < H; ++h) {
         for (int t = count; t < LANES; ++t) partial[h][t] = vf{};
-        store(scores + h * stride, sum_each(partial[h]));
+        store(scores + h * stride, sum_each(partial[h]) * scale);
     }
 }
 
@@ -107,12 +140,13 @@ template <class T, int DIM, int H>
 void attend(const T* q, int64_t q_stride, const Cache& cache, const int32_t* table, int64_t head, int64_t length,
             Shape<DIM> shape, float scale, float* scores, int64_t stride, T* out) {
     constexpr int VECS = Shape<DIM>::VECS;
+    using D = Dot<T, DIM>;
     vf query[H * VECS];
     for (int h = 0; h < H; ++h)
-        for (int v = 0; v < shape.vecs(); ++v)
-            query[h * VECS + v] = load(q + h * q_stride + v * LANES, shape.lanes(v)) * scale;
+        for (int v = 0; v * D::PER_REGISTER < shape.size(); ++v)
+            query[h * VECS + v] = D::load_part(q + h * q_stride + v * D::PER_REGISTER, shape.lanes(v));
     walk<T>(cache.keys, cache, table, head, length, shape.dim, [&](const T* rows, int64_t first, int count) {
-        score_rows<T, DIM, H>(query, shape, rows, count, scores + first, stride);
+        score_rows<T, DIM, H>(query, shape, rows, count, scale, scores + first, stride);
     });
     float inverse[H];
     for (int h = 0; h < H; ++h) inverse[h] = softmax(scores + h * stride, length, stride);

@@ -1,0 +1,171 @@
+"""The C++ product of bf16 linear layers: against float64, with what follows it, and where it is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import dispatch, reference
+from disagg.kernels.cpu import build
+from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
+from disagg.kernels.cpu.ops import NativeOps
+from tests.unit.kernels import oracle
+
+EPS = 1e-5
+SHAPES = [(1, 1), (33, 100), (64, 32), (65, 31), (576, 192), (1536, 70)]
+
+
+@pytest.fixture
+def products(native: NativeOps) -> NativeLinear:
+    """The C++ products; the test is skipped where the processor or the compiler does not have them."""
+    library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
+    found = NativeLinear.load(library.path)
+    if found is None:
+        pytest.skip("compiled without bf16 products")
+    return found
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def packed(products: NativeLinear, weight: Tensor) -> NativeWeight:
+    found = products.pack(weight)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_any_number_of_rows(products: NativeLinear, in_features: int, out_features: int, with_bias: bool) -> None:
+    weight = (numbers(1, out_features, in_features).double() / in_features**0.5).bfloat16()
+    bias = numbers(2, out_features) if with_bias else None
+    native = packed(products, weight)
+    for rows in (*range(41), 100):
+        x = numbers(rows + 3, rows, in_features)
+        expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+        found = native.product(x, bias)
+        assert found.dtype == torch.bfloat16
+        assert found.shape == (rows, out_features)
+        if rows:
+            oracle.assert_close(found, expected)
+
+
+def test_sums_are_exact_in_small_integers(products: NativeLinear) -> None:
+    weight = torch.arange(-70, 70, dtype=torch.bfloat16).view(20, 7)
+    x = torch.arange(-21, 21, dtype=torch.bfloat16).view(6, 7) / 4
+    expected = (x.double() @ weight.double().t()).bfloat16()
+    assert torch.equal(packed(products, weight).product(x, None), expected)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(products: NativeLinear) -> None:
+    native, x = packed(products, numbers(1, 100, 577)), numbers(2, 60, 577)
+    alone = torch.cat([native.product(row[None], None) for row in x])
+    for rows in (2, 7, 12, 13, 25, 32, 60):
+        assert torch.equal(native.product(x[:rows], None), alone[:rows])
+
+
+def test_rows_inside_wider_rows(products: NativeLinear) -> None:
+    native, x = packed(products, numbers(1, 40, 64)), numbers(2, 5, 200)
+    assert torch.equal(native.product(x[:, 31:95], None), native.product(x[:, 31:95].contiguous(), None))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row_and_goes_through(products: NativeLinear, value: float) -> None:
+    weight, x = numbers(1, 33, 17), numbers(2, 3, 17)
+    x[1, 16] = value
+    found, expected = packed(products, weight).product(x, None), torch.nn.functional.linear(x, weight)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[1].isinf(), expected[1].isinf())
+    assert found[[0, 2]].isfinite().all()
+    if value == value:
+        assert torch.equal(found[1].sign(), expected[1].sign())
+
+
+def test_a_weight_that_is_not_finite_spoils_its_column_only(products: NativeLinear) -> None:
+    weight = numbers(1, 33, 17)
+    weight[32, 3] = float("nan")
+    found = packed(products, weight).product(numbers(2, 2, 17), None)
+    assert found.isnan().any(0).tolist() == [False] * 32 + [True]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13])
+def test_with_silu_mul_it_is_the_two_ops_to_the_bit(products: NativeLinear, native: NativeOps, rows: int) -> None:
+    weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
+    expected = native.silu_mul(weight.product(x, bias))
+    assert expected is not None
+    assert torch.equal(weight.product_silu_mul(x, bias), expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13])
+def test_with_residual_and_norm_it_is_the_two_ops_to_the_bit(
+    products: NativeLinear, native: NativeOps, rows: int
+) -> None:
+    weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
+    residual, norm = numbers(4, rows, 90)[:, 7:77], numbers(5, 70)
+    before = residual.clone()
+    expected = native.add_rms_norm(weight.product(x, bias), residual, norm, EPS)
+    assert expected is not None
+    normed, total = weight.product_add_rms_norm(x, bias, residual, norm, EPS)
+    assert torch.equal(normed, expected[0])
+    assert torch.equal(total, expected[1])
+    assert torch.equal(residual, before)
+
+
+def test_it_does_not_follow_the_plain_weight(products: NativeLinear) -> None:
+    weight = torch.ones(32, 8, dtype=torch.bfloat16)
+    native = packed(products, weight)
+    weight.zero_()
+    assert torch.equal(native.product(torch.ones(1, 8).bfloat16(), None), torch.full((1, 32), 8.0).bfloat16())
+
+
+def test_what_does_not_fit_is_refused(products: NativeLinear) -> None:
+    native, x = packed(products, numbers(1, 33, 16)), numbers(2, 2, 16)
+    for wrong in (x.float(), x[:, :8], x[0], numbers(3, 16, 2).t(), numbers(3, 2, 32)[:, ::2]):
+        with pytest.raises(ValueError, match="the weight takes bf16 rows of 16"):
+            native.product(wrong, None)
+    for wrong in (torch.ones(33), numbers(3, 32), numbers(3, 66)[::2]):
+        with pytest.raises(ValueError, match=r"bias is .*, not 33 bf16 numbers"):
+            native.product(x, wrong)
+        with pytest.raises(ValueError, match=r"norm is .*, not 33 bf16 numbers"):
+            native.product_add_rms_norm(x, None, numbers(4, 2, 33), wrong, EPS)
+    for wrong in (torch.ones(2, 33), numbers(3, 1, 33), numbers(3, 33, 2).t()):
+        with pytest.raises(ValueError, match=r"residual is .*, not bf16 rows \[2, 33\]"):
+            native.product_add_rms_norm(x, None, wrong, numbers(4, 33), EPS)
+    with pytest.raises(ValueError, match="33 columns are not gate and up"):
+        native.product_silu_mul(x, None)
+
+
+# ---------------------------------------------------------------- where it is chosen
+
+
+@pytest.mark.usefixtures("fresh_choice")
+def test_bf16_on_one_thread_is_packed_for_it(products: NativeLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = numbers(1, 64, 32)
+    assert isinstance(dispatch.pack_weight(weight), NativeWeight)
+    for other in (weight.float(), weight.half(), weight[0]):
+        assert not isinstance(dispatch.pack_weight(other), NativeWeight)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 2)
+        assert not isinstance(dispatch.pack_weight(weight), NativeWeight)
+    monkeypatch.setenv("DISAGG_KERNELS", "reference")
+    dispatch._choice.cache_clear()
+    assert not isinstance(dispatch.pack_weight(weight), NativeWeight)
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_ops_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mode: str) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", mode)
+    x, weight, bias = numbers(1, 5, 48).to(dtype), (numbers(2, 64, 48) / 8).to(dtype), numbers(3, 64).to(dtype)
+    residual, norm = numbers(4, 5, 64).to(dtype), numbers(5, 64).to(dtype)
+    plain = reference.linear(x, weight, bias)
+    for form in (weight, dispatch.pack_weight(weight)):
+        activated = dispatch.linear_silu_mul(x, form, bias)
+        normed, total = dispatch.linear_add_rms_norm(x, form, bias, residual, norm, EPS)
+        expected = (reference.silu_mul(plain), *reference.add_rms_norm(plain, residual, norm, EPS))
+        tolerance = 2.0**-6 if dtype == torch.bfloat16 else 1e-5  # the product's rounding, carried on
+        for found, wanted in zip((activated, normed, total), expected, strict=True):
+            assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
