@@ -1,7 +1,8 @@
 """The shell around one `Receiver`: the pair of this decode worker with one life of a prefill worker.
 
-It begins when the prefill worker's stream said hello, and ends with that stream. The byte transport is formed beside
-the stream; a chunk that is cleared before the transport stands waits for it. Owner: the asyncio thread.
+It begins when the prefill worker's stream said hello. The byte transport is formed beside the stream; a chunk that is
+cleared before the transport stands waits for it. The pair is lost with its stream, or when the transport cannot be
+formed; it is gone when the transport is closed, too. Owner: the asyncio thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.decode_worker.service import Outgoing
+from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Join, Release, Reserve, Scatter
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.effects import (
@@ -40,10 +42,12 @@ logger = logging.getLogger(__name__)
 class LinkCallbacks:
     """What a link tells the role."""
 
-    on_offered: Callable[[PrefillLink, SequenceSpec], None]
-    """An attempt reached this worker; its engine events belong to the link until `on_over`."""
+    on_offered: Callable[[PrefillLink, SequenceSpec], bool]
+    """An attempt reached this worker. If true, its engine events belong to the link until `on_over`; if not, it has
+    another owner here."""
     on_over: Callable[[PrefillLink, ReceiveOver], None]
-    on_lost: Callable[[PrefillLink], None]
+    on_gone: Callable[[PrefillLink], None]
+    """Nothing of the link is left but what the engine still copies."""
 
 
 class PrefillLink:
@@ -67,6 +71,7 @@ class PrefillLink:
         self._early: list[ReceiveBytes] = []
         self._transport: PairTransport | None = None
         self._lost = asyncio.Event()
+        self._is_forming = True
         self._receiver = Receiver(
             context.now(),
             bytes_per_token=context.info.kv_layout.bytes_per_token,
@@ -77,26 +82,31 @@ class PrefillLink:
             heartbeat_s=config.heartbeat_s,
         )
         self._task = asyncio.create_task(self._run(accept), name=f"transport-{sender.worker_id}")
+        self._task.add_done_callback(lambda _: callbacks.on_gone(self))
 
     # ------------------------------------------------------------ life
 
     async def _run(self, accept: Callable[[], PairTransport]) -> None:
-        """Form the transport, and close it when the stream has ended."""
+        """Form the transport, and close it when the pair is lost."""
         try:
-            transport = await asyncio.to_thread(accept)
+            transport = await open_on_thread(f"accept-{self.sender.worker_id}", accept)
         except (OSError, RuntimeError) as error:
             logger.warning("no transport to %s: %s", self.sender.worker_id, error)
-            self._outgoing.close()
+            self._is_forming = False
+            self.give_up()
             return
-        try:
-            if not self._lost.is_set():
-                self._transport = transport
-                early, self._early = self._early, []
-                for effect in early:
-                    self._receive(effect)
-            await self._lost.wait()
-        finally:
-            await asyncio.to_thread(transport.close)
+        self._is_forming = False
+        self._transport = transport
+        early, self._early = self._early, []
+        for effect in early:
+            self._receive(effect)
+        await self._lost.wait()
+        await call_on_thread(f"close-{self.sender.worker_id}", transport.close)
+
+    def give_up(self) -> None:
+        """End the stream from this side. Idempotent."""
+        self._outgoing.close()
+        self.on_lost()
 
     def on_lost(self) -> None:
         """The stream ended: nothing of the pair lives on, but what the engine or the transport still touches.
@@ -104,17 +114,16 @@ class PrefillLink:
         if self._lost.is_set():
             return
         self._lost.set()
+        if self._is_forming:
+            self._task.cancel()  # The peer will not come, or not for this stream; whatever comes is closed.
         self._carry_out(self._receiver.close(self._context.now()))
         early, self._early = self._early, []
         for effect in early:
             self._on_received(effect, False)
-        self._callbacks.on_lost(self)
         self._context.flush()
 
-    async def close(self) -> None:
-        """End stream and transport; returns when both are gone."""
-        self._outgoing.close()
-        self.on_lost()
+    async def wait_gone(self) -> None:
+        """Until nothing of a pair that was lost is left."""
         await asyncio.gather(self._task, return_exceptions=True)
 
     # ------------------------------------------------------------ inputs
@@ -165,8 +174,7 @@ class PrefillLink:
                 case Send(message):
                     self._outgoing.put(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
                 case ReserveBlocks(spec):
-                    self._callbacks.on_offered(self, spec)
-                    self._context.post(Reserve(spec))
+                    self._reserve(spec)
                 case ReceiveBytes():
                     self._receive(effect)
                 case ScatterChunk():
@@ -181,7 +189,13 @@ class PrefillLink:
                     self._callbacks.on_over(self, effect)
                 case ClosePair(reason):
                     logger.warning("closing the pair with %s: %s", self.sender.worker_id, reason)
-                    self._outgoing.close()
+                    self.give_up()
+
+    def _reserve(self, spec: SequenceSpec) -> None:
+        if self._callbacks.on_offered(self, spec):
+            self._context.post(Reserve(spec))
+        else:
+            self.on_reserve_refused(spec.key, "this attempt is here already")
 
     def _receive(self, effect: ReceiveBytes) -> None:
         """Start a receive; a chunk that is cleared before the transport stands waits for it."""

@@ -10,6 +10,7 @@ what else the gateway must know: the hand-over and the end.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 
@@ -60,11 +61,14 @@ class DecodeRole:
         self._rendezvous = make_rendezvous(self._context.config.transport, self._context.config.host)
 
     async def stop(self) -> None:
-        """Close all links and the rendezvous."""
-        for link in list(self._links):
-            await link.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        """Close all links and the rendezvous, which wakes whoever waits there for a peer."""
+        rendezvous, self._rendezvous = self._rendezvous, None
+        links = list(self._links)
+        for link in links:
+            link.give_up()
+        if rendezvous is not None:
+            rendezvous.close()
+        await asyncio.gather(*(link.wait_gone() for link in links))
 
     def handlers(self) -> list[object]:
         """The service that prefill workers dial."""
@@ -72,13 +76,13 @@ class DecodeRole:
 
     def _accept(self, hello: PairHello, outgoing: Outgoing) -> tuple[PairWelcome, Pair] | PairRefused:
         if self._rendezvous is None:
-            return PairRefused(reason="the decode worker is still starting")
+            return PairRefused(reason="the decode worker is starting or stopping")
         if reason := self._why_not(hello):
             logger.warning("refused a pair with %s: %s", hello.info.worker_id, reason)
             return PairRefused(reason=reason)
         info, config, rendezvous = self._context.info, self._context.config, self._rendezvous
         pair_name = f"{hello.info.incarnation}-{info.incarnation}-{uuid.uuid4().hex[:8]}"
-        callbacks = LinkCallbacks(self._on_offered, self._on_over, self._on_lost)
+        callbacks = LinkCallbacks(self._on_offered, self._on_over, self._links.discard)
         link = PrefillLink(self._context, hello.info, outgoing, lambda: rendezvous.accept(pair_name), callbacks)
         self._links.add(link)
         welcome = PairWelcome(
@@ -144,9 +148,8 @@ class DecodeRole:
             case PrefillComputed():
                 self._context.outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens)
             case Ended():
-                if self._gateway_of.pop(event.key, None) is not None:
-                    outbox = self._context.outbox
-                    outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
+                if (gateway_id := self._gateway_of.pop(event.key, None)) is not None:
+                    self._context.outbox.end(gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
                 if link is not None:
                     link.on_ended(event.key, event.reason)
             case Joined():
@@ -170,13 +173,19 @@ class DecodeRole:
 
     # ------------------------------------------------------------ links
 
-    def _on_offered(self, link: PrefillLink, spec: SequenceSpec) -> None:
+    def _on_offered(self, link: PrefillLink, spec: SequenceSpec) -> bool:
+        if self.owns(spec.key):
+            logger.warning("%s offered %s, which is here already", link.sender.worker_id, spec.key)
+            return False
         self._link_of[spec.key] = link
         self._receiving.add(spec.key)
         self._gateway_of[spec.key] = spec.gateway_id
+        return True
 
     def _on_over(self, link: PrefillLink, over: ReceiveOver) -> None:
         key = over.key
+        if self._link_of.get(key) is not link:
+            return  # It was never this link's.
         gateway_id = self._gateway_of.get(key)
         if over.outcome == "committed":
             self._kv_bytes_received += over.kv_bytes
@@ -204,9 +213,6 @@ class DecodeRole:
         link = self._link_of.get(key)
         if link is not None and key not in self._receiving and not link.is_scattering(key):
             del self._link_of[key]
-
-    def _on_lost(self, link: PrefillLink) -> None:
-        self._links.discard(link)
 
     # ------------------------------------------------------------ the rest
 

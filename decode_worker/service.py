@@ -32,7 +32,7 @@ class Pair(Protocol):
         ...
 
     def on_lost(self) -> None:
-        """The stream ended."""
+        """The stream ended. Idempotent."""
         ...
 
 
@@ -86,5 +86,9 @@ class TransferService:
             logger.warning("closing a pair: bad frame: %s", error)
         except grpc.RpcError as error:
             logger.debug("a pair stream broke: %s", error)
+        except Exception:
+            # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
+            logger.exception("closing a pair")
         finally:
             outgoing.close()
+            pair.on_lost()  # Now, since the handler may be blocked in a write to a peer that reads no longer.

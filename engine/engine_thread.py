@@ -1,13 +1,13 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
 Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With
-nothing to do it sleeps until a command arrives or the next deadline of a sequence.
+nothing to do it sleeps until a command arrives or the next deadline of a sequence. It ends by `stop` or by a crash;
+calls that it did not come to are answered with `EngineStoppedError`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +19,14 @@ from disagg.engine.commands import Command, Event
 from disagg.engine.core import EngineCore
 from disagg.proto.messages import KvEvent, Load
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LONGEST_WAIT_S = 60.0
+"""A deadline may lie further away than a condition variable can wait."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine thread takes no calls any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,8 @@ class Batch:
 
 
 class EngineThread:
-    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn that has news, and must not
-    block."""
+    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn, and must neither block nor
+    raise; `on_crash` too, at most once."""
 
     def __init__(
         self, core: EngineCore, deliver: Callable[[Batch], None], on_crash: Callable[[BaseException], None]
@@ -59,14 +65,15 @@ class EngineThread:
             self._wake.notify()
 
     def call(self, function: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
-        """Run `function(core)` on the engine thread, between steps and after the commands posted before. Any thread."""
+        """Run `function(core)` on the engine thread, between steps and after the commands posted before. Any thread.
+        The future may raise `EngineStoppedError`, or what `function` raises."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._wake:
             if self._stopping:
-                future.set_exception(RuntimeError("the engine has stopped"))
-                return future
-            self._calls.append((function, future))
-            self._wake.notify()
+                future.set_exception(EngineStoppedError("the engine has stopped"))
+            else:
+                self._calls.append((function, future))
+                self._wake.notify()
         return future
 
     def stop(self, timeout_s: float) -> bool:
@@ -76,17 +83,27 @@ class EngineThread:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        for _, future in self._calls:
-            future.cancel()
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._refuse_calls()  # Those of a thread that was never started.
+        return True
 
     def _run(self) -> None:
         try:
             while self._wait_for_work():
                 self._turn()
         except BaseException as error:
-            logger.exception("the engine thread died")
             self._on_crash(error)
+        finally:
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        with self._wake:
+            self._stopping = True
+            calls, self._calls = self._calls, deque()
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStoppedError("the engine has stopped"))
 
     def _wait_for_work(self) -> bool:
         """Sleep while there is nothing to do; false when the thread shall end."""
@@ -99,17 +116,18 @@ class EngineThread:
                 wait_s = deadline - time.monotonic()
                 if wait_s <= 0:
                     break
-                self._wake.wait(wait_s)
+                self._wake.wait(min(LONGEST_WAIT_S, wait_s))
             return not self._stopping
 
     def _turn(self) -> None:
         with self._wake:
             commands, self._inbox = self._inbox, deque()
-            calls, self._calls = self._calls, deque()
+            num_calls = len(self._calls)
         events: list[Event] = []
         for command in commands:
             events += self._core.handle(command, time.monotonic())
-        for function, future in calls:
+        for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
+            function, future = self._calls.popleft()
             _resolve(future, function, self._core)
         events += self._core.step(time.monotonic())
         kv_events = self._core.drain_kv_events()

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import msgspec
 
+from disagg.engine.engine_thread import EngineStoppedError
 from disagg.engine.mailbox import Mailbox
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
     AuditRequest,
+    BlocksSnapshot,
     GatewayToWorker,
     KvEvent,
     Load,
@@ -45,23 +47,47 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_UPDATES = 10_000
 """A gateway that is this many steps behind is lost: its session is closed and its sequences are cancelled."""
 
+MAX_PENDING_KV_EVENTS = 10_000
+"""A router that is this many KV events behind gets a snapshot instead of them."""
+
 
 class _Watch:
     """One report stream: KV events wait here until the next report."""
 
     def __init__(self) -> None:
         self.kv_events: list[KvEvent] = []
+        self.needs_snapshot = True
         self.changed = asyncio.Event()
+
+    def note(self, kv_events: Sequence[KvEvent]) -> None:
+        """Something changed."""
+        if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
+            self.needs_snapshot = True
+        else:
+            self.kv_events += kv_events
+        self.changed.set()
+
+    async def take_events(self, snapshot: Callable[[], Awaitable[BlocksSnapshot]]) -> tuple[KvEvent, ...]:
+        """What the next report carries. Events that come while the snapshot is taken follow it: that one may hold them
+        too is harmless, since each sets an absolute state."""
+        self.changed.clear()
+        if self.needs_snapshot:
+            self.needs_snapshot = False
+            self.kv_events.clear()
+            all_blocks = await snapshot()
+            self.kv_events.insert(0, all_blocks)
+        events, self.kv_events = tuple(self.kv_events), []
+        return events
 
 
 class WorkerService:
-    """Owner of the worker's gRPC server. All methods run on the asyncio thread."""
+    """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, load: Load) -> None:
         self._worker = worker
         self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
         self._watches: set[_Watch] = set()
-        self._load = Load()
+        self._load = load
         self._from_gateway = decoder(GatewayToWorker)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
 
@@ -80,15 +106,22 @@ class WorkerService:
 
     async def close(self) -> None:
         """End all sessions and the server."""
-        for session in self._sessions.values():
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             session.close()
         await self._server.stop(grace=0.5)
 
-    def send(self, gateway_id: GatewayId, update: StepUpdate) -> None:
-        """Queue an update for a gateway; dropped when it has no session, because its requests were cancelled then."""
+    def send(self, gateway_id: GatewayId, update: StepUpdate) -> bool:
+        """Queue an update for a gateway; false when it has no session. One that is too far behind loses its session."""
         session = self._sessions.get(gateway_id)
-        if session is not None:
-            session.put(update)
+        if session is None:
+            return False
+        session.put(update)
+        if session.closed:
+            # Its handler may be blocked in a write for as long as the gateway does not read.
+            logger.warning("gateway %s is %d updates behind and counts as lost", gateway_id, MAX_PENDING_UPDATES)
+            self._end_session(gateway_id, session)
+        return True
 
     def publish(self, load: Load, kv_events: Sequence[KvEvent]) -> None:
         """Note the load and the KV events of one engine turn for the report streams."""
@@ -97,8 +130,7 @@ class WorkerService:
         if not changed:
             return
         for watch in self._watches:
-            watch.kv_events += kv_events
-            watch.changed.set()
+            watch.note(kv_events)
 
     # ------------------------------------------------------------ handlers
 
@@ -108,56 +140,68 @@ class WorkerService:
         gateway_id = GatewayId(str(dict(context.invocation_metadata() or ()).get(GATEWAY_ID_METADATA, "")))
         if not gateway_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"metadata {GATEWAY_ID_METADATA} is missing")
-        if (earlier := self._sessions.get(gateway_id)) is not None:
-            earlier.close()
-        session = self._sessions[gateway_id] = Mailbox[StepUpdate](MAX_PENDING_UPDATES)
-        yield encode(SessionHello(info=self._worker.info))
+        session = self._open_session(gateway_id)
         reader = asyncio.create_task(self._read_session(requests, gateway_id, session), name=f"session-{gateway_id}")
         try:
+            yield encode(SessionHello(info=self._worker.info))
             async for update in session:
                 yield encode(update)
         finally:
             reader.cancel()
-            if self._sessions.get(gateway_id) is session:
-                del self._sessions[gateway_id]
-                self._worker.on_gateway_lost(gateway_id)
+            self._end_session(gateway_id, session)
+
+    def _open_session(self, gateway_id: GatewayId) -> Mailbox[StepUpdate]:
+        """Begins with a clean slate: a gateway gives up all that it had here when its session breaks, which it may have
+        seen before this worker did."""
+        if (earlier := self._sessions.get(gateway_id)) is not None:
+            earlier.close()
+        self._worker.on_gateway_lost(gateway_id)
+        session = self._sessions[gateway_id] = Mailbox[StepUpdate](MAX_PENDING_UPDATES)
+        return session
+
+    def _end_session(self, gateway_id: GatewayId, session: Mailbox[StepUpdate]) -> None:
+        """Idempotent; the end of a session that was replaced changes nothing."""
+        session.close()
+        if self._sessions.get(gateway_id) is session:
+            del self._sessions[gateway_id]
+            self._worker.on_gateway_lost(gateway_id)
 
     async def _read_session(
         self, requests: AsyncIterator[bytes], gateway_id: GatewayId, session: Mailbox[StepUpdate]
     ) -> None:
         try:
             async for frame in requests:
+                if session.closed:  # What an earlier session still had on the wire was given up with it.
+                    return
                 self._worker.on_message(self._from_gateway.decode(frame))
         except msgspec.MsgspecError as error:
             logger.warning("closing the session of gateway %s: bad frame: %s", gateway_id, error)
         except grpc.RpcError as error:
             logger.debug("session of gateway %s broke: %s", gateway_id, error)
+        except Exception:
+            # A fault of ours. The session is the barrier: what the gateway has here is cancelled and placed anew.
+            logger.exception("closing the session of gateway %s", gateway_id)
         finally:
-            session.close()
+            self._end_session(gateway_id, session)
 
     async def _watch(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         await _decode_or_abort(frame, WatchRequest, context)
         config, info = self._worker.config, self._worker.info
         watch = _Watch()
-        # Registered before the snapshot is taken: events that are in both are harmless (each one sets an absolute
-        # state), events in neither would be lost.
+        # Registered before its snapshot is taken, so that no event is in neither.
         self._watches.add(watch)
+        sequence = 0
         try:
-            snapshot, self._load = await self._worker.prefix_snapshot()
-            watch.kv_events.insert(0, snapshot)
-            sequence = 0
             while True:
-                events, watch.kv_events = tuple(watch.kv_events), []
-                watch.changed.clear()
-                yield encode(
-                    WorkerReport(
-                        worker_id=info.worker_id,
-                        incarnation=info.incarnation,
-                        sequence=sequence,
-                        load=self._load,
-                        kv_events=events,
-                    )
+                kv_events = await watch.take_events(self._worker.prefix_snapshot)
+                report = WorkerReport(
+                    worker_id=info.worker_id,
+                    incarnation=info.incarnation,
+                    sequence=sequence,
+                    load=self._load,
+                    kv_events=kv_events,
                 )
+                yield encode(report)
                 sequence += 1
                 await asyncio.sleep(config.report_interval_s)
                 try:
@@ -165,12 +209,18 @@ class WorkerService:
                         await watch.changed.wait()
                 except TimeoutError:
                     continue  # An idle heartbeat.
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             self._watches.discard(watch)
 
     async def _audit(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         await _decode_or_abort(frame, AuditRequest, context)
-        return encode(await self._worker.audit())
+        try:
+            return encode(await self._worker.audit())
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise
 
 
 async def _decode_or_abort(frame: bytes, kind: type[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -4,6 +4,9 @@
     ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
     stop()    roles give up their attempts, the server closes, both threads end
 
+A fault of our own, on either thread, ends the worker (`crashed`): after a lost event nothing that is counted here could
+be trusted. What peers and gateways send never does.
+
 Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
 outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
 """
@@ -35,7 +38,6 @@ from disagg.proto.messages import (
     Connect,
     Dispatch,
     GatewayToWorker,
-    Load,
     WorkerInfo,
 )
 
@@ -84,7 +86,7 @@ class Worker:
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
         self.crashed = threading.Event()
-        """Set when the engine thread died: the process should exit and be restarted."""
+        """Set when the worker can work no longer: the process should exit and be restarted."""
 
     # ------------------------------------------------------------ life
 
@@ -92,13 +94,13 @@ class Worker:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
         runner = make_runner(self.config)
         core = EngineCore(runner, config=self.config)
-        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_engine_crash)
-        self._max_model_len = core.max_model_len
+        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
+        self._max_model_len, self._idle_load = core.max_model_len, core.load()
         self._started = True
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
-            self._thread.join()
+            self.stop()
             raise self._start_error
         return self.info
 
@@ -106,10 +108,10 @@ class Worker:
         """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
         if not self._started:
             return
-        loop, stop_event = self._loop, self._stop_event
-        if loop is not None and stop_event is not None and self._thread.is_alive():
-            loop.call_soon_threadsafe(stop_event.set)
-            self._thread.join(grace_s + 5.0)
+        self._ask_to_stop()
+        self._thread.join(grace_s + 5.0)
+        if self._thread.is_alive():
+            logger.error("%s: the asyncio thread did not end in time", self.config.worker_id)
         if not self._engine.stop(timeout_s=grace_s + 5.0):
             logger.error("%s: the engine thread did not end in time", self.config.worker_id)
 
@@ -118,33 +120,43 @@ class Worker:
             asyncio.run(self._main())
         except BaseException as error:
             if self._ready.is_set():
-                logger.exception("%s: the asyncio thread died", self.config.worker_id)
-                self.crashed.set()
-            self._start_error = error
-            self._ready.set()
+                self._on_crash(error)
+            else:
+                self._start_error = error
+                self._ready.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_event = asyncio.Event()
         self._roles = [factory(self) for factory in self._role_factories]
-        self._service = WorkerService(self)
-        port = await self._service.bind(
-            self.config.host, self.config.port, [h for r in self._roles for h in r.handlers()]
-        )
+        self._service = WorkerService(self, self._idle_load)
+        ticker: asyncio.Task[None] | None = None
+        try:
+            await self._open()
+            ticker = asyncio.create_task(self._tick_forever(), name="tick")
+            self._ready.set()
+            await self._stop_event.wait()
+        finally:
+            if ticker is not None:
+                ticker.cancel()
+            await self._close()
+
+    async def _open(self) -> None:
+        role_handlers = [handler for role in self._roles for handler in role.handlers()]
+        port = await self._service.bind(self.config.host, self.config.port, role_handlers)
         self._info = self._make_info(f"{self.config.host}:{port}")
         self._engine.start()
         for role in self._roles:
             await role.start()
-        ticker = asyncio.create_task(self._tick_forever(), name="tick")
         logger.info("%s listens on %s", self.config.worker_id, self._info.address)
-        self._ready.set()
-        try:
-            await self._stop_event.wait()
-        finally:
-            ticker.cancel()
-            for role in self._roles:
-                await role.stop()
-            await self._service.close()
+
+    async def _close(self) -> None:
+        """Each part ends, whatever becomes of the others."""
+        ended = await asyncio.gather(*(role.stop() for role in self._roles), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                logger.error("%s: a role did not stop", self.config.worker_id, exc_info=error)
+        await self._service.close()
 
     def _make_info(self, address: str) -> WorkerInfo:
         runner, config = self._runner, self.config
@@ -166,9 +178,11 @@ class Worker:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
-            for role in self._roles:
-                role.tick(self.now())
-            self.flush()
+            self._call_and_flush(self._tick, ())
+
+    def _tick(self) -> None:
+        for role in self._roles:
+            role.tick(self.now())
 
     # ------------------------------------------------------------ what roles use
 
@@ -203,24 +217,38 @@ class Worker:
             logger.debug("dropped a callback while stopping")
 
     def flush(self) -> None:
-        """Send what the outbox holds, one message per gateway."""
+        """Send what the outbox holds, one message per gateway. What runs for a gateway that has no session ends: it
+        came after the sweep, by way of another worker."""
         for gateway_id, update in self.outbox.flush().items():
-            self._service.send(gateway_id, update)
+            if not self._service.send(gateway_id, update):
+                self.on_gateway_lost(gateway_id)
 
     def _call_and_flush(self, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
-        callback(*args)
-        self.flush()
+        try:
+            callback(*args)
+            self.flush()
+        except Exception as error:
+            self._on_crash(error)
 
     # ------------------------------------------------------------ engine side
 
     def _deliver(self, batch: Batch) -> None:
         self.call_soon(self._on_batch, batch)
 
-    def _on_engine_crash(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
+        """A fault of ours, on any thread: end the worker."""
+        logger.critical("%s: the worker cannot go on", self.config.worker_id, exc_info=error)
         self.crashed.set()
+        self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
         loop, stop_event = self._loop, self._stop_event
-        if loop is not None and stop_event is not None:
+        if loop is None or stop_event is None:
+            return
+        try:
             loop.call_soon_threadsafe(stop_event.set)
+        except RuntimeError:
+            logger.debug("the asyncio side has ended already")
 
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:
@@ -240,6 +268,8 @@ class Worker:
 
     def on_message(self, message: GatewayToWorker) -> None:
         """A dispatch or a cancel from a gateway."""
+        if self._stop_event is not None and self._stop_event.is_set():
+            return  # The roles give everything up, and the session ends.
         match message:
             case Cancel():
                 for role in self._roles:
@@ -261,17 +291,17 @@ class Worker:
         self.outbox.end(spec.gateway_id, spec.key, "refused", detail)
 
     def on_gateway_lost(self, gateway_id: GatewayId) -> None:
-        """A gateway's session broke: it will place its requests anew, so ours are orphans."""
+        """A gateway's session broke: it will place its requests anew, so ours are orphans. Idempotent."""
         for role in self._roles:
             for key in role.keys_of_gateway(gateway_id):
                 role.cancel(key)
 
-    async def prefix_snapshot(self) -> tuple[BlocksSnapshot, Load]:
-        """All cached prefix blocks and the load, taken between two steps."""
-        return await asyncio.wrap_future(self._engine.call(lambda core: (core.prefix_snapshot(), core.load())))
+    async def prefix_snapshot(self) -> BlocksSnapshot:
+        """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""
+        return await asyncio.wrap_future(self._engine.call(lambda core: core.prefix_snapshot()))
 
     async def audit(self) -> AuditReport:
-        """Everything that this worker holds."""
+        """Everything that this worker holds. Raises `EngineStoppedError`."""
         counts, problems = await asyncio.wrap_future(self._engine.call(lambda core: core.audit()))
         holdings: dict[str, int] = {}
         for role in self._roles:

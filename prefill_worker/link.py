@@ -1,8 +1,9 @@
 """The shell around one `Sender`: the pair of this prefill worker with one life of a decode worker.
 
-    connecting   control stream, hello, then the byte transport; attempts wait
+    connecting   control stream, hello, then the byte transport; attempts wait, at most until their deadline
     open         the sender decides, this file carries its effects out
     closed       every attempt was reported; the role makes a new link when it is asked to
+    gone         stream, transport and task have ended, too
 
 Owner: the asyncio thread. The engine answers through `on_*`, the transport through `RoleContext.call_soon`.
 """
@@ -12,11 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
+
+from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Add, Gather, Release
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
+    DEADLINE,
     ClosePair,
     GatherChunk,
     ReleaseSequence,
@@ -26,6 +33,7 @@ from disagg.engine.kv_transfer.effects import (
     SendOver,
     StartPrefill,
 )
+from disagg.engine.kv_transfer.pair_state import TransitionError
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector
 from disagg.engine.plan import Buffer
@@ -40,26 +48,42 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 20.0
 
 
+class _Waiting(NamedTuple):
+    """An attempt that waits for the pair to be formed."""
+
+    spec: SequenceSpec
+    deadline: float | None
+
+    def is_expired(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+    def spec_now(self, now: float) -> SequenceSpec:
+        """The spec with what is left of its time."""
+        if self.deadline is None:
+            return self.spec
+        return msgspec.structs.replace(self.spec, timeout_s=self.deadline - now)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCallbacks:
+    """What a link tells the role."""
+
+    on_over: Callable[[SendOver], None]
+    """Once per offered attempt."""
+    on_closed: Callable[[DecodeLink], None]
+    """The link takes no more attempts. Idempotent."""
+    on_gone: Callable[[DecodeLink], None]
+    """Nothing of the link is left but what the engine still copies."""
+
+
 class DecodeLink:
-    """One pair, from the prefill side.
+    """One pair, from the prefill side."""
 
-    Args:
-        on_over: told once per offered attempt.
-        on_closed: told once, when the link cannot be used any more.
-    """
-
-    def __init__(
-        self,
-        context: RoleContext,
-        peer: PeerRef,
-        on_over: Callable[[SendOver], None],
-        on_closed: Callable[[DecodeLink], None],
-    ) -> None:
+    def __init__(self, context: RoleContext, peer: PeerRef, callbacks: LinkCallbacks) -> None:
         self.peer = peer
         self._context = context
-        self._on_over = on_over
-        self._on_closed = on_closed
-        self._waiting: dict[AttemptKey, SequenceSpec] = {}
+        self._callbacks = callbacks
+        self._waiting: dict[AttemptKey, _Waiting] = {}
         self._gathers: dict[tuple[AttemptKey, int], GatherChunk] = {}
         """Copies that the engine still owes."""
         self._stream = PairStream(peer)
@@ -68,18 +92,22 @@ class DecodeLink:
         self._buffers: dict[int, Buffer] = {}
         self._slot_bytes = 0
         self._task: asyncio.Task[None] | None = None
+        self._is_shutting_down = False
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
         """Form the pair in the background."""
         self._task = asyncio.create_task(self._run(), name=f"pair-{self.peer.worker_id}")
+        self._task.add_done_callback(lambda _: self._callbacks.on_gone(self))
 
     async def close(self) -> None:
         """Give all attempts up and end the pair; returns when its task is over."""
-        if self._task is not None:
+        if self._task is None:
+            return
+        if not self._is_shutting_down:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         reason = "the link was closed"
@@ -91,19 +119,27 @@ class DecodeLink:
                 self._carry_out(self._sender.on_message(message, self._context.now()))
                 self._context.flush()
             reason = f"{self.peer.worker_id} ended the control stream"
-        except (PairError, OSError, RuntimeError) as error:
+        except (PairError, OSError, RuntimeError, ValueError) as error:
             reason = f"pair with {self.peer.worker_id}: {error}"
             logger.warning("%s", reason)
+        except Exception:
+            # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
+            reason = f"the pair with {self.peer.worker_id} failed"
+            logger.exception("%s", reason)
         finally:
+            self._is_shutting_down = True
             await self._shut_down(reason)
 
     async def _open(self, welcome: PairWelcome) -> None:
         config, layout = self._context.config, self._context.info.kv_layout
         connect = make_connector(welcome.transport, config.host)
-        self._transport = await asyncio.to_thread(connect, welcome.pair_name, welcome.store_address)
+        self._transport = await open_on_thread(
+            f"connect-{self.peer.worker_id}", lambda: connect(welcome.pair_name, welcome.store_address)
+        )
         self._slot_bytes = min(config.chunk_bytes, welcome.max_chunk_bytes)
+        now = self._context.now()
         self._sender = Sender(
-            self._context.now(),
+            now,
             bytes_per_token=layout.bytes_per_token,
             max_chunk_bytes=self._slot_bytes,
             credits=welcome.credits,
@@ -112,36 +148,42 @@ class DecodeLink:
             heartbeat_s=config.heartbeat_s,
         )
         logger.info("paired with %s over %s", self.peer.worker_id, welcome.transport)
+        self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
-        for spec in waiting.values():
-            self._carry_out(self._sender.offer(spec, self._context.now()))
+        for each in waiting.values():
+            self.offer(each.spec_now(now))
         self._context.flush()
 
     async def _shut_down(self, reason: str) -> None:
-        self._on_closed(self)
+        self._callbacks.on_closed(self)
         waiting, self._waiting = self._waiting, {}
         for key in waiting:
-            self._on_over(SendOver(key, "refused", reason))
+            self._callbacks.on_over(SendOver(key, "refused", reason))
         if self._sender is not None:
             self._carry_out(self._sender.close(self._context.now(), reason))
         self._context.flush()
         await self._stream.close()
         if self._transport is not None:
-            await asyncio.to_thread(self._transport.close)
+            await call_on_thread(f"close-{self.peer.worker_id}", self._transport.close)
 
     # ------------------------------------------------------------ inputs
 
     def offer(self, spec: SequenceSpec) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed."""
+        now = self._context.now()
         if self._sender is None:
-            self._waiting[spec.key] = spec
-        else:
-            self._carry_out(self._sender.offer(spec, self._context.now()))
+            self._waiting[spec.key] = _Waiting(spec, None if spec.timeout_s is None else now + spec.timeout_s)
+            return
+        try:
+            effects = self._sender.offer(spec, now)
+        except TransitionError as error:  # a gateway that uses a key again
+            effects = [SendOver(spec.key, "failed", str(error))]
+        self._carry_out(effects)
 
     def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> None:
         """Give an attempt up; unknown ones are ignored."""
         if self._waiting.pop(key, None) is not None:
-            self._on_over(SendOver(key, "cancelled", reason))
+            self._callbacks.on_over(SendOver(key, "cancelled", reason))
         elif self._sender is not None:
             self._carry_out(self._sender.cancel(key, reason))
 
@@ -164,8 +206,13 @@ class DecodeLink:
 
     def tick(self, now: float) -> None:
         """Called every heartbeat."""
+        self._expire_waiting(now)
         if self._sender is not None:
             self._carry_out(self._sender.tick(now))
+
+    def _expire_waiting(self, now: float) -> None:
+        for key in [key for key, waiting in self._waiting.items() if waiting.is_expired(now)]:
+            self.cancel(key, DEADLINE)
 
     def is_gathering(self, key: AttemptKey) -> bool:
         """Whether the engine still owes `on_gathered` for this attempt."""
@@ -192,9 +239,10 @@ class DecodeLink:
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
                 case SendOver():
-                    self._on_over(effect)
+                    self._callbacks.on_over(effect)
                 case ClosePair(reason):
                     logger.warning("closing the pair with %s: %s", self.peer.worker_id, reason)
+                    self._callbacks.on_closed(self)
                     self._stream.abandon()
 
     def _gather(self, effect: GatherChunk) -> None:

@@ -9,12 +9,13 @@ The protocol is the pure `Sender` of each link; this file knows which link an at
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from disagg.engine.commands import ChunkComputed, Ended, Event, Gathered, PrefillComputed
-from disagg.engine.kv_transfer.effects import SendOver
+from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
 from disagg.engine.role import RoleContext
-from disagg.prefill_worker.link import DecodeLink
+from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, PeerRef, RoleName
 
@@ -29,6 +30,9 @@ class PrefillRole:
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._links: dict[PeerRef, DecodeLink] = {}
+        """Links that take attempts, or will."""
+        self._all_links: set[DecodeLink] = set()
+        """Also those that are being closed."""
         self._link_of: dict[AttemptKey, DecodeLink] = {}
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         self._kv_bytes_sent = 0
@@ -38,8 +42,7 @@ class PrefillRole:
 
     async def stop(self) -> None:
         """Close all links."""
-        for link in list(self._links.values()):
-            await link.close()
+        await asyncio.gather(*(link.close() for link in list(self._all_links)))
 
     def handlers(self) -> list[object]:
         """The prefill role serves nobody but gateways."""
@@ -52,7 +55,9 @@ class PrefillRole:
     def _link_to(self, peer: PeerRef) -> DecodeLink:
         link = self._links.get(peer)
         if link is None:
-            link = self._links[peer] = DecodeLink(self._context, peer, self._attempt_over, self._link_closed)
+            callbacks = LinkCallbacks(self._attempt_over, self._link_closed, self._all_links.discard)
+            link = self._links[peer] = DecodeLink(self._context, peer, callbacks)
+            self._all_links.add(link)
             link.start()
         return link
 
@@ -66,6 +71,9 @@ class PrefillRole:
         spec = dispatch.spec
         if spec.key in self._link_of:
             logger.warning("dropped a second dispatch of %s", spec.key)
+            return
+        if not spec.num_known_tokens:  # a decode worker would take such an offer for a broken peer
+            self._context.outbox.end(spec.gateway_id, spec.key, "failed", "the prompt is empty")
             return
         link = self._link_to(dispatch.decode_peer)
         self._link_of[spec.key] = link
@@ -102,7 +110,7 @@ class PrefillRole:
 
     def tick(self, now: float) -> None:
         """Heartbeats, leases and deadlines of all pairs."""
-        for link in list(self._links.values()):
+        for link in list(self._all_links):
             link.tick(now)
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
@@ -112,7 +120,7 @@ class PrefillRole:
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
         total = {"prefill_attempts": len(self._gateway_of), "kv_bytes_sent": self._kv_bytes_sent}
-        for link in self._links.values():
+        for link in self._all_links:
             for name, count in link.holdings().items():
                 total[name] = total.get(name, 0) + count
         return total
@@ -122,6 +130,8 @@ class PrefillRole:
         match over.outcome:
             case "handed_over":
                 self._kv_bytes_sent += over.kv_bytes
+            case "failed" | "cancelled" if over.reason == DEADLINE:
+                self._context.outbox.end(gateway_id, over.key, "deadline", "the deadline passed")
             case "refused" | "failed":
                 self._context.outbox.end(gateway_id, over.key, over.outcome, over.reason)
             case "cancelled":

@@ -1,0 +1,330 @@
+"""Real worker processes, and what must not hurt them: peers that die or hang, gateways that vanish, come back or stop
+reading, transports that cannot be formed, a stop under load. Who is left holds nothing, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from disagg.decode_worker.role import DecodeRole
+from disagg.engine.commands import Release
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake import fake_generate
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
+from disagg.engine.role import RoleContext
+from disagg.engine.worker import Worker
+from disagg.proto.handover import PairHello
+from disagg.proto.ids import AttemptKey, RequestId
+from disagg.proto.messages import RoleName, WorkerInfo, encode
+from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
+from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
+
+MANY_TOKENS = 60_000
+"""An answer that takes far longer than any of these tests."""
+PROMPT_TOKENS = 4000
+_starts = itertools.count(1)
+
+
+def config(worker_id: str, **values: Any) -> WorkerConfig:
+    """A worker whose role is in its name; a lease of half a second, and chunks that make a transfer long."""
+    role: RoleName = "prefill" if worker_id.startswith("prefill") else "decode"
+    defaults: dict[str, Any] = {
+        "num_blocks": 8192,
+        "max_model_len": 70_000,
+        "token_budget": 256,
+        "chunk_bytes": 40 * 8,
+        "staging_bytes": 2 * 40 * 8,
+        "heartbeat_s": 0.1,
+        "lease_timeout_s": 0.5,
+    }
+    return WorkerConfig(worker_id=worker_id, roles=(role,), model_path="fake", **{**defaults, **values})
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt that shares no prefix with any other one."""
+    start = next(_starts)
+    return [start % 250, start // 250, *((start + 7 * i) % 250 for i in range(2, length))][:length]
+
+
+@asynccontextmanager
+async def gateway_to(*infos: WorkerInfo) -> AsyncIterator[GatewayStub]:
+    """A gateway stub that asks nothing at the end, since some of the workers may be dead by then."""
+    stub = GatewayStub()
+    try:
+        for info in infos:
+            await stub.connect(info)
+        yield stub
+    finally:
+        await stub.close()
+        # What feeds a stream that the worker broke off waits for one more frame before it sees that.
+        stub.cancel(AttemptKey(RequestId("nobody"), 1))
+        await asyncio.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        await asyncio.sleep(0.005)
+
+
+async def start_transfers(gateway: GatewayStub, info: WorkerInfo, what: str) -> list[Answer]:
+    """Submit long prompts, until worker `info` is in the middle of transfers: it holds some of `what`."""
+    answers = [
+        gateway.submit(prompt_of(PROMPT_TOKENS), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)[1]
+        for _ in range(6)
+    ]
+    deadline = time.monotonic() + 10
+    while not (await audit(info)).counts.get(what):
+        assert time.monotonic() < deadline, "no transfer was seen"
+    return answers
+
+
+async def assert_serves(gateway: GatewayStub, prefill: str, decode: str) -> None:
+    prompt = prompt_of(100)
+    answer = await gateway.run(prompt, worker=prefill, to=decode, max_tokens=5)
+    assert (answer.reason, answer.token_ids) == ("length", fake_generate(prompt, 5))
+
+
+# ---------------------------------------------------------------- peers
+
+
+async def test_a_decode_worker_is_killed_in_mid_transfer() -> None:
+    with running_workers(config("prefill-0"), config("decode-0"), config("decode-1")) as (prefill, dead, other):
+        async with gateway_to(prefill, dead, other) as gateway:
+            answers = await start_transfers(gateway, prefill, "sending_chunks")
+            os.kill(dead.pid, signal.SIGKILL)
+            await wait_until_workers_idle([prefill])
+            ends = [end.reason for answer in answers for end in answer.ends]
+            # What was handed over before ends with D's session, which is for the gateway to see.
+            assert set(ends) == {"failed"}
+            assert len(ends) + sum(bool(answer.handed_over) for answer in answers) >= len(answers)
+            await assert_serves(gateway, "prefill-0", "decode-1")
+            await wait_until_workers_idle([prefill, other])
+
+
+async def test_a_prefill_worker_is_killed_in_mid_transfer() -> None:
+    with running_workers(config("prefill-0"), config("prefill-1"), config("decode-0")) as (dead, other, decode):
+        async with gateway_to(dead, other, decode) as gateway:
+            answers = await start_transfers(gateway, decode, "receiving_chunks")
+            os.kill(dead.pid, signal.SIGKILL)
+            await until_not_receiving(decode)
+            for key, answer in gateway.answers.items():
+                if answer.handed_over:
+                    gateway.cancel(key)
+            await wait_until_workers_idle([decode])
+            assert not [end for answer in answers for end in answer.ends]
+            await assert_serves(gateway, "prefill-1", "decode-0")
+            await wait_until_workers_idle([other, decode])
+
+
+async def until_not_receiving(decode: WorkerInfo) -> None:
+    deadline = time.monotonic() + 5
+    while any(count for name, count in (await audit(decode)).counts.items() if name.startswith("receiving")):
+        assert time.monotonic() < deadline, "transfers of a dead worker were kept"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_decode_worker_hangs_in_mid_transfer() -> None:
+    """It is silent, but its sockets stand: the lease ends the attempts, and then the pair."""
+    with running_workers(config("prefill-0"), config("decode-0"), config("decode-1")) as (prefill, hung, other):
+        async with gateway_to(prefill, hung, other) as gateway:
+            answers = await start_transfers(gateway, prefill, "sending_chunks")
+            os.kill(hung.pid, signal.SIGSTOP)
+            try:
+                await wait_until_workers_idle([prefill])
+                assert any("lease lost" in end.detail for answer in answers for end in answer.ends)
+                await assert_serves(gateway, "prefill-0", "decode-1")
+            finally:
+                os.kill(hung.pid, signal.SIGCONT)
+            for key in list(gateway.answers):
+                gateway.cancel(key)
+            await wait_until_workers_idle([prefill, hung, other])
+            await assert_serves(gateway, "prefill-0", "decode-0")
+
+
+async def test_a_transport_that_cannot_be_formed_is_a_refusal() -> None:
+    """D names a transport that exists only within its own process. P knows at once; D would wait for it."""
+    with running_workers(config("prefill-0"), config("decode-0", transport="local")) as (prefill, decode):
+        async with gateway_to(prefill, decode) as gateway:
+            answers = await asyncio.gather(
+                *(gateway.run(prompt_of(20), worker="prefill-0", to="decode-0") for _ in range(12))
+            )
+            assert {answer.reason for answer in answers} == {"refused"}
+            await wait_until_workers_idle([prefill, decode])
+            started = time.monotonic()
+        # And D ends at once when it is told to, though threads of it still wait for a peer.
+    assert time.monotonic() - started < 8
+
+
+async def test_peers_that_greet_and_never_come_hold_up_nobody() -> None:
+    """Ten of them: a real pair forms beside them, and the worker ends although it waits for them."""
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+        async with grpc.aio.insecure_channel(decode.address, options=CHANNEL_OPTIONS) as channel:
+            for _ in range(10):
+                call: Any = channel.stream_stream(TRANSFER, None, None)(None)
+                await call.write(encode(PairHello(info=prefill, receiver_incarnation=decode.incarnation)))
+                await call.read()
+            async with gateway_to(prefill, decode) as gateway:
+                started = time.monotonic()
+                await assert_serves(gateway, "prefill-0", "decode-0")
+                assert time.monotonic() - started < SET_UP_TIMEOUT_S / 2
+        await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
+
+
+async def test_an_attempt_that_waits_for_its_pair_keeps_its_deadline() -> None:
+    """D accepts the connection and then does nothing, so that the pair stays half formed."""
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+        async with gateway_to(prefill, decode) as gateway:
+            os.kill(decode.pid, signal.SIGSTOP)
+            try:
+                answer = await gateway.run(prompt_of(20), worker="prefill-0", to="decode-0", timeout_s=0.3)
+                assert answer.reason == "deadline"
+                await wait_until_workers_idle([prefill])
+            finally:
+                os.kill(decode.pid, signal.SIGCONT)
+            await assert_serves(gateway, "prefill-0", "decode-0")
+
+
+# ---------------------------------------------------------------- gateways
+
+
+async def test_a_new_session_of_a_gateway_ends_what_the_old_one_left() -> None:
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+        async with gateway_to(prefill, decode) as old:
+            _, answer = old.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+            await until(lambda: bool(answer.handed_over))
+            async with gateway_to(prefill, decode) as new:  # the old session is never closed from this side
+                new.answers.update(old.answers)  # tokens that were sampled already may still come, and are dropped
+                await wait_until_workers_idle([prefill, decode])
+                await assert_serves(new, "prefill-0", "decode-0")
+                await wait_until_workers_idle([prefill, decode])
+
+
+async def test_what_comes_for_a_gateway_without_a_session_is_ended() -> None:
+    """The gateway's session with D broke, and the attempt arrives by way of P."""
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+        async with gateway_to(prefill) as gateway:
+            gateway.infos["decode-0"] = decode
+            _, answer = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+            await asyncio.wait_for(answer.first_token.wait(), 10)
+            await wait_until_workers_idle([prefill, decode])
+
+
+async def test_bad_dispatches_end_alone() -> None:
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+        async with gateway_to(prefill, decode) as gateway:
+            key, good = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+            await until(lambda: bool(good.handed_over))
+            empty = await gateway.run([], worker="prefill-0", to="decode-0")
+            assert (empty.reason, empty.ends[0].detail) == ("failed", "the prompt is empty")
+            endless = await gateway.run(prompt_of(3000), worker="prefill-0", to="decode-0", timeout_s=float("inf"))
+            assert endless.reason == "length"
+            alien = await gateway.run([1, 2, 10**9], worker="prefill-0", to="decode-0")
+            assert alien.reason == "refused"
+            await offer_a_key_twice(gateway)
+            assert not good.ends
+            gateway.cancel(key)
+            await wait_until_workers_idle([prefill, decode])
+
+
+async def offer_a_key_twice(gateway: GatewayStub) -> None:
+    """The second dispatch comes while the first one is being given up, or after it."""
+    queue: Any = gateway._queues["prefill-0"]
+    key, answer = gateway.submit(prompt_of(2000), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+    dispatch = queue.get_nowait()
+    queue.put_nowait(dispatch)
+    gateway.cancel(key)
+    queue.put_nowait(dispatch)
+    await asyncio.wait_for(answer.ended.wait(), 10)
+    gateway.cancel(key)
+
+
+# ---------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.2])
+async def test_workers_that_are_told_to_stop_under_load_end_by_themselves(delay_s: float) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+            gateway = await stack.enter_async_context(gateway_to(prefill, decode))
+            for _ in range(20):
+                gateway.submit(prompt_of(1000), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+            await asyncio.sleep(delay_s)
+
+
+class _Unstartable(DecodeRole):
+    async def start(self) -> None:
+        raise OSError("no rendezvous")
+
+
+class _Unstoppable(DecodeRole):
+    async def stop(self) -> None:
+        raise OSError("cannot stop")
+
+
+class _Slipping(DecodeRole):
+    """Raises at its first tick."""
+
+    def tick(self, now: float) -> None:
+        raise KeyError("a fault of ours")
+
+
+def test_a_worker_whose_role_does_not_start_leaves_no_thread() -> None:
+    worker = Worker(config("decode-0"), [_Unstartable])
+    with pytest.raises(OSError, match="no rendezvous"):
+        worker.start()
+    worker.stop()
+    assert not worker.crashed.is_set()
+
+
+def test_a_worker_stops_twice_and_whatever_its_roles_do() -> None:
+    worker = Worker(config("decode-0"), [_Unstoppable, DecodeRole])
+    worker.start()
+    worker.stop()
+    worker.stop()
+    assert not worker.crashed.is_set()
+
+
+def test_a_fault_in_a_timer_ends_the_worker() -> None:
+    worker = Worker(config("decode-0"), [_Slipping])
+    worker.start()
+    assert worker.crashed.wait(10)
+    worker.stop()
+
+
+def test_a_fault_in_a_callback_ends_the_worker() -> None:
+    def fail() -> None:
+        raise KeyError("a fault of ours")
+
+    worker = Worker(config("decode-0"), [DecodeRole])
+    worker.start()
+    worker.call_soon(fail)
+    assert worker.crashed.wait(10)
+    worker.stop()
+
+
+def test_a_fault_in_the_engine_ends_the_worker() -> None:
+    contexts: list[RoleContext] = []
+
+    def make_role(context: RoleContext) -> DecodeRole:
+        contexts.append(context)
+        return DecodeRole(context)
+
+    worker = Worker(config("decode-0"), [make_role])
+    worker.start()
+    contexts[0].post(msgspec.structs.replace)  # type: ignore[arg-type]  # No command at all.
+    assert worker.crashed.wait(10)
+    worker.stop()
+    contexts[0].post(Release)  # type: ignore[arg-type]  # Nobody takes it any more.

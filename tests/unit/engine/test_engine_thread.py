@@ -1,0 +1,160 @@
+"""The thread around an engine core: commands in order, calls between steps, and an end that leaves nobody waiting."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from disagg.engine.commands import Add, Command, Ended, Reserve, TokenSampled
+from disagg.engine.core import EngineCore
+from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
+from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.plan import StepPlan
+from tests.support.engine import IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec
+
+WAIT_S = 10.0
+PROMPT = make_prompt(20)
+
+
+class Harness:
+    """An engine thread, and what it told."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+        self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.thread = EngineThread(core, self.batches.put, self.crashes.put)
+
+    def events_until_ended(self) -> list[Any]:
+        """All events up to the first `Ended`."""
+        events: list[Any] = []
+        while not any(isinstance(event, Ended) for event in events):
+            events += self.batches.get(timeout=WAIT_S).events
+        return events
+
+
+@contextmanager
+def running(core: EngineCore) -> Iterator[Harness]:
+    harness = Harness(core)
+    harness.thread.start()
+    try:
+        yield harness
+    finally:
+        assert harness.thread.stop(WAIT_S)
+
+
+def test_a_sequence_runs_to_its_end_without_being_pushed() -> None:
+    with running(make_core()) as harness:
+        harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=3)))
+        events = harness.events_until_ended()
+        tokens = [event.token_id for event in events if isinstance(event, TokenSampled)]
+        assert tokens == fake_generate(PROMPT, 3, VOCAB_SIZE)
+        assert harness.thread.call(lambda core: core.audit()).result(WAIT_S) == (IDLE, [])
+
+
+def test_a_call_comes_after_the_commands_that_were_posted_before() -> None:
+    harness = Harness(make_core())
+    harness.thread.post(Reserve(make_spec("a", PROMPT)))
+    answer = harness.thread.call(lambda core: core.load().num_waiting)
+    harness.thread.start()
+    assert answer.result(WAIT_S) == 1
+    assert harness.thread.stop(WAIT_S)
+
+
+def test_a_call_that_raises_hurts_only_its_caller() -> None:
+    def fail(core: EngineCore) -> None:
+        raise KeyError("mine")
+
+    with running(make_core()) as harness:
+        with pytest.raises(KeyError, match="mine"):
+            harness.thread.call(fail).result(WAIT_S)
+        assert harness.thread.call(lambda core: core.has_work).result(WAIT_S) is False
+
+
+def test_a_deadline_wakes_an_idle_engine() -> None:
+    with running(make_core()) as harness:
+        harness.thread.post(Reserve(make_spec("a", PROMPT, timeout_s=0.02)))
+        assert [event.reason for event in harness.events_until_ended() if isinstance(event, Ended)] == ["deadline"]
+
+
+@pytest.mark.parametrize("timeout_s", [1e12, float("inf")])
+def test_a_deadline_beyond_what_a_thread_can_wait_for_is_no_fault(timeout_s: float) -> None:
+    with running(make_core()) as harness:
+        harness.thread.post(Reserve(make_spec("far", PROMPT, timeout_s=timeout_s)))
+        assert harness.batches.get(timeout=WAIT_S).events  # the engine sleeps now, for as long as it can
+        harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=1)))
+        assert harness.events_until_ended()[-1].key == key_of("a")
+        assert harness.crashes.empty()
+
+
+def test_after_the_end_calls_are_refused_and_a_second_stop_is_fine() -> None:
+    harness = Harness(make_core())
+    harness.thread.start()
+    assert harness.thread.stop(WAIT_S)
+    assert harness.thread.stop(WAIT_S)
+    with pytest.raises(EngineStoppedError):
+        harness.thread.call(lambda core: core.load()).result(0)
+
+
+def test_a_thread_that_never_started_stops_and_refuses_what_was_asked() -> None:
+    harness = Harness(make_core())
+    call = harness.thread.call(lambda core: core.load())
+    assert harness.thread.stop(WAIT_S)
+    with pytest.raises(EngineStoppedError):
+        call.result(0)
+
+
+class _Gate(FakeModelRunner):
+    """A runner whose step waits."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 16, 4096, vocab_size=VOCAB_SIZE)
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def run(self, plan: StepPlan) -> list[int]:
+        self.entered.set()
+        assert self.opened.wait(WAIT_S)
+        return super().run(plan)
+
+
+def test_a_stop_in_the_middle_of_a_step_says_that_it_is_not_over() -> None:
+    runner = _Gate()
+    harness = Harness(make_core(runner=runner))
+    harness.thread.start()
+    harness.thread.post(Add(make_spec("a", PROMPT)))
+    assert runner.entered.wait(WAIT_S)
+    call = harness.thread.call(lambda core: core.load())
+    assert not harness.thread.stop(0.0)
+    assert not call.done()  # the thread still runs, and answers itself
+    runner.opened.set()
+    assert harness.thread.stop(WAIT_S)
+    with pytest.raises(EngineStoppedError):
+        call.result(WAIT_S)
+
+
+class _Broken(EngineCore):
+    """A core with a bug."""
+
+    def handle(self, command: Command, now: float) -> list[Any]:
+        raise KeyError("a bug")
+
+
+def test_a_crash_is_told_once_and_leaves_nobody_waiting() -> None:
+    core = make_core()
+    core.__class__ = _Broken
+    harness = Harness(core)
+    before = harness.thread.call(lambda core: core.load())
+    harness.thread.post(Add(make_spec("a", PROMPT)))
+    harness.thread.start()
+    assert isinstance(harness.crashes.get(timeout=WAIT_S), KeyError)
+    with pytest.raises(EngineStoppedError):
+        before.result(WAIT_S)
+    with pytest.raises(EngineStoppedError):
+        harness.thread.call(lambda core: core.load()).result(WAIT_S)
+    assert harness.thread.stop(WAIT_S)
+    assert harness.crashes.empty()
+    assert harness.batches.empty()

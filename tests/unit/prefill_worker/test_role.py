@@ -1,0 +1,356 @@
+"""The prefill role and its links: the test plays the engine, the decode worker and the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.engine.blocking import call_on_thread
+from disagg.engine.commands import Add, ChunkComputed, Ended, Gather, Gathered, PrefillComputed, Release
+from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
+from disagg.prefill_worker import link as link_module
+from disagg.prefill_worker.role import PrefillRole
+from disagg.prefill_worker.service import PairError
+from disagg.proto.handover import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    ChunkHeader,
+    ClearToSend,
+    Commit,
+    CommitAck,
+    Offer,
+    PairWelcome,
+    Refused,
+    Reserved,
+)
+from disagg.proto.ids import Incarnation, RequestId
+from disagg.proto.messages import Dispatch, SequenceSpec
+from tests.support.roles import (
+    GATEWAY,
+    PlayedContext,
+    PlayedStream,
+    info_of,
+    key_of,
+    peer_of,
+    settle,
+    spec_of,
+    until,
+)
+
+PEER = peer_of(info_of("d", "decode"))
+A = RequestId("a")
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
+    made: list[PlayedStream] = []
+    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
+    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
+    return made
+
+
+class Bench:
+    """A prefill role, and the far end of its transports."""
+
+    def __init__(self) -> None:
+        self.context = PlayedContext("p", "prefill")
+        self.role = PrefillRole(self.context)
+        self.rendezvous = LocalRendezvous()
+        self.transports: list[LocalTransport] = []
+
+    def dispatch(self, spec: SequenceSpec) -> None:
+        self.role.dispatch(Dispatch(spec=spec, decode_peer=PEER))
+        self.context.flush()
+
+    def welcome(self, **changes: Any) -> PairWelcome:
+        fields: dict[str, Any] = {
+            "incarnation": Incarnation("d-life"),
+            "pair_name": f"pair-{len(self.transports)}",
+            "transport": "local",
+            "store_address": self.rendezvous.address,
+            "credits": 2,
+            "max_chunk_bytes": 80,
+        }
+        return PairWelcome(**{**fields, **changes})
+
+    async def form(self, stream: PlayedStream) -> None:
+        """Let the pair be formed."""
+        welcome = self.welcome()
+        stream.welcome.set_result(welcome)
+        self.transports.append(await call_on_thread("accept", lambda: self.rendezvous.accept(welcome.pair_name)))
+
+    def idle(self) -> bool:
+        return not any(count for name, count in self.role.holdings().items() if name != "kv_bytes_sent")
+
+    async def reserve(self, stream: PlayedStream, request: str = "a", cached_tokens: int = 0) -> None:
+        stream.say(Reserved(request_id=RequestId(request), attempt=1, generation=1, cached_tokens=cached_tokens))
+        await settle()
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    it = Bench()
+    await it.role.start()
+    try:
+        yield it
+    finally:
+        await it.role.stop()
+        it.rendezvous.close()
+        assert it.context.faults == []
+
+
+@asynccontextmanager
+async def offered(spec: SequenceSpec, streams: list[PlayedStream]) -> AsyncIterator[tuple[Bench, PlayedStream]]:
+    """An attempt whose offer is out."""
+    async with bench() as it:
+        it.dispatch(spec)
+        await it.form(streams[0])
+        await until(lambda: streams[0]._sent)
+        assert streams[0].message(Offer).spec == spec
+        yield it, streams[0]
+
+
+# ---------------------------------------------------------------- the whole way
+
+
+async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        context, role = it.context, it.role
+        await it.reserve(stream, cached_tokens=4)
+        assert context.command(Add) == Add(spec_of("a"), hold_after_prefill=True)
+        role.on_event(ChunkComputed(key_of("a"), 14))
+        gather = context.command(Gather)
+        assert (gather.start, gather.end) == (4, 14)
+        gather.out[:] = 7
+        role.on_event(Gathered(key_of("a"), 0, ok=True))
+        header = stream.message(ChunkHeader)
+        assert (header.start_token, header.end_token, header.nbytes) == (4, 14, 80)
+
+        role.on_event(PrefillComputed(key_of("a"), GATEWAY, 99, 3))
+        assert [(done.request_id, done.cached_tokens) for done in context.prefilled] == [("a", 3)]
+        context.command(Gather)
+        role.on_event(Gathered(key_of("a"), 1, ok=True))
+        last, commit = stream.sent()
+        assert isinstance(last, ChunkHeader)
+        assert isinstance(commit, Commit)
+        assert (commit.token_id, commit.num_chunks) == (99, 2)
+
+        for each in (header, last):
+            received: asyncio.Queue[bool] = asyncio.Queue()
+            buffer = context.new_staging(each.nbytes)
+            it.transports[0].recv(buffer, each.nbytes, lambda ok, _: received.put_nowait(ok))  # noqa: B023
+            stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=each.seq))
+            assert await received.get()
+            stream.say(ChunkDone(request_id=A, attempt=1, generation=1, seq=each.seq))
+        assert not it.idle()
+        stream.say(CommitAck(request_id=A, attempt=1, generation=1))
+        await until(it.idle)
+        assert context.command(Release) == Release(key_of("a"))
+        assert role.holdings()["kv_bytes_sent"] == 16 * 8
+        assert not role.owns(key_of("a"))
+        assert context.ends == []
+
+
+async def test_what_is_dispatched_meanwhile_waits_for_the_one_pair(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.role.connect(PEER)
+        it.role.connect(PEER)
+        for name in ("a", "b"):
+            it.dispatch(spec_of(name))
+        assert it.role.holdings()["waiting_for_pair"] == 2
+        it.role.cancel(key_of("a"))
+        await it.form(streams[0])
+        await until(lambda: streams[0]._sent)
+        assert streams[0].message(Offer).spec == spec_of("b")
+        assert len(streams) == 1
+        assert it.context.ends == []  # who cancelled knows
+
+
+# ---------------------------------------------------------------- time
+
+
+async def test_the_wait_for_the_pair_counts(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("late", timeout_s=1.0))
+        it.dispatch(spec_of("a", timeout_s=5.0))
+        it.context.time += 2.0
+        it.role.tick(it.context.time)
+        it.dispatch(spec_of("also late", timeout_s=0.5))
+        assert it.context.reasons() == [("late", "deadline")]
+        it.context.time += 1.0
+        await it.form(streams[0])
+        await until(lambda: streams[0]._sent)
+        assert it.context.reasons() == [("late", "deadline"), ("also late", "deadline")]
+        assert streams[0].message(Offer).spec == msgspec.structs.replace(spec_of("a"), timeout_s=2.0)
+
+
+async def test_a_deadline_after_the_offer_is_told_to_the_gateway_and_to_d(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a", timeout_s=1.0), streams) as (it, stream):
+        it.context.time += 1.0
+        it.role.tick(it.context.time)
+        assert it.context.reasons() == [("a", "deadline")]
+        stream.sent()
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
+
+
+async def test_a_deadline_that_d_saw_first_is_a_deadline(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(Abort(request_id=A, attempt=1, reason="deadline"))
+        await until(it.idle)
+        assert it.context.reasons() == [("a", "deadline")]
+
+
+# ---------------------------------------------------------------- pairs that cannot be formed, or break
+
+
+async def test_a_pair_that_is_refused_refuses_who_waits_and_the_next_dispatch_tries_again(
+    streams: list[PlayedStream],
+) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a"))
+        await settle()
+        streams[0].welcome.set_exception(PairError("another fingerprint"))
+        await until(lambda: streams[0].closed)
+        (end,) = it.context.ends
+        assert (end.reason, end.detail) == ("refused", "pair with d: another fingerprint")
+        it.dispatch(spec_of("b"))
+        assert len(streams) == 2
+        await it.form(streams[1])
+        await until(lambda: streams[1]._sent)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"transport": "pigeon"}, {"store_address": "nowhere"}, {"credits": 0}, {"max_chunk_bytes": 7}],
+)
+async def test_a_welcome_that_cannot_be_used_refuses_who_waits(
+    streams: list[PlayedStream], nonsense: dict[str, Any]
+) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a"))
+        welcome = it.welcome(**nonsense)
+        streams[0].welcome.set_result(welcome)
+        accepts = "store_address" not in nonsense and "transport" not in nonsense
+        if accepts:
+            it.transports.append(await call_on_thread("accept", lambda: it.rendezvous.accept(welcome.pair_name)))
+        await until(lambda: streams[0].closed)
+        assert it.context.reasons() == [("a", "refused")]
+        await until(lambda: not it.role._all_links)
+        if accepts:  # and the channel that was made is closed
+            answers: list[bool] = []
+            it.transports[0].recv(it.context.new_staging(8), 8, lambda ok, _: answers.append(ok))
+            assert answers == [False]
+
+
+async def test_a_broken_stream_fails_attempts_and_waits_for_the_engine(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        await it.reserve(stream)
+        it.context.commands()
+        it.role.on_event(ChunkComputed(key_of("a"), 10))
+        it.context.command(Gather)
+        stream.end()
+        await until(lambda: it.context.reasons() == [("a", "failed")])
+        assert it.role.owns(key_of("a"))  # the engine still writes into a slot
+        assert it.context.commands() == []
+        it.role.on_event(Gathered(key_of("a"), 0, ok=True))
+        assert it.context.command(Release) == Release(key_of("a"))
+        assert not it.role.owns(key_of("a"))
+        await until(lambda: not it.role._all_links)
+        assert it.idle()
+
+
+async def test_after_a_violation_the_next_dispatch_goes_to_a_new_pair_at_once(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=0))
+        await until(lambda: it.context.ends)
+        it.dispatch(spec_of("b"))
+        assert it.context.reasons() == [("a", "failed")]
+        assert len(streams) == 2
+
+
+async def test_a_stop_while_the_other_side_does_not_come_leaves_nothing(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a"))
+        welcome = it.welcome()
+        streams[0].welcome.set_result(welcome)
+        await until(lambda: it.rendezvous._meetings)
+        await it.role.stop()
+        assert streams[0].closed
+        assert it.idle()
+        late = await call_on_thread("accept", lambda: it.rendezvous.accept(welcome.pair_name))
+        answers: list[bool] = []
+        await until(lambda: late._channel.closed)  # P's end was opened for nobody, and is closed
+        late.recv(it.context.new_staging(8), 8, lambda ok, _: answers.append(ok))
+        assert answers == [False]
+
+
+# ---------------------------------------------------------------- gateways
+
+
+async def test_cancels_in_every_phase(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        it.role.cancel(key_of("unknown"))
+        it.role.cancel(key_of("a"))
+        it.role.cancel(key_of("a"))
+        stream.message(Abort)
+        await it.reserve(stream)  # it crossed the abort
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
+        assert it.context.commands() == []
+        assert it.context.ends == []
+
+
+async def test_a_sweep_finds_what_is_live(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, _):
+        assert it.role.keys_of_gateway(GATEWAY) == [key_of("a")]
+        assert it.role.keys_of_gateway("another") == []
+        it.role.cancel(key_of("a"))
+        assert it.role.keys_of_gateway(GATEWAY) == []
+
+
+async def test_a_key_that_is_used_again_ends_and_hurts_nobody(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        it.dispatch(spec_of("a"))  # while it runs: dropped
+        assert stream.sent() == []
+        assert it.context.ends == []
+        it.role.cancel(key_of("a"))
+        it.dispatch(spec_of("a"))  # while its abort is not acknowledged
+        (end,) = it.context.ends
+        assert (end.reason, end.detail) == ("failed", "a/1 was offered before")
+        assert it.role.keys_of_gateway(GATEWAY) == []
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
+
+
+async def test_an_empty_prompt_is_not_offered(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a", num_tokens=0))
+        assert it.context.reasons() == [("a", "failed")]
+        assert it.idle()
+        assert streams == []
+
+
+async def test_a_refusal_is_passed_on(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(Refused(request_id=A, attempt=1, reason="no room"))
+        await until(it.idle)
+        (end,) = it.context.ends
+        assert (end.reason, end.detail) == ("refused", "no room")
+
+
+async def test_an_answer_of_one_token_ends_here_and_cancels_the_reservation(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        await it.reserve(stream)
+        it.context.commands()
+        it.role.on_event(Ended(key_of("a"), GATEWAY, "stop", cached_tokens=2))
+        assert [(end.reason, end.cached_tokens) for end in it.context.ends] == [("stop", 2)]
+        assert stream.message(Abort).reason == "ended on the prefill worker: stop"
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
