@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.common import print_table, report, write_json
 from disagg.client import AsyncClient
 from disagg.cluster.config import parse_config
