@@ -114,14 +114,14 @@ def generate(
         bool, typer.Option("--chat/--raw", help="As a user's turn of a chat, or as plain text to be continued.")
     ] = True,
     model: Annotated[str | None, typer.Option("--model", "-m", help="The only one served, if unset.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=2**32 - 1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=100.0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0, max=2**64 - 1)] = None,
 ) -> None:
     """Generate text on a running cluster; the answer is streamed to standard output."""
     from disagg.cluster.generate import run_generate
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     run_generate(address, text, chat=chat, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
-from disagg.cluster.config_reader import read_struct
+from disagg.cluster.config_reader import parse_yaml, read_struct
 from disagg.cluster.models import DEFAULT_MODEL
 from disagg.engine.config import Dtype, TransportName
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -41,7 +41,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: Name | None = None
     """The name that requests use and, without `path`, the model's name in the cache (`disagg model list`). Left out,
     it is the default model's or, with `path`, the folder's."""
-    path: str | None = None
+    path: Name | None = None
     """A checkpoint folder; `fake` runs the deterministic model without weights."""
     dtype: Dtype = "bfloat16"
     """Of weights, activations and KV."""
@@ -159,7 +159,7 @@ def load_config(file: Path | None) -> ClusterConfig:
     if file is None:
         return ClusterConfig()
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
     except yaml.YAMLError as error:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import yaml
 
 from disagg.proto.errors import ConfigError
 
@@ -20,6 +21,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is written twice in one mapping: YAML forbids it, and PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> object:
+    """Plain values from YAML; raises `yaml.YAMLError`."""
+    return yaml.load(text, Loader=_UniqueKeyLoader)
 
 
 def parse_size(text: str) -> int:
@@ -62,8 +79,8 @@ def unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:
 
 def suggestion(word: str, allowed: Sequence[str]) -> str:
     """`, did you mean 'size'?` where something is near, else nothing."""
-    close = difflib.get_close_matches(word, allowed, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(word, allowed, n=2)
+    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _read_value(hint: Any, value: object, path: str) -> Any:
@@ -82,7 +99,7 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
     try:
         return msgspec.convert(value, type=hint)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_expectation(str(error))}; got {value!r}") from None
+        raise ConfigError(f"{path}: {_expectation(str(error), choices)}; got {value!r}") from None
 
 
 def _choices(hint: Any) -> list[str]:
@@ -95,7 +112,10 @@ def _choices(hint: Any) -> list[str]:
     return [choice for argument in arguments if get_origin(argument) is Literal for choice in get_args(argument)]
 
 
-def _expectation(text: str) -> str:
-    """`Expected `int`, got `str` - at `$[0]`` without what the path and the value say anyway."""
+def _expectation(text: str, choices: Sequence[str]) -> str:
+    """`Expected `int`, got `str` - at `$[0]`` without what the path and the value say anyway, and with the words that
+    are allowed in place of `str`."""
     text = re.sub(r", got `.*?`| - at `.*`", "", text).replace("`", "")
+    if choices:
+        text = re.sub(r"\bstr\b", " | ".join(choices), text)
     return text[:1].lower() + text[1:]

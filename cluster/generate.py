@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import closing
 from typing import TextIO
 
 from disagg.client import Client, Finished, Options, Prompt
 from disagg.cluster.errors import LaunchError
-from disagg.proto.errors import UnavailableError
+from disagg.proto.errors import ConfigError, UnavailableError
 
 
 def run_generate(
     address: str,
-    prompt: str,
+    prompt: bytes,
     *,
     chat: bool,
     model: str | None = None,
@@ -26,13 +27,20 @@ def run_generate(
     """Write the answer to `out` as it comes, and one line about it to `notes`.
 
     Raises:
+        ConfigError: if the address is none, or the prompt is no text in UTF-8.
         LaunchError: if there is no gateway at the address.
         DisaggError: whatever the gateway answered.
     """
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        raise ConfigError(f"--address: expected host:port; got {address!r}")
+    try:
+        text = prompt.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt: not UTF-8 at byte {error.start}") from None
     options = Options(max_tokens=max_tokens, temperature=temperature)
     if seed is not None:
         options["seed"] = seed
-    content: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    content: Prompt = [{"role": "user", "content": text}] if chat else text
     with Client(address) as client:
         served = model or _first_model(client, address)
         with closing(client.stream(content, model=served, **options)) as deltas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import uuid
 from collections.abc import Callable
@@ -33,6 +34,17 @@ Progress = Callable[[str, str], None]
 
 def no_progress(name: str, state: str) -> None:
     """For callers who do not want to know."""
+
+
+CheckStop = Callable[[], None]
+"""Called again and again during a start; ends it by raising."""
+
+CHECK_STOP_INTERVAL_S = 0.1
+LOG_TAIL_LINES = 15
+
+
+def never_stop() -> None:
+    """For callers who let every start run to its end."""
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,13 +83,22 @@ class Cluster(Protocol):
         """The workers as they registered."""
         ...
 
-    def start(self) -> None:
-        """Blocks until requests can be served; raises `LaunchError` or `ConfigError`, and then nothing is left
-        running."""
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Dangers that a user should know of before it starts."""
+        ...
+
+    def start(self, check_stop: CheckStop = never_stop) -> None:
+        """Blocks until requests can be served; raises `LaunchError`, `ConfigError` or what `check_stop` raises, and
+        then nothing is left running."""
         ...
 
     def lost(self) -> list[str]:
         """The names of processes that ended by themselves."""
+        ...
+
+    def why_lost(self, name: str) -> str:
+        """How a process of `lost` ended, as far as it can be told, with the end of its log."""
         ...
 
     def stop(self) -> None:
@@ -128,9 +149,13 @@ def check_port(config: ClusterConfig) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise LaunchError(
-                f"gateway: cannot listen on {host}:{port} ({error.strerror}); try --port 0 for any free port"
-            ) from None
+            advice = "; try --port 0 for any free port" if error.errno == errno.EADDRINUSE else ""
+            raise LaunchError(f"gateway: cannot listen on {host}:{port} ({error.strerror}){advice}") from None
+
+
+def with_log(reason: str, log_tail: str) -> str:
+    """A reason, and the end of a log where there is one."""
+    return f"{reason}; the end of its log:\n{log_tail}" if log_tail else reason
 
 
 def missing_pool(plan: LaunchPlan, lost: list[str]) -> str | None:

@@ -24,9 +24,11 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from disagg.engine.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -110,7 +112,7 @@ def list_models(cache: Path | None = None) -> list[ModelEntry]:
 
 
 def _entry(folder: Path) -> ModelEntry:
-    config = json.loads((folder / "config.json").read_bytes())
+    config = _read_json(folder / "config.json")
     return ModelEntry(
         name=folder.name,
         path=str(folder),
@@ -171,7 +173,9 @@ def _fill(source: str, staging: Path, progress: Progress) -> None:
     elif path.is_dir():
         progress(f"copying {path}")
         copy_checkpoint(path, staging)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.exists():
+    elif not path.exists() and source.startswith(("/", ".", "~")):
+        raise ConfigError(f"model import: there is no {source}")
+    elif not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         copy_checkpoint(fetch_from_hub(source, progress), staging)
     else:
         raise ConfigError(
@@ -240,7 +244,7 @@ def copy_checkpoint(source: Path, staging: Path) -> None:
     system can.
 
     Raises:
-        ConfigError: if a part that serving needs is missing.
+        ConfigError: if a part that serving needs is missing or broken, or no worker could run the model.
     """
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
@@ -248,10 +252,15 @@ def copy_checkpoint(source: Path, staging: Path) -> None:
     for required in ("config.json", "tokenizer.json"):
         if not (source / required).is_file():
             raise ConfigError(f"model import: {source} has no {required}")
+    read_model_config(source)
+    for path in weight_files(source):
+        read_header(path)
     for path in weights:
         _link_or_copy(path.resolve(), staging / path.name)
     for name in (*_CONFIG_FILES, *_TOKENIZER_FILES, "model.safetensors.index.json"):
         if (source / name).is_file():
+            if name.endswith(".json"):
+                _read_json(source / name)  # an error names the file that the user knows
             shutil.copyfile(source / name, staging / name)
     _complete(staging)
 
@@ -261,15 +270,25 @@ def _complete(folder: Path) -> None:
     template = folder / CHAT_TEMPLATE
     tokenizer_config = folder / "tokenizer_config.json"
     if not template.is_file() and tokenizer_config.is_file():
-        text = _embedded_template(json.loads(tokenizer_config.read_bytes()).get("chat_template"))
+        text = _embedded_template(_read_json(tokenizer_config).get("chat_template"))
         if text is not None:
             template.write_text(text, encoding="utf-8")
     if not (folder / "generation_config.json").is_file():
-        config = json.loads((folder / "config.json").read_bytes())
+        config = _read_json(folder / "config.json")
         ids = {
             key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
         }
         (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _embedded_template(value: object) -> str | None:

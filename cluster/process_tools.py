@@ -68,7 +68,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal of a `StopFlag`, where its owner is `interruptible`."""
+    """A signal of a `StopFlag` has come: raised by `check`, or anywhere where its owner is `interruptible`."""
 
 
 class StopFlag:
@@ -91,13 +91,21 @@ class StopFlag:
             select.select([self._reader], [], [], timeout_s)
         return self.is_set
 
+    def check(self) -> None:
+        """Raises `Stopped` if a signal has come."""
+        if self.is_set:
+            raise Stopped
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The first signal that comes while the body runs raises `Stopped` in it; one that came before does at once."""
+        """The first signal that comes while the body runs raises `Stopped` in it; one that came before does at once.
+
+        For bodies of plain Python only. In the middle of an extension's call, such as one of Ray's, an exception comes
+        out as another one or ends the process; those bodies call `check` in between.
+        """
         self._interruptible = True
         try:
-            if self.is_set:
-                raise Stopped
+            self.check()
             yield
         finally:
             self._interruptible = False
@@ -162,6 +170,24 @@ def _read_line(fd: int) -> bytes:
             break
         data += piece
     return data
+
+
+def describe_exit(status: int) -> str:
+    """What a `Popen.returncode` means: `killed by SIGKILL`, `exit status 3`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-status}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The end of a log file; empty where there is none."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+    except OSError:
+        return ""
 
 
 def describe(error: BaseException) -> str:

@@ -28,21 +28,25 @@ import msgspec
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import (
+    CHECK_STOP_INTERVAL_S,
     GATEWAY,
+    LOG_TAIL_LINES,
     START_TIMEOUT_S,
+    CheckStop,
     GatewayInfo,
     LaunchPlan,
     Progress,
     check_port,
+    never_stop,
     no_progress,
     plan_launch,
+    with_log,
 )
-from disagg.cluster.process_tools import thread_environment
+from disagg.cluster.process_tools import describe_exit, last_lines, thread_environment
 from disagg.proto.messages import WorkerInfo
 
 T = TypeVar("T")
 
-LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
 """What children get after SIGTERM, before SIGKILL."""
 
@@ -64,7 +68,7 @@ class Child:
 
     def log_tail(self) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return last_lines(self.log, LOG_TAIL_LINES)
 
 
 def start_child(name: str, module: str, config: msgspec.Struct, log_dir: Path, environment: Mapping[str, str]) -> Child:
@@ -89,7 +93,13 @@ def start_child(name: str, module: str, config: msgspec.Struct, log_dir: Path, e
     return child
 
 
-def wait_ready(children: Sequence[Child], kind: type[T], timeout_s: float, progress: Progress = no_progress) -> list[T]:
+def wait_ready(
+    children: Sequence[Child],
+    kind: type[T],
+    timeout_s: float,
+    progress: Progress = no_progress,
+    check_stop: CheckStop = never_stop,
+) -> list[T]:
     """The ready lines of all children, in their order; raises `LaunchError` for the first one that fails or is late."""
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -97,7 +107,8 @@ def wait_ready(children: Sequence[Child], kind: type[T], timeout_s: float, progr
             assert child.process.stdout is not None
             selector.register(child.process.stdout, selectors.EVENT_READ, child)
         while selector.get_map():
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+            check_stop()
+            for key, _ in selector.select(min(CHECK_STOP_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
                 child = key.data
                 if not _read_answer(child):
                     continue
@@ -123,8 +134,8 @@ def _read_answer(child: Child) -> bool:
 
 def _check_answer(child: Child) -> None:
     if not child.answered:
-        status = child.process.wait()
-        raise LaunchError(f"{child.name}: ended with status {status} before it was ready; its log:\n{child.log_tail()}")
+        reason = f"{describe_exit(child.process.wait())} before it was ready"
+        raise LaunchError(f"{child.name}: {with_log(reason, child.log_tail())}")
     answer: dict[str, Any] = msgspec.json.decode(child.answer)
     if "error" in answer:
         raise LaunchError(f"{child.name}: {answer['error']}")
@@ -196,15 +207,20 @@ class ProcessCluster:
         """The workers as they registered."""
         return self._infos
 
-    def start(self) -> None:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `launch.Cluster`."""
+        return ()
+
+    def start(self, check_stop: CheckStop = never_stop) -> None:
         """See `launch.Cluster`."""
         try:
-            self._start()
+            self._start(check_stop)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self) -> None:
+    def _start(self, check_stop: CheckStop) -> None:
         check_port(self._plan.config)
         log_dir = self._make_log_dir()
         for config in self._plan.workers:
@@ -212,11 +228,13 @@ class ProcessCluster:
             environment = thread_environment(config.num_threads)
             child = start_child(config.worker_id, "disagg.cluster.worker_process", config, log_dir, environment)
             self._workers.append(child)
-        self._infos = wait_ready(self._workers, WorkerInfo, self._start_timeout_s, self._progress)
+        timeout_s = self._start_timeout_s
+        self._infos = wait_ready(self._workers, WorkerInfo, timeout_s, self._progress, check_stop)
         self._progress(GATEWAY, "starting")
         launch = self._plan.gateway(self._infos)
         self._gateway = [start_child(GATEWAY, "disagg.cluster.gateway_process", launch, log_dir, thread_environment(1))]
-        self._address = wait_ready(self._gateway, GatewayInfo, self._start_timeout_s, self._progress)[0].address
+        (info,) = wait_ready(self._gateway, GatewayInfo, timeout_s, self._progress, check_stop)
+        self._address = info.address
 
     def _make_log_dir(self) -> Path:
         if self._log_dir is None:
@@ -226,11 +244,19 @@ class ProcessCluster:
 
     def pid(self, name: str) -> int:
         """The process id of a worker or of the gateway; raises `KeyError`."""
-        return {child.name: child.process.pid for child in (*self._workers, *self._gateway)}[name]
+        return self._child(name).process.pid
+
+    def _child(self, name: str) -> Child:
+        return {child.name: child for child in (*self._workers, *self._gateway)}[name]
 
     def lost(self) -> list[str]:
         """See `launch.Cluster`."""
         return [child.name for child in (*self._gateway, *self._workers) if child.process.poll() is not None]
+
+    def why_lost(self, name: str) -> str:
+        """See `launch.Cluster`."""
+        child = self._child(name)
+        return with_log(describe_exit(child.process.wait()), child.log_tail())
 
     def stop(self) -> None:
         """See `launch.Cluster`."""

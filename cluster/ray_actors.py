@@ -6,22 +6,18 @@ through it.
 
 An actor *is* the worker process: the worker's threads run inside it, and between start and stop no actor method runs.
 
-Security of a private Ray. Its servers listen on every interface, whatever address it is given, so the token is what
-keeps others out: a client without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
-authentication on for a new cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random
-`RAY_AUTH_TOKEN` in the environment of this process, which its children inherit, before Ray is imported: nothing is
-written to the user's home, and the token dies with the cluster. What the user has set of these variables stays. The
-dashboard is off; two pages of Ray's own metrics stay readable without a token. Joining a cluster, its own rules apply.
-Ray's network is a trust boundary: whoever holds the token can run code.
+No signal may raise inside Ray: its compiled code turns the exception into another one, or crashes. A start is ended
+between calls of Ray, each of which is short but `ray.init`.
+
+How a private Ray is kept private: see `ray_private.py`. Joining a cluster, its own rules apply.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import secrets
 import shutil
 import signal
-import tempfile
 import threading
 import time
 import uuid
@@ -36,24 +32,38 @@ import msgspec
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import (
+    CHECK_STOP_INTERVAL_S,
     GATEWAY,
+    LOG_TAIL_LINES,
     START_TIMEOUT_S,
+    CheckStop,
     GatewayInfo,
     GatewayLaunch,
     LaunchPlan,
     Progress,
     check_port,
+    never_stop,
     no_progress,
     plan_launch,
+    with_log,
 )
 from disagg.cluster.process_tools import (
     ProcessRef,
     available_cores,
     describe,
     end_processes,
+    last_lines,
     pin_process,
     setup_logging,
     thread_environment,
+)
+from disagg.cluster.ray_private import (
+    MARK,
+    PrivateEnvironment,
+    auth_warnings,
+    environment_mark,
+    make_temp_dir,
+    on_cores,
 )
 from disagg.engine.config import WorkerConfig
 from disagg.proto.messages import WorkerInfo
@@ -64,14 +74,14 @@ if TYPE_CHECKING:
 SLOT: Final = "disagg_slot"
 """The resource that a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of Ray's."""
 
-MARK: Final = "DISAGG_RAY_CLUSTER"
-"""Environment variable that the processes of one private Ray are found by when it ends."""
+RAY_MARKS: Final = (":job_id:", ":actor_name:")
+"""Ray's own lines in the log of an actor."""
 
 STOP_TIMEOUT_S: Final = 10.0
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Close to the least that Ray accepts: nothing of ours is stored there."""
-MAX_TEMP_DIR_CHARS: Final = 40
-"""Ray makes socket paths of about 65 characters below it, and a Unix socket's path has at most 107."""
+STOP_GRACE_S: Final = 5.0
+"""What the processes of a Ray that was told to end get before SIGKILL."""
 
 
 class HostActor:
@@ -123,6 +133,7 @@ class RayCluster:
         self._start_timeout_s = start_timeout_s
         self._private = config.ray.address == "local"
         self._temp_dir: Path | None = None
+        self._environment = PrivateEnvironment()
         self._mark = uuid.uuid4().hex
         self._connected = False
         self._actors: dict[str, Any] = {}
@@ -146,50 +157,58 @@ class RayCluster:
         """The workers as they registered."""
         return self._infos
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `launch.Cluster`."""
+        return auth_warnings(os.environ) if self._private else ()
+
     # ------------------------------------------------------------ start
 
-    def start(self) -> None:
+    def start(self, check_stop: CheckStop = never_stop) -> None:
         """See `launch.Cluster`."""
         try:
-            self._start()
+            self._start(check_stop)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self) -> None:
+    def _start(self, check_stop: CheckStop) -> None:
         check_port(self._plan.config)
         self._progress("ray", "starting")
-        self._connect()
+        self._connect(check_stop)
+        check_stop()
         self._progress("ray", "ready")
         deadline = time.monotonic() + self._start_timeout_s
         for config in self._plan.workers:
             self._progress(config.worker_id, "starting")
             self._groups.append(self._place(config))
-        answers = self._wait_ready([config.worker_id for config in self._plan.workers], deadline)
+        answers = self._wait_ready([config.worker_id for config in self._plan.workers], deadline, check_stop)
         self._infos = [msgspec.json.decode(answer, type=WorkerInfo) for answer in answers]
         self._progress(GATEWAY, "starting")
         self._start_gateway(self._plan.gateway(self._infos))
-        self._address = msgspec.json.decode(self._wait_ready([GATEWAY], deadline)[0], type=GatewayInfo).address
+        (answer,) = self._wait_ready([GATEWAY], deadline, check_stop)
+        self._address = msgspec.json.decode(answer, type=GatewayInfo).address
 
-    def _connect(self) -> None:
+    def _connect(self, check_stop: CheckStop) -> None:
         settings: dict[str, Any] = {
             "namespace": f"disagg-{uuid.uuid4().hex[:8]}",
             "log_to_driver": False,
             "logging_level": "warning",
         }
-        if not self._private:
-            import ray
-
-            ray.init(address=self._plan.config.ray.address, **settings)
-            self._connected = True
-            return
-        self._temp_dir = self._make_temp_dir()
-        set_private_environment()
+        if self._private:  # before Ray is imported
+            self._temp_dir = make_temp_dir(self._plan.config.ray.temp_dir)
+            self._environment.enter()
         import ray
 
+        check_stop()
         if ray.is_initialized():
             raise LaunchError("this process is already connected to a Ray cluster")
-        with _ray_on_cores(self._plan.cores.gateway), _environment_mark(self._mark):
+        if not self._private:
+            with _signals_stay_ours():
+                ray.init(address=self._plan.config.ray.address, **settings)
+            self._connected = True
+            return
+        with on_cores(self._plan.cores.gateway), environment_mark(self._mark), _signals_stay_ours():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -201,17 +220,6 @@ class RayCluster:
                 **settings,
             )
         self._connected = True
-
-    def _make_temp_dir(self) -> Path:
-        asked = self._plan.config.ray.temp_dir
-        if asked is None:
-            return Path(tempfile.mkdtemp(prefix="disagg-", dir=_short_temp_root()))
-        if len(asked) > MAX_TEMP_DIR_CHARS:
-            raise LaunchError(
-                f"ray.temp_dir: {asked} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
-            )
-        Path(asked).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="r", dir=asked))
 
     def _place(self, config: WorkerConfig) -> Any:
         """Reserve a worker's place and start its actor there; neither has to be ready yet."""
@@ -251,19 +259,21 @@ class RayCluster:
         )
         self._actors[name] = actor_class.remote(kind, msgspec.json.encode(config), list(available_cores()))
 
-    def _wait_ready(self, names: Sequence[str], deadline: float) -> list[bytes]:
+    def _wait_ready(self, names: Sequence[str], deadline: float, check_stop: CheckStop) -> list[bytes]:
         """What each actor's `start` answered; raises `LaunchError` for the first one that fails or is late."""
         import ray
 
         pending = {self._actors[name].start.remote(): name for name in names}
         answers: dict[str, bytes] = {}
         while pending:
-            done, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            check_stop()
+            done, _ = ray.wait(list(pending), timeout=CHECK_STOP_INTERVAL_S)
+            for ref in done:
+                name = pending.pop(ref)
+                answers[name] = self._answer(name, ref)
+                self._progress(name, "ready")
+            if pending and time.monotonic() >= deadline:
                 raise LaunchError(self._late(list(pending.values())))
-            name = pending.pop(done[0])
-            answers[name] = self._answer(name, done[0])
-            self._progress(name, "ready")
         return [answers[name] for name in names]
 
     def _answer(self, name: str, ref: Any) -> bytes:
@@ -294,14 +304,24 @@ class RayCluster:
         """See `launch.Cluster`."""
         return [name for name, process in self._processes.items() if not process.is_alive()]
 
+    def why_lost(self, name: str) -> str:
+        """See `launch.Cluster`."""
+        if self._temp_dir is None:
+            return "its process ended; its log is with Ray's"
+        logs = self._temp_dir.glob(f"session_latest/logs/worker-*-{self._processes[name].pid}.err")
+        lines = [line for log in logs for line in last_lines(log, LOG_TAIL_LINES).splitlines()]
+        return with_log("its process ended", "\n".join(line for line in lines if not line.startswith(RAY_MARKS)))
+
     def stop(self) -> None:
         """See `launch.Cluster`."""
-        family = self._family()
+        family, grace_s = self._family(), 0.0
         if self._connected:
             self._stop_actors([GATEWAY])
             self._stop_actors([name for name in self._actors if name != GATEWAY])
             self._disconnect()
-        end_processes([*self._processes.values(), *family, *self._family()])
+            grace_s = STOP_GRACE_S
+        self._environment.leave()
+        end_processes([*self._processes.values(), *family, *self._family()], grace_s)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
@@ -316,11 +336,11 @@ class RayCluster:
     def _stop_actors(self, names: list[str]) -> None:
         import ray
 
-        actors = [self._actors.pop(name) for name in names if name in self._actors]
-        ready = [name for name in names if name in self._processes]
-        if ready:
-            ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_TIMEOUT_S)
-        for actor in actors:
+        actors = {name: self._actors.pop(name) for name in names if name in self._actors}
+        stops = [actor.stop.remote() for name, actor in actors.items() if name in self._processes]
+        if stops:  # the others are still starting, and would answer only after that
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for actor in actors.values():
             ray.kill(actor)
 
     def _disconnect(self) -> None:
@@ -341,43 +361,25 @@ class RayCluster:
         self.stop()
 
 
-def set_private_environment() -> None:
-    """Settings of a private Ray, for this process and its children; what the user has set stays."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-
 @contextmanager
-def _environment_mark(mark: str) -> Iterator[None]:
-    """What is started inside can be told from everything else on this machine."""
-    os.environ[MARK] = mark
-    try:
-        yield
-    finally:
-        del os.environ[MARK]
+def _signals_stay_ours() -> Iterator[None]:
+    """Keeps `ray.init` from taking part in the signals of this process.
 
+    By itself it exits in the middle of what it does at a SIGTERM, leaves a handler behind that prints a stack, and
+    starts its servers in our process group, where `timeout` or a service manager ends them under our hands: Ray's
+    client then aborts this process. There is no public way to tell it not to.
+    """
+    import ray
 
-def _short_temp_root() -> str | None:
-    """The system's folder for temporary files, unless that is too long for Ray."""
-    return None if len(tempfile.gettempdir()) <= MAX_TEMP_DIR_CHARS - len("/disagg-12345678") else "/tmp"
-
-
-@contextmanager
-def _ray_on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """What is started inside runs on these cores; afterwards this process has its cores and signal handlers back."""
-    mine = os.sched_getaffinity(0)
-    in_main_thread = threading.current_thread() is threading.main_thread()
+    services, utils = ray._private.services, ray._private.utils
+    popen, set_handler = services.ConsolePopen, utils.set_sigterm_handler
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    utils.set_sigterm_handler = lambda handler: None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if cores:
-        pin_process(cores)
     try:
         yield
     finally:
-        pin_process(mine)
-        if in_main_thread:
+        services.ConsolePopen, utils.set_sigterm_handler = popen, set_handler
+        if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -153,12 +153,13 @@ def _with_cluster(
 ) -> int:
     display = LaunchDisplay(console)
     cluster = make_cluster(config, launcher, display, log_dir)
-    for warning in cluster.plan.cores.warnings:
-        console.print(f"  [yellow]note[/yellow]   {escape(warning)}", highlight=False)
-    stop = StopFlag(signal.SIGINT, signal.SIGTERM)
+    for warning in cluster.warnings:
+        console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)
+    for note in cluster.plan.cores.warnings:
+        console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
+    stop = StopFlag(*_stop_signals())
     try:
-        with stop.interruptible():
-            cluster.start()
+        cluster.start(stop.check)
         return body(cluster, cluster.plan, stop)
     except Stopped:
         return EXIT_INTERRUPTED
@@ -168,13 +169,19 @@ def _with_cluster(
         stop.close()
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """Ctrl-C, a service manager's stop, and the terminal's end, where that is not ignored (`nohup`)."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
+
+
 def _watch(cluster: Cluster, plan: LaunchPlan, stop: StopFlag, console: Console) -> int:
     """Until a stop is asked for, or so many processes are lost that nothing can be served any more."""
     known: set[str] = set()
     while not stop.wait(WATCH_INTERVAL_S):
         lost = cluster.lost()
         for name in sorted(set(lost) - known):
-            console.print(f"[red]lost[/red] {name}: its process ended", highlight=False)
+            console.print(f"[red]lost[/red] {name}: {escape(cluster.why_lost(name))}", highlight=False, soft_wrap=True)
         known.update(lost)
         missing = missing_pool(plan, lost)
         if missing is not None:

@@ -4,6 +4,7 @@
     ├── InvalidRequestError        400  INVALID_ARGUMENT     the client's input; names the field
     │   └── ContextLengthError     400  INVALID_ARGUMENT
     ├── ModelNotFoundError         404  NOT_FOUND
+    ├── RequestNotFoundError       404  NOT_FOUND
     ├── DeadlineError              408  DEADLINE_EXCEEDED
     ├── RequestCancelledError      499  CANCELLED
     ├── OverloadedError            429  RESOURCE_EXHAUSTED   carries when to come back
@@ -55,6 +56,14 @@ class ModelNotFoundError(DisaggError):
 
     def __init__(self, model: str, served: list[str]) -> None:
         super().__init__(f"model: {model!r} is not served here; there is {', '.join(served)}")
+
+
+class RequestNotFoundError(DisaggError):
+    """No request of this id runs or is remembered."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "request_not_found"
 
 
 class DeadlineError(DisaggError):

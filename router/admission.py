@@ -14,11 +14,11 @@ def refusal(
     """Why this request cannot be taken now; None when it can be queued."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
-    role = fleet.missing_role()
-    if role is not None:
-        return UnavailableError(f"there is no {role} worker", f"no_{role}_capacity")
     num_prompt_tokens = len(request.prompt_token_ids)
-    if num_prompt_tokens + 1 > fleet.longest_sequence:
+    if not fleet.could_take(request.block_hashes, num_prompt_tokens, config.short_suffix_tokens):
+        role = fleet.missing_role()
+        if role is not None:
+            return UnavailableError(f"there is no {role} worker", f"no_{role}_capacity")
         limit = fleet.longest_sequence
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"

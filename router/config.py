@@ -55,6 +55,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_reconnect_s: float = 2.0
     """Longest pause between two tries to reach a worker."""
 
+    @property
+    def short_suffix_tokens(self) -> int:
+        """The longest uncached suffix that a decode worker computes itself; 0 where it computes none."""
+        return self.local_prefill_tokens if self.local_prefill == "auto" else 0
+
     def __post_init__(self) -> None:
         """Raises `ConfigError` for values that cannot work."""
         for name in ("max_queued", "max_attempts", "max_refusals", "prefill_chunks", "num_traces", "outbox_frames"):

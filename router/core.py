@@ -367,7 +367,7 @@ class RouterCore:
 
     def _could_be_placed(self, record: RequestRecord, now: float) -> bool:
         """Whether the present workers could take it if they were empty. Notes since when they could not."""
-        if record.num_tokens + 1 <= self._fleet.longest_sequence:
+        if self._fleet.could_take(record.block_hashes, record.num_tokens, self._config.short_suffix_tokens):
             record.unservable_since = None
             return True
         if record.unservable_since is None:

@@ -17,7 +17,15 @@ from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, Load, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.books import Books
-from disagg.router.placement import Candidate, can_pair, decodes_only, has_both_roles, longest_sequence, prefills_only
+from disagg.router.placement import (
+    Candidate,
+    can_pair,
+    decodes_only,
+    has_both_roles,
+    has_short_suffix,
+    longest_sequence,
+    prefills_only,
+)
 from disagg.router.prefix_index import PrefixIndex
 
 
@@ -80,6 +88,17 @@ class Fleet:
             return None
         only_decodes = self._infos and all(decodes_only(info) for info in self._infos.values())
         return "prefill" if only_decodes else "decode"
+
+    def could_take(self, hashes: Sequence[BlockHash], num_tokens: int, short_suffix_tokens: int) -> bool:
+        """Whether the present workers, if they were empty, could take a request of `num_tokens` known tokens: as a
+        pair, as one with both roles, or as a decode worker that lacks at most `short_suffix_tokens` of them."""
+        if num_tokens + 1 <= self.longest_sequence:
+            return True
+        return short_suffix_tokens > 0 and any(
+            has_short_suffix(candidate, num_tokens, short_suffix_tokens)
+            and num_tokens + 1 <= longest_sequence(candidate.info)
+            for candidate in self.candidates(hashes, num_tokens, without=())
+        )
 
     def candidates(
         self, hashes: Sequence[BlockHash], num_tokens: int, without: Collection[WorkerId]

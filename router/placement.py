@@ -91,6 +91,11 @@ def longest_sequence(info: WorkerInfo) -> int:
     return min(info.max_model_len, info.num_blocks * info.block_size)
 
 
+def has_short_suffix(candidate: Candidate, num_tokens: int, short_suffix_tokens: int) -> bool:
+    """Whether a D computes what it lacks of `num_tokens` known tokens itself; it needs no P for that."""
+    return decodes_only(candidate.info) and num_tokens - candidate.cached_tokens <= short_suffix_tokens
+
+
 def prefill_booking(demand: Demand, candidate: Candidate) -> Booking:
     """What the request takes of a P: the uncached suffix, and blocks for it and for the token that is sampled."""
     blocks = _blocks(candidate.info, demand.num_tokens + 1) - candidate.cached_tokens // candidate.info.block_size
@@ -118,10 +123,9 @@ class LeastLoaded:
         decodes = [
             c for c in fitting if decodes_only(c.info) and self._has_decode_room(demand, c, computes_prompt=False)
         ]
-        if self.config.local_prefill == "auto":
-            local = [c for c in decodes if demand.num_tokens - c.cached_tokens <= self.config.local_prefill_tokens]
-            if local:
-                return Choice(None, self._best_decode(demand, local))
+        local = [c for c in decodes if has_short_suffix(c, demand.num_tokens, self.config.short_suffix_tokens)]
+        if local:
+            return Choice(None, self._best_decode(demand, local))
         whole = [
             c
             for c in fitting

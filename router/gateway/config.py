@@ -9,6 +9,8 @@ from disagg.proto.errors import ConfigError
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Room in a gRPC message for everything but the prompt."""
 _MAX_BYTES_PER_PACKED_ID = 5
+_MIN_MESSAGE_BYTES = 4 << 20
+"""Larger messages are refused by gRPC, smaller ones by us with the field that is too long. gRPC's own default."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,4 +52,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def max_message_bytes(self, max_model_len: int) -> int:
         """The largest message that a client may send: the longest prompt in either form, and what goes with it."""
-        return max(self.max_prompt_bytes, _MAX_BYTES_PER_PACKED_ID * max_model_len) + _MESSAGE_OVERHEAD_BYTES
+        prompt_bytes = max(self.max_prompt_bytes, _MAX_BYTES_PER_PACKED_ID * max_model_len)
+        return max(prompt_bytes + _MESSAGE_OVERHEAD_BYTES, _MIN_MESSAGE_BYTES)

@@ -22,6 +22,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Router
 from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.service import AdminService, InferenceService
 from disagg.router.gateway.tokenizer import ServedModel, load_model
@@ -103,7 +104,7 @@ class GatewayServer:
         """
         config = self.config
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        server = grpc.aio.server(interceptors=(self._calls,), options=self._options())
+        server = grpc.aio.server(interceptors=(self._calls, DecodeRequests()), options=self._options())
         self._add_services(server, self._executor)
         try:
             host = f"[{config.host}]" if ":" in config.host else config.host

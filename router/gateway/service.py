@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 
-from disagg.proto.errors import InvalidRequestError, RequestCancelledError
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError, RequestNotFoundError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace, Router, WorkerView
 from disagg.router.gateway.generation import Delta, Finish, Generator
-from disagg.router.gateway.status import RequestNotFoundError, answered
+from disagg.router.gateway.status import answered
 from disagg.router.gateway.validate import check_chat, check_ids, check_model, check_text
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc

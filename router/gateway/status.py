@@ -29,14 +29,6 @@ _MAX_MESSAGE_CHARS = 1000
 logger = logging.getLogger(__name__)
 
 
-class RequestNotFoundError(DisaggError):
-    """No request of this id runs or is remembered."""
-
-    http_status = 404
-    grpc_code = "NOT_FOUND"
-    code = "request_not_found"
-
-
 def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status:
     """The status of an error, with details; `request_id` goes into `ErrorInfo.metadata`."""
     metadata = {"request_id": request_id} if request_id else {}

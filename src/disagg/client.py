@@ -33,6 +33,7 @@ from disagg.proto.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
+    RequestNotFoundError,
     UnavailableError,
 )
 from disagg.v1 import inference_pb2 as pb
@@ -153,7 +154,7 @@ class Client:
     def _stream(
         self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None
     ) -> Generator[Delta, None, None]:
-        request.model = self._model(model)
+        request.model = self._model(model, timeout_s)
         call = self._inference.Generate(request, timeout=timeout_s)
         try:
             for response in call:
@@ -168,7 +169,7 @@ class Client:
     ) -> Answer:
         """The whole answer. Arguments and errors as for `stream`."""
         request = make_request(prompt, options)
-        request.model = self._model(model)
+        request.model = self._model(model, timeout_s)
         return _answer(self._call(self._inference.GenerateOnce, pb.GenerateOnceRequest(request=request), timeout_s))
 
     def models(self) -> list[Model]:
@@ -190,13 +191,13 @@ class Client:
         return cast(ClusterState, self._call(self._admin.GetClusterState, pb.GetClusterStateRequest()))
 
     def explain(self, request_id: str) -> Explanation:
-        """Where a recent request ran and what moved. Raises `DisaggError` if the id is not known."""
+        """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the id is not known."""
         request = pb.ExplainRequestRequest(request_id=request_id)
         return cast(Explanation, self._call(self._admin.ExplainRequest, request))
 
-    def _model(self, model: str | None) -> str:
+    def _model(self, model: str | None, timeout_s: float | None = None) -> str:
         if model is None and self._default_model is None:
-            self._default_model = _first_name(self.models())
+            self._default_model = _first_name(self._call(self._inference.ListModels, pb.ListModelsRequest(), timeout_s))
         return model or self._default_model or ""
 
     def _call(self, method: Callable[..., Any], request: ProtoMessage, timeout_s: float | None = None) -> Any:
@@ -238,7 +239,7 @@ class AsyncClient:
     async def _stream(
         self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None
     ) -> AsyncGenerator[Delta, None]:
-        request.model = await self._model(model)
+        request.model = await self._model(model, timeout_s)
         call = self._inference.Generate(request, timeout=timeout_s)
         try:
             async for response in call:
@@ -253,7 +254,7 @@ class AsyncClient:
     ) -> Answer:
         """See `Client.generate`."""
         request = make_request(prompt, options)
-        request.model = await self._model(model)
+        request.model = await self._model(model, timeout_s)
         once = pb.GenerateOnceRequest(request=request)
         return _answer(await self._call(self._inference.GenerateOnce, once, timeout_s))
 
@@ -280,9 +281,10 @@ class AsyncClient:
         request = pb.ExplainRequestRequest(request_id=request_id)
         return cast(Explanation, await self._call(self._admin.ExplainRequest, request))
 
-    async def _model(self, model: str | None) -> str:
+    async def _model(self, model: str | None, timeout_s: float | None = None) -> str:
         if model is None and self._default_model is None:
-            self._default_model = _first_name(await self.models())
+            answer = await self._call(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)
+            self._default_model = _first_name(answer)
         return model or self._default_model or ""
 
     async def _call(self, method: Callable[..., Any], request: ProtoMessage, timeout_s: float | None = None) -> Any:
@@ -302,17 +304,22 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     else:
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(cast(Sequence[int], prompt))
-    given = dict(options)
-    stop = given.pop("stop", ())
-    request.stopping.stop.extend([stop] if isinstance(stop, str) else cast(Sequence[str], stop))
-    request.stopping.stop_token_ids.extend(cast(Sequence[int], given.pop("stop_token_ids", ())))
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in Options.__annotations__:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(Options.__annotations__)}")
-        setattr(
-            request.stopping if name in request.stopping.DESCRIPTOR.fields_by_name else request.sampling, name, value
-        )
+        try:
+            _set_option(request, name, value)
+        except (TypeError, ValueError) as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
     return request
+
+
+def _set_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if name in ("stop", "stop_token_ids"):
+        getattr(request.stopping, name).extend([value] if isinstance(value, str) else value)
+    else:
+        is_stopping = name in request.stopping.DESCRIPTOR.fields_by_name
+        setattr(request.stopping if is_stopping else request.sampling, name, value)
 
 
 def error_of(error: grpc.RpcError) -> DisaggError:
@@ -328,10 +335,10 @@ def error_of(error: grpc.RpcError) -> DisaggError:
         return kind(bad.field_violations[0].field, bad.field_violations[0].description)
     if isinstance(retry := found.get("RetryInfo"), error_details_pb2.RetryInfo):
         return OverloadedError(message, retry.retry_delay.ToMilliseconds() / 1000)
-    if info.reason == ModelNotFoundError.code:
-        return _NamedModelNotFoundError(message)
-    if kind_by_code := _BY_CODE.get(code):
-        return kind_by_code(message)
+    if known := _BY_REASON.get(info.reason) or _BY_CODE.get(code):
+        other = known.__new__(known)
+        DisaggError.__init__(other, message)  # the server's words, whatever the class would make its own from
+        return other
     other = DisaggError(message)
     other.grpc_code, other.code = code, info.reason or code.lower()
     return other
@@ -340,13 +347,7 @@ def error_of(error: grpc.RpcError) -> DisaggError:
 _BY_CODE: dict[str, type[DisaggError]] = {
     kind.grpc_code: kind for kind in (DeadlineError, RequestCancelledError, InternalError)
 }
-
-
-class _NamedModelNotFoundError(ModelNotFoundError):
-    """Says what the server said."""
-
-    def __init__(self, message: str) -> None:
-        DisaggError.__init__(self, message)
+_BY_REASON: dict[str, type[DisaggError]] = {kind.code: kind for kind in (ModelNotFoundError, RequestNotFoundError)}
 
 
 def _details(call: grpc.Call) -> dict[str, ProtoMessage]:
@@ -373,10 +374,10 @@ def _tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.Tokeniz
     return pb.TokenizeRequest(model=model, chat=_chat(prompt))
 
 
-def _first_name(models: Sequence[Model]) -> str:
-    if not models:
+def _first_name(answer: pb.ListModelsResponse) -> str:
+    if not answer.models:
         raise UnavailableError("the gateway serves no model", "no_model")
-    return models[0].name
+    return answer.models[0].name
 
 
 def _delta(response: pb.GenerateResponse) -> Delta:

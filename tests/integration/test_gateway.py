@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from disagg.client import Answer, AsyncClient, Client, Delta, Finished, Usage
+from disagg.client import Answer, AsyncClient, Client, Delta, Finished, Usage, error_of
 from disagg.proto.errors import (
     ConfigError,
     ContextLengthError,
@@ -26,6 +26,7 @@ from disagg.proto.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
+    RequestNotFoundError,
     UnavailableError,
 )
 from disagg.proto.ids import Incarnation, RequestId, WorkerId
@@ -237,9 +238,8 @@ async def test_unknown_models_ids_and_requests(folder: Path) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             await client.tokenize("")
         assert caught.value.field == "text"
-        with pytest.raises(DisaggError) as unknown:
+        with pytest.raises(RequestNotFoundError):
             await client.explain("nobody")
-        assert (unknown.value.grpc_code, unknown.value.code) == ("NOT_FOUND", "request_not_found")
 
 
 @pytest.mark.parametrize(
@@ -276,11 +276,38 @@ async def test_a_bug_is_logged_and_not_told(folder: Path, caplog: pytest.LogCapt
     assert router.handles[0].num_cancels == 1
 
 
-async def test_a_message_that_is_too_large(folder: Path) -> None:
+async def test_a_text_that_is_too_large(folder: Path) -> None:
     async with running(folder, FakeRouter()) as server, AsyncClient(server.address) as client:
-        with pytest.raises(DisaggError) as caught:
+        with pytest.raises(InvalidRequestError, match=r"prompt\.text: at most 1048576 bytes, not 2097152"):
             await client.generate("x" * (2 << 20), model=MODEL_NAME)
+        with pytest.raises(DisaggError) as caught:
+            await client.generate("x" * (5 << 20), model=MODEL_NAME)
     assert caught.value.grpc_code == "RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "ListModels", "Tokenize", "Detokenize"])
+async def test_bytes_that_are_no_message(folder: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    router = FakeRouter()
+    async with running(folder, router) as server, grpc.aio.insecure_channel(server.address) as channel:
+        path = f"/disagg.v1.InferenceService/{method}"
+        call: Any = (channel.unary_stream if method == "Generate" else channel.unary_unary)(path, None, None)(
+            b"\xff\xff"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (drain(call) if method == "Generate" else call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == f"request: is no disagg.v1.{method}Request message"
+    assert (router.handles, caplog.text) == ([], "")
+
+
+async def test_a_text_that_is_not_utf8(folder: Path) -> None:
+    raw = pb.GenerateRequest(model=MODEL_NAME, text="XX").SerializeToString().replace(b"XX", b"\xff\xfe")
+    async with running(folder, FakeRouter()) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call: Any = channel.unary_stream("/disagg.v1.InferenceService/Generate", None, None)(raw)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await drain(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_of(caught.value).__dict__["field"] == "prompt.text"
 
 
 async def test_nobody_listens() -> None:

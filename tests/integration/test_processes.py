@@ -16,7 +16,7 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.process_tools import ProcessRef, Stopped
 from disagg.cluster.processes import Child, ProcessCluster, start_child, stop_children, wait_ready
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import fake_generate
@@ -84,7 +84,22 @@ def test_a_lost_worker_is_named_and_stop_still_works() -> None:
     with ProcessCluster(parse_config(FAKE)) as cluster:
         os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
         assert wait_until(lambda: cluster.lost() == ["prefill-0"])
+        assert cluster.why_lost("prefill-0") == "killed by SIGKILL"
     assert cluster.killed == []
+
+
+def test_a_start_can_be_ended_and_leaves_nothing() -> None:
+    cluster = ProcessCluster(parse_config(FAKE))
+    started: list[ProcessRef] = []
+
+    def stop() -> None:
+        started.extend(ProcessRef.of(cluster.pid(name)) for name in ("prefill-0", "decode-0"))
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        cluster.start(stop)
+    assert len(started) == 2
+    assert [process for process in started if process.is_alive()] == []
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
@@ -125,7 +140,9 @@ def test_a_child_that_is_not_ready_in_time_is_an_error_and_is_killed(tmp_path: P
 
 def test_a_child_that_dies_before_it_is_ready_shows_its_log(tmp_path: Path, children: list[Child]) -> None:
     children.append(start_child("w", "disagg.no_such_module", worker_config("w"), tmp_path, {}))
-    with pytest.raises(LaunchError, match=r"^w: ended with status 1 before it was ready; its log:\n.*no_such_module"):
+    with pytest.raises(
+        LaunchError, match=r"^w: exit status 1 before it was ready; the end of its log:\n.*no_such_module"
+    ):
         wait_ready(children, WorkerInfo, 60)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+import yaml
 
 from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef, end_processes
-from disagg.cluster.ray_actors import MARK, MAX_TEMP_DIR_CHARS, RayCluster
+from disagg.cluster.ray_actors import RayCluster
+from disagg.cluster.ray_private import MARK, MAX_TEMP_DIR_CHARS
 from disagg.engine.fake import fake_generate
 from tests.support.processes import mentioning
 
@@ -43,6 +48,7 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(temp_dir.parent / f"{temp_dir.name}-home"))
     mine, seen = os.sched_getaffinity(0), []
+    handler = signal.getsignal(signal.SIGTERM)
     config = parse_config(make_config(temp_dir, pools={"prefill": {"size": 1}, "decode": {"size": 2}}))
     with RayCluster(config, progress=lambda name, state: seen.append((name, state))) as cluster:
         assert os.sched_getaffinity(0) == mine
@@ -63,11 +69,14 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         refuse_strangers()
         end_processes([workers[2]], grace_s=0)
         assert cluster.lost() == ["decode-1"]
+        assert cluster.why_lost("decode-1") == "its process ended"
         family = ProcessRef.family(f"{MARK}={cluster._mark}")
         assert len(family) > len(workers)
     assert [process for process in (*workers, *family) if process.is_alive()] == []
     assert [name for name, state in seen if state == "starting"] == ["ray", *names, "gateway"]
     assert not (Path(os.environ["HOME"]) / ".ray").exists()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def refuse_strangers() -> None:
@@ -90,6 +99,25 @@ def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path
     cluster = RayCluster(parse_config(make_config(temp_dir, model={"path": str(tmp_path)})))
     with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json"):
         cluster.start()
+
+
+@pytest.mark.parametrize("moment", ["", "ready  ray"], ids=["while Ray starts", "while workers start"])
+def test_a_signal_to_all_during_a_start_ends_it_cleanly(temp_dir: Path, tmp_path: Path, moment: str) -> None:
+    """As `timeout` and service managers send it: to `disagg` and its process group at once."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(make_config(temp_dir)))
+    command = [sys.executable, "-m", "disagg.cluster", "up", "--config", str(tmp_path / "c.yaml")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as up:
+        assert up.stdout is not None
+        if moment:
+            assert moment in up.stdout.readline()
+        else:
+            while not mentioning(f"{temp_dir}/"):
+                assert up.poll() is None
+        os.killpg(up.pid, signal.SIGTERM)
+        rest, _ = up.communicate(timeout=60)
+    assert (up.returncode, rest) == (130, "")
 
 
 def test_a_temp_dir_that_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:

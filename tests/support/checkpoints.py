@@ -87,7 +87,19 @@ def gguf_tensors() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]
 def write_checkpoint(folder: Path, *, leave_out: str | None = None, template_in_config: bool = True) -> Path:
     """A checkpoint folder as a hub would hold it, with one weight file and a file of code that must not be taken."""
     folder.mkdir(parents=True)
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 4, "eos_token_id": [2, 3], "bos_token_id": 1}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 4,
+        "eos_token_id": [2, 3],
+        "bos_token_id": 1,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
     tokenizer_config = {"chat_template": CHAT_TEMPLATE} if template_in_config else {}
     for name, content in (
         ("config.json", config),

@@ -67,7 +67,15 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "mode: collocated",
             "mode: 'collocated' is not allowed, did you mean 'colocated'?; choose from: disaggregated, colocated",
         ),
-        ("mode: [colocated]", "mode: expected str; got ['colocated']"),
+        ("mode: [colocated]", "mode: expected disaggregated | colocated; got ['colocated']"),
+        ("placement: {local_prefill: no}", "placement.local_prefill: expected auto | never; got False"),
+        ("pools: {decode: {cores: 5}}", "pools.decode.cores: expected auto | none | array; got 5"),
+        (
+            "modle: {name: x}",
+            "modle: unknown key, did you mean 'mode' or 'model'?; allowed here: model, gateway, mode, pools, "
+            "placement, transfer, ray",
+        ),
+        ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
         (
             "transfer: {transport: gluon}",
@@ -190,6 +198,14 @@ def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("pools: {")
     with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("text", ["mode: colocated\nmode: disaggregated", "pools: {decode: {size: 1, size: 2}}"])
+def test_a_key_that_is_written_twice(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"twice\.yaml: not valid YAML \('(mode|size)' is written twice in .* line 1"):
         load_config(file)
 
 

@@ -133,16 +133,54 @@ def test_an_incomplete_folder_is_refused_and_leaves_nothing(
     assert names(cache) == []
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("config.json", b"LlamaFor", b"GPT2LMFor", "architecture GPT2LMForCausalLM is not supported; supported are "),
+        ("config.json", b'"hidden_size": 32, ', b"", "`hidden_size` is missing"),
+        ("config.json", b"{", b"", "not valid JSON"),
+        ("tokenizer_config.json", b"{", b"[", "cannot be read as JSON "),
+        ("model.safetensors", bytes(16), b"", "cut short: "),
+    ],
+)
+def test_a_broken_folder_is_refused_before_it_is_copied(
+    cache: Path, tmp_path: Path, file: str, old: bytes, new: bytes, message: str
+) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    data = (source / file).read_bytes()
+    assert old in data
+    (source / file).write_bytes(data.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        models.import_model(str(source), cache=cache)
+    assert str(caught.value).startswith(f"{source / file}: {message}")
+    assert names(cache) == []
+
+
+def test_a_broken_model_in_the_cache_is_named(cache: Path, tmp_path: Path) -> None:
+    folder = models.import_model(str(write_checkpoint(tmp_path / "tiny")), cache=cache)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tiny/config\.json: expected a JSON object, not list$"):
+        models.list_models(cache)
+
+
+@pytest.mark.parametrize("source", ["./none", "/none", "../a/b", "~/none-at-all"])
+def test_a_path_that_is_not_there_is_no_hub_id(cache: Path, source: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        models.import_model(source, cache=cache)
+    assert str(caught.value) == f"model import: there is no {source}"
+
+
 def test_an_import_is_kept_unless_forced(cache: Path, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "tiny")
     models.import_model(str(source), cache=cache)
-    (source / "config.json").write_text('{"architectures": ["Other"]}')
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace("LlamaForCausalLM", "MistralForCausalLM"))
     said: list[str] = []
     folder = models.import_model(str(source), cache=cache, progress=said.append)
     assert said == ["tiny is already there"]
     assert models.list_models(cache)[0].architecture == "LlamaForCausalLM"
     assert models.import_model(str(source), cache=cache, force=True) == folder
-    assert models.list_models(cache)[0].architecture == "Other"
+    assert models.list_models(cache)[0].architecture == "MistralForCausalLM"
     assert names(cache) == ["tiny"]
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,29 @@ def test_a_signal_interrupts_only_where_it_may(flag: StopFlag) -> None:
     signal.raise_signal(signal.SIGUSR1)
     with pytest.raises(Stopped), flag.interruptible():
         pytest.fail("the signal came before")
+
+
+def test_a_check_raises_after_a_signal_and_not_in_it(flag: StopFlag) -> None:
+    flag.check()
+    signal.raise_signal(signal.SIGUSR1)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            flag.check()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL"), (-40, "killed by signal 40")],
+)
+def test_how_a_process_ended(status: int, text: str) -> None:
+    assert process_tools.describe_exit(status) == text
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert process_tools.last_lines(log, 2) == ""
+    log.write_bytes(b"a\nb\xff\nc\n")
+    assert process_tools.last_lines(log, 2) == "b\ufffd\nc"
 
 
 def test_thread_environment() -> None:

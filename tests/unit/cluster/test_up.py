@@ -11,7 +11,7 @@ from rich.console import Console
 from disagg.cluster import up
 from disagg.cluster.config import ClusterConfig, parse_config
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import LaunchPlan, plan_launch
+from disagg.cluster.launch import CheckStop, LaunchPlan, never_stop, plan_launch
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import WorkerInfo
 from tests.unit.cluster.test_layout import make_info
@@ -19,6 +19,8 @@ from tests.unit.cluster.test_layout import make_info
 
 class StubCluster:
     """Does what it is told when asked to start, and counts stops."""
+
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, config: ClusterConfig, on_start: Callable[[], None]) -> None:
         self._plan = plan_launch(config)
@@ -38,11 +40,15 @@ class StubCluster:
     def workers(self) -> list[WorkerInfo]:
         return [make_info("prefill-0"), make_info("decode-0")]
 
-    def start(self) -> None:
+    def start(self, check_stop: CheckStop = never_stop) -> None:
         self._on_start()
+        check_stop()
 
     def lost(self) -> list[str]:
         return self.dead
+
+    def why_lost(self, name: str) -> str:
+        return "killed by SIGKILL; the end of its log:\n[oops] " + "x" * 300
 
     def stop(self) -> None:
         self.num_stops += 1
@@ -62,7 +68,7 @@ class Run:
         return up.run_up(self.config, "processes", Console(file=self.out, width=200))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     run = Run(monkeypatch)
@@ -103,8 +109,26 @@ def test_losing_the_last_worker_of_a_pool_ends_it_with_status_1(monkeypatch: pyt
     run.cluster.dead = ["decode-0"]
     assert run() == 1
     assert run.out.getvalue().endswith(
-        "lost decode-0: its process ended\nerror: every decode worker is gone; stopping\n"
+        f"lost decode-0: killed by SIGKILL; the end of its log:\n[oops] {'x' * 300}\n"
+        "error: every decode worker is gone; stopping\n"
     )
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = Run(monkeypatch, on_start=lambda: signal.raise_signal(signal.SIGHUP))
+        run.cluster.dead = ["decode-0"]
+        assert run() == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_danger_is_said_first_and_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, on_start=lambda: signal.raise_signal(signal.SIGTERM))
+    run.cluster.warnings = ("open " + "x" * 300,)
+    assert run() == 130
+    assert run.out.getvalue().splitlines()[0] == f"  WARNING open {'x' * 300}"
 
 
 def test_display_without_a_terminal_prints_a_line_per_process() -> None:

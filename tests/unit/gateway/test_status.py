@@ -15,9 +15,10 @@ from disagg.proto.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
+    RequestNotFoundError,
     UnavailableError,
 )
-from disagg.router.gateway.status import RequestNotFoundError, to_rpc_status
+from disagg.router.gateway.status import to_rpc_status
 
 CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
     (InvalidRequestError("sampling.top_p", "is wrong"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_value"),

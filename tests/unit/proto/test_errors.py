@@ -17,6 +17,7 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
      "model: 'gpt' is not served here; there is a, b"),
     (errors.DeadlineError("too late"), 408, "DEADLINE_EXCEEDED", "timeout", "too late"),
     (errors.RequestCancelledError("gone"), 499, "CANCELLED", "cancelled", "gone"),
+    (errors.RequestNotFoundError("none"), 404, "NOT_FOUND", "request_not_found", "none"),
     (errors.OverloadedError("busy", retry_after_s=1.5), 429, "RESOURCE_EXHAUSTED", "slow_down", "busy"),
     (errors.UnavailableError("no D"), 503, "UNAVAILABLE", "no_decode_capacity", "no D"),
     (errors.UnavailableError("lost", code="kv_transfer_failed"), 503, "UNAVAILABLE", "kv_transfer_failed", "lost"),

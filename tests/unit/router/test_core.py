@@ -238,6 +238,16 @@ def test_without_workers_a_request_is_refused() -> None:
     assert Scenario("p0", foreign).submit("r0") == ["fail r0 UnavailableError no_decode_capacity"]
 
 
+def test_a_short_suffix_needs_no_prefill_worker() -> None:
+    it = Scenario("d0", worker_info("d1", num_blocks=1), config=RouterConfig(local_prefill_tokens=32))
+    assert it.submit(routed_request("r0", 32)) == ["dispatch d0 r0/0 alone"]
+    assert it.submit(routed_request("r1", 33)) == ["fail r1 UnavailableError no_prefill_capacity"]
+    never = Scenario("d0", config=RouterConfig(local_prefill="never"))
+    assert never.submit(routed_request("r0", 1)) == ["fail r0 UnavailableError no_prefill_capacity"]
+    both = Scenario("p0", config=RouterConfig())
+    assert both.submit(routed_request("r0", 1)) == ["fail r0 UnavailableError no_decode_capacity"]
+
+
 def test_what_can_never_fit_is_refused() -> None:
     it = Scenario(worker_info("p0", max_model_len=100), worker_info("d0", num_blocks=5))
     assert it.submit(routed_request("r0", 79)) == ["dispatch p0 r0/0 -> d0"]
