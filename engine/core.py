@@ -16,6 +16,7 @@ failed, so that the answer, which says that nothing is held, is true. A late `Ga
 from __future__ import annotations
 
 import logging
+import math
 
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import (
@@ -89,6 +90,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` would compute something."""
         return bool(self._scheduler.running) or (len(self._scheduler.waiting) > 0 and not self._stalled)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no sequence, in any state."""
+        return not self._scheduler.sequences
 
     @property
     def next_deadline(self) -> float | None:
@@ -284,6 +290,8 @@ class EngineCore:
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
         """Why a new sequence cannot be run, or need not be; None for a good one."""
         spec, token_ids = sequence.spec, sequence.token_ids
+        if spec.timeout_s is not None and not 0.0 <= spec.timeout_s < math.inf:
+            return "failed", f"timeout_s is {spec.timeout_s}"
         if not spec.prompt_token_ids:
             return "failed", "the prompt is empty"
         if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:

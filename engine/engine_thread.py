@@ -8,6 +8,7 @@ calls that it did not come to are answered with `EngineStoppedError`.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +20,12 @@ from disagg.engine.commands import Command, Event
 from disagg.engine.core import EngineCore
 from disagg.proto.messages import KvEvent, Load
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+IDLE_CHECK_AFTER_S = 1.0
+"""A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
+of every pause."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -52,6 +57,8 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._is_unchecked = False
+        """There is no sequence, and nobody has looked whether something was left since the last one."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -109,6 +116,10 @@ class EngineThread:
         """Sleep while there is nothing to do; false when the thread shall end."""
         with self._wake:
             while not (self._inbox or self._calls or self._stopping or self._core.has_work):
+                if self._is_unchecked:
+                    if not self._wake.wait(IDLE_CHECK_AFTER_S):
+                        self._check_idle()
+                    continue
                 deadline = self._core.next_deadline
                 if deadline is None:
                     self._wake.wait()
@@ -118,6 +129,13 @@ class EngineThread:
                     break
                 self._wake.wait(min(LONGEST_WAIT_S, wait_s))
             return not self._stopping
+
+    def _check_idle(self) -> None:
+        self._is_unchecked = False
+        counts, problems = self._core.audit()
+        problems += [f"{count} {name} are held by nobody" for name, count in counts.items() if count]
+        if problems:
+            logger.error("the idle engine is not sound: %s", "; ".join(problems))
 
     def _turn(self) -> None:
         with self._wake:
@@ -130,6 +148,7 @@ class EngineThread:
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
         events += self._core.step(time.monotonic())
+        self._is_unchecked = self._core.is_idle
         kv_events = self._core.drain_kv_events()
         self._deliver(Batch(events, kv_events, self._core.load()))
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +28,7 @@ from disagg.proto.ids import GatewayId
 from disagg.proto.messages import Load, SequenceSpec
 from tests.support.engine import (
     GATEWAY,
+    IDLE,
     VOCAB_SIZE,
     FailingRunner,
     assert_idle,
@@ -207,7 +211,7 @@ class TestEveryCommandInEveryState:
         assert_idle(core)
         assert core.next_deadline is None
 
-    @pytest.mark.parametrize(("state", "num_computed"), zip(STATES, [0, 32, 40, 0], strict=True))
+    @pytest.mark.parametrize(("state", "num_computed"), list(zip(STATES, [0, 32, 40, 0], strict=True)))
     def test_gather(self, state: str, num_computed: int) -> None:
         core = core_in_state(state)
         for end in (1, 32, 33, 40, 41):
@@ -353,3 +357,12 @@ class TestReports:
         config = WorkerConfig(worker_id="w", roles=("decode",), model_path="fake", max_model_len=50)
         assert EngineCore(FakeModelRunner(100, 16, 4096, VOCAB_SIZE), config=config).max_model_len == 50
         assert EngineCore(FakeModelRunner(2, 16, 4096, VOCAB_SIZE), config=config).max_model_len == 32
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, math.inf, -1.0])
+def test_a_timeout_that_is_no_duration_is_a_failure(timeout_s: float) -> None:
+    core = make_core()
+    spec = msgspec.structs.replace(make_spec("a", make_prompt(5), max_tokens=3), timeout_s=timeout_s)
+    assert [type(event) for event in core.handle(Add(spec), 0.0)] == [Ended]
+    assert [type(event) for event in core.handle(Reserve(spec), 0.0)] == [ReserveRefused]
+    assert core.audit() == (IDLE, [])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from disagg.engine import engine_thread
 from disagg.engine.commands import Add, Command, Ended, Reserve, TokenSampled
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
@@ -158,3 +159,23 @@ def test_a_crash_is_told_once_and_leaves_nobody_waiting() -> None:
     assert harness.thread.stop(WAIT_S)
     assert harness.crashes.empty()
     assert harness.batches.empty()
+
+
+def test_an_idle_engine_checks_once_that_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_thread, "IDLE_CHECK_AFTER_S", 0.001)
+    core = make_core()
+    audits: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def unsound() -> tuple[dict[str, int], list[str]]:
+        audits.put(None)
+        return {"sequences": 0, "blocks_active": 3}, ["a finding"]
+
+    monkeypatch.setattr(core, "audit", unsound)
+    with running(core) as harness:
+        harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=3)))
+        harness.events_until_ended()
+        audits.get(timeout=WAIT_S)
+    assert audits.empty()
+    assert "the idle engine is not sound: a finding; 3 blocks_active are held by nobody" in caplog.text
