@@ -290,7 +290,7 @@ class EngineCore:
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
         """Why a new sequence cannot be run, or need not be; None for a good one."""
         spec, token_ids = sequence.spec, sequence.token_ids
-        if spec.timeout_s is not None and not 0.0 <= spec.timeout_s < math.inf:
+        if spec.timeout_s is not None and (math.isnan(spec.timeout_s) or spec.timeout_s < 0.0):
             return "failed", f"timeout_s is {spec.timeout_s}"
         if not spec.prompt_token_ids:
             return "failed", "the prompt is empty"

@@ -359,7 +359,7 @@ class TestReports:
         assert EngineCore(FakeModelRunner(2, 16, 4096, VOCAB_SIZE), config=config).max_model_len == 32
 
 
-@pytest.mark.parametrize("timeout_s", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("timeout_s", [math.nan, -1.0])
 def test_a_timeout_that_is_no_duration_is_a_failure(timeout_s: float) -> None:
     core = make_core()
     spec = msgspec.structs.replace(make_spec("a", make_prompt(5), max_tokens=3), timeout_s=timeout_s)
