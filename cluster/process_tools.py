@@ -78,8 +78,11 @@ class StopFlag:
     then wait for for ever. So it takes no lock: it sets a bool and writes to a pipe.
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
+    def __init__(self, *signals: signal.Signals, patience: int | None = None) -> None:
+        """`patience`: after so many signals, the next one ends the process at once, whatever it is doing."""
         self.is_set = False
+        self._patience = patience
+        self._num_signals = 0
         self._interruptible = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -119,6 +122,10 @@ class StopFlag:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first, self.is_set = not self.is_set, True
+        self._num_signals += 1
+        if self._num_signals == self._patience:
+            for number in self._previous:
+                signal.signal(number, signal.SIG_DFL)
         with suppress(BlockingIOError):  # the pipe is full of earlier signals
             os.write(self._writer, b"\0")
         if first and self._interruptible:

@@ -61,6 +61,7 @@ from disagg.cluster.ray_private import (
     MARK,
     PrivateEnvironment,
     auth_warnings,
+    check_reachable,
     environment_mark,
     make_temp_dir,
     on_cores,
@@ -198,6 +199,8 @@ class RayCluster:
         if self._private:  # before Ray is imported
             self._temp_dir = make_temp_dir(self._plan.config.ray.temp_dir)
             self._environment.enter()
+        else:
+            check_reachable(self._plan.config.ray.address)
         import ray
 
         check_stop()
@@ -207,6 +210,7 @@ class RayCluster:
             with _signals_stay_ours():
                 ray.init(address=self._plan.config.ray.address, **settings)
             self._connected = True
+            self._check_slots()
             return
         with on_cores(self._plan.cores.gateway), environment_mark(self._mark), _signals_stay_ours():
             ray.init(
@@ -289,14 +293,20 @@ class RayCluster:
         self._processes[name] = ProcessRef.of(fields["pid"])
         return answer
 
-    def _late(self, names: list[str]) -> str:
+    def _check_slots(self) -> None:
+        """Raises `LaunchError` if a cluster that was joined has no place for the workers on CPU."""
         import ray
 
-        text = f"{', '.join(names)}: not ready after {self._start_timeout_s:g} s"
-        slots, needed = ray.cluster_resources().get(SLOT, 0), len(self._plan.workers)
-        if not self._private and slots < needed:
-            text += f"; the Ray cluster has {slots:g} {SLOT} for {needed} workers: start its node with --resources"
-        return text
+        needed = sum(config.device == "cpu" for config in self._plan.workers)
+        slots = ray.available_resources().get(SLOT, 0)
+        if slots < needed:
+            raise LaunchError(
+                f"ray.address: that cluster has {slots:g} free {SLOT} for {needed} workers; start its node with "
+                f"--resources='{{\"{SLOT}\": {needed}}}'"
+            )
+
+    def _late(self, names: list[str]) -> str:
+        return f"{', '.join(names)}: not ready after {self._start_timeout_s:g} s"
 
     # ------------------------------------------------------------ stop
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ MAX_TEMP_DIR_CHARS: Final = 40
 """Ray makes socket paths of about 65 characters below it, and a Unix socket's path has at most 107."""
 
 TOKEN_MODE: Final = "token"
+CONNECT_TIMEOUT_S: Final = 5.0
 
 
 class PrivateEnvironment:
@@ -76,6 +78,21 @@ def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
         f"RAY_AUTH_MODE={mode} is set: Ray's servers listen on every interface without asking for a token, so whoever "
         "reaches this machine can run code as you; unset it unless the network keeps others out",
     )
+
+
+def check_reachable(address: str) -> None:
+    """Find out before Ray does, which tries for ten minutes, that nobody listens at a cluster's host:port.
+
+    Raises:
+        LaunchError: if nobody does. Other forms of address are left to Ray.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"ray.address: no Ray cluster answers at {address} ({error})") from None
 
 
 def make_temp_dir(asked: str | None) -> Path:

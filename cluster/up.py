@@ -26,6 +26,8 @@ EXIT_OK = 0
 EXIT_LOST = 1
 EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
+PATIENCE = 3
+"""Signals that wait for a clean stop. Whoever sends one more is tired of waiting: children then end by themselves."""
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEMO_KV_CACHE_BYTES = 64 << 20
 
@@ -157,7 +159,7 @@ def _with_cluster(
         console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)
     for note in cluster.plan.cores.warnings:
         console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
-    stop = StopFlag(*_stop_signals())
+    stop = StopFlag(*_stop_signals(), patience=PATIENCE)
     try:
         cluster.start(stop.check)
         return body(cluster, cluster.plan, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,15 @@ def test_a_signal_to_all_during_a_start_ends_it_cleanly(temp_dir: Path, tmp_path
         os.killpg(up.pid, signal.SIGTERM)
         rest, _ = up.communicate(timeout=60)
     assert (up.returncode, rest) == (130, "")
+
+
+def test_a_cluster_to_join_that_is_not_there_is_an_error_at_once() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*probe.getsockname())
+        cluster = RayCluster(parse_config({"model": {"path": "fake"}, "ray": {"address": address}}))
+        with pytest.raises(LaunchError, match=f"^ray.address: no Ray cluster answers at {address} .*refused"):
+            cluster.start()
 
 
 def test_a_temp_dir_that_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ def test_last_lines(tmp_path: Path) -> None:
     assert process_tools.last_lines(log, 2) == "b\ufffd\nc"
 
 
+def test_who_insists_gets_the_default_effect() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    flag = StopFlag(signal.SIGUSR1, patience=2)
+    signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == flag._on_signal
+    signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    flag.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_thread_environment() -> None:
     environment = process_tools.thread_environment(3)
     assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
