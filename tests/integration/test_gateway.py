@@ -330,7 +330,7 @@ async def test_the_calls_deadline_is_the_requests(folder: Path) -> None:
             await client.generate("x", model=MODEL_NAME, timeout_s=0.3)
         routed, arrival = router.submitted[0]
         assert routed.deadline is not None
-        assert 0 < routed.deadline - arrival <= 0.3
+        assert 0 < routed.deadline - arrival <= 0.31  # gRPC rounds a timeout up on its way
         await asyncio.wait_for(router.handles[0].cancelled.wait(), WAIT_S)
         router.script = lambda _: ()
         await client.generate("x")
