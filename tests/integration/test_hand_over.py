@@ -142,11 +142,15 @@ async def test_deadline_ends_everywhere(pair: list[WorkerInfo]) -> None:
 
 async def test_no_room_is_refused_and_not_a_fault(pair: list[WorkerInfo]) -> None:
     async with open_gateway(pair) as gateway:
-        # 256 blocks of 16 tokens; each takes 512 tokens of reserve and its prompt, so that the ninth finds no room.
-        answers = [gateway.submit(prompt_of(20), worker="prefill-0", to="decode-0", max_tokens=600) for _ in range(9)]
-        await asyncio.gather(*(asyncio.wait_for(answer.ended.wait(), 60) for _, answer in answers))
-        reasons = sorted(answer.reason for _, answer in answers)
-        assert reasons in (["length"] * 9, ["length"] * 8 + ["refused"], ["length"] * 7 + ["refused"] * 2)
+        # Each takes 34 of the 256 blocks (20 tokens, 512 of reserve) and goes on for long: the eighth finds no room.
+        taken = [gateway.submit(prompt_of(20), worker="prefill-0", to="decode-0", max_tokens=3000) for _ in range(7)]
+        await asyncio.gather(*(asyncio.wait_for(answer.first_token.wait(), 20) for _, answer in taken))
+        refused = await gateway.run(prompt_of(20), worker="prefill-0", to="decode-0", max_tokens=3000)
+        assert refused.reason == "refused"
+        assert not refused.tokens
+        assert [answer.ends for _, answer in taken] == [[]] * 7
+        for key, _ in taken:
+            gateway.cancel(key)
 
 
 async def test_a_dispatch_that_no_role_can_run_is_refused(pair: list[WorkerInfo]) -> None:
