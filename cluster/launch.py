@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 import msgspec
 
@@ -65,45 +66,68 @@ class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class Cluster(Protocol):
-    """A running cluster, whatever launched it. `stop` leaves no process behind."""
+class Cluster(ABC):
+    """A running cluster, whatever launched it; also a context manager. `stop` leaves no process behind."""
+
+    def __init__(self, config: ClusterConfig, progress: Progress, start_timeout_s: float) -> None:
+        self._plan = plan_launch(config)
+        self._progress = progress
+        self._start_timeout_s = start_timeout_s
+        self._infos: list[WorkerInfo] = []
+        self._address = ""
 
     @property
     def plan(self) -> LaunchPlan:
         """What is, or will be, started."""
-        ...
+        return self._plan
 
     @property
     def address(self) -> str:
         """host:port for clients."""
-        ...
+        return self._address
 
     @property
     def workers(self) -> list[WorkerInfo]:
         """The workers as they registered."""
-        ...
+        return self._infos
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Dangers that a user should know of before it starts."""
-        ...
+        return ()
 
     def start(self, check_stop: CheckStop = never_stop) -> None:
         """Blocks until requests can be served; raises `LaunchError`, `ConfigError` or what `check_stop` raises, and
         then nothing is left running."""
-        ...
+        try:
+            check_port(self._plan.config)
+            self._start(check_stop)
+        except BaseException:
+            self.stop()
+            raise
 
+    @abstractmethod
+    def _start(self, check_stop: CheckStop) -> None:
+        """Start everything, and set the workers' infos and the address."""
+
+    @abstractmethod
     def lost(self) -> list[str]:
         """The names of processes that ended by themselves."""
-        ...
 
+    @abstractmethod
     def why_lost(self, name: str) -> str:
         """How a process of `lost` ended, as far as it can be told, with the end of its log."""
-        ...
 
+    @abstractmethod
     def stop(self) -> None:
         """Idempotent."""
-        ...
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 @dataclass(frozen=True, slots=True)

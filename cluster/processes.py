@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,13 +32,11 @@ from disagg.cluster.launch import (
     LOG_TAIL_LINES,
     START_TIMEOUT_S,
     CheckStop,
+    Cluster,
     GatewayInfo,
-    LaunchPlan,
     Progress,
-    check_port,
     never_stop,
     no_progress,
-    plan_launch,
     with_log,
 )
 from disagg.cluster.process_tools import describe_exit, last_lines, thread_environment
@@ -169,7 +166,7 @@ def _close_pipes(child: Child) -> None:
             continue
 
 
-class ProcessCluster:
+class ProcessCluster(Cluster):
     """A cluster of child processes; also a context manager. Owner of its children and of its log folder."""
 
     def __init__(
@@ -180,48 +177,15 @@ class ProcessCluster:
         log_dir: Path | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        self._plan = plan_launch(config)
+        super().__init__(config, progress, start_timeout_s)
         self.killed: list[str] = []
         """After `stop`: the processes that did not end when told to."""
-        self._progress = progress
-        self._start_timeout_s = start_timeout_s
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir
         self._workers: list[Child] = []
         self._gateway: list[Child] = []
-        self._infos: list[WorkerInfo] = []
-        self._address = ""
-
-    @property
-    def plan(self) -> LaunchPlan:
-        """What is, or will be, started."""
-        return self._plan
-
-    @property
-    def address(self) -> str:
-        """host:port for clients."""
-        return self._address
-
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        """The workers as they registered."""
-        return self._infos
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """See `launch.Cluster`."""
-        return ()
-
-    def start(self, check_stop: CheckStop = never_stop) -> None:
-        """See `launch.Cluster`."""
-        try:
-            self._start(check_stop)
-        except BaseException:
-            self.stop()
-            raise
 
     def _start(self, check_stop: CheckStop) -> None:
-        check_port(self._plan.config)
         log_dir = self._make_log_dir()
         for config in self._plan.workers:
             self._progress(config.worker_id, "starting")
@@ -267,12 +231,3 @@ class ProcessCluster:
         self._gateway, self._workers = [], []
         if self._log_dir is not None and not self._keep_logs:
             shutil.rmtree(self._log_dir, ignore_errors=True)
-
-    def __enter__(self) -> ProcessCluster:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()

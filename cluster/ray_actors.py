@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -37,14 +36,11 @@ from disagg.cluster.launch import (
     LOG_TAIL_LINES,
     START_TIMEOUT_S,
     CheckStop,
+    Cluster,
     GatewayInfo,
     GatewayLaunch,
-    LaunchPlan,
     Progress,
-    check_port,
-    never_stop,
     no_progress,
-    plan_launch,
     with_log,
 )
 from disagg.cluster.process_tools import (
@@ -122,16 +118,14 @@ def make_host(kind: str, config: bytes) -> Host:
     return WorkerHost(msgspec.json.decode(config, type=WorkerConfig))
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """A cluster of Ray actors; also a context manager. Owner of its actors and, where it is private, of the whole
     Ray."""
 
     def __init__(
         self, config: ClusterConfig, *, progress: Progress = no_progress, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        self._plan = plan_launch(config)
-        self._progress = progress
-        self._start_timeout_s = start_timeout_s
+        super().__init__(config, progress, start_timeout_s)
         self._private = config.ray.address == "local"
         self._temp_dir: Path | None = None
         self._environment = PrivateEnvironment()
@@ -140,23 +134,6 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._groups: list[Any] = []
         self._processes: dict[str, ProcessRef] = {}
-        self._infos: list[WorkerInfo] = []
-        self._address = ""
-
-    @property
-    def plan(self) -> LaunchPlan:
-        """What is, or will be, started."""
-        return self._plan
-
-    @property
-    def address(self) -> str:
-        """host:port for clients."""
-        return self._address
-
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        """The workers as they registered."""
-        return self._infos
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -165,16 +142,7 @@ class RayCluster:
 
     # ------------------------------------------------------------ start
 
-    def start(self, check_stop: CheckStop = never_stop) -> None:
-        """See `launch.Cluster`."""
-        try:
-            self._start(check_stop)
-        except BaseException:
-            self.stop()
-            raise
-
     def _start(self, check_stop: CheckStop) -> None:
-        check_port(self._plan.config)
         self._progress("ray", "starting")
         self._connect(check_stop)
         check_stop()
@@ -360,15 +328,6 @@ class RayCluster:
             ray.util.remove_placement_group(group)
         ray.shutdown()
         self._connected = False
-
-    def __enter__(self) -> RayCluster:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 @contextmanager
