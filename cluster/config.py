@@ -19,15 +19,17 @@ import yaml
 
 from disagg.cluster.config_reader import parse_yaml, read_struct
 from disagg.cluster.models import DEFAULT_MODEL
-from disagg.engine.config import Dtype, TransportName
+from disagg.engine.config import Dtype, Scheduling, TransportName
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
+from disagg.router.config import PolicyName
 
 Mode = Literal["disaggregated", "colocated"]
-PoolName = Literal["prefill", "decode", "colocated"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]
+Millis = Annotated[float, msgspec.Meta(gt=0, le=86_400_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Core = Annotated[int, msgspec.Meta(ge=0)]
@@ -86,6 +88,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a KV block; a multiple of 16."""
     token_budget: Count = 512
     """Tokens of one step."""
+    scheduling: Scheduling = "decode_first"
+    """What a step takes first: `decode_first` (chunked prefill), or, to compare with, `prefill_first` or `static`."""
     max_num_seqs: Count = 256
     """Sequences in a batch."""
     decode_reserve_tokens: Count = 512
@@ -94,6 +98,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the blocks that admission leaves free."""
     device: Name = "cpu"
     """`cpu`, `cuda` or `cuda:<index>`."""
+    node_labels: dict[Name, Name] = {}
+    """Ray nodes that this pool's workers may run on: those with all of these labels, such as
+    `disagg.role: prefill`."""
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +115,36 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`placement`: how the router chooses workers."""
 
     local_prefill: Literal["auto", "never"] = "auto"
-    """`auto`: a decode worker computes a short uncached suffix itself. `never`: every prompt goes through a prefill
-    worker."""
+    """`auto`: a decode worker computes an uncached suffix itself where that is cheaper. `never`: every prompt goes
+    through a prefill worker."""
+    policy: PolicyName = "joint"
+    """`joint` takes the pair of least cost in milliseconds; the others are there to be compared with."""
+    admission: bool = True
+    """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
+
+
+class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`slo`: targets of requests that do not bring their own."""
+
+    ttft_ms: Millis | None = None
+    tpot_ms: Millis | None = None
+
+
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`network`: how our own processes reach each other. Nothing there is encrypted or authenticated."""
+
+    bind: Literal["loopback", "node"] = "loopback"
+    """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must
+    be on a trusted network."""
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`controller`: holds the desired and the observed state of the cluster."""
+
+    port: Port = 0
+    """0 takes any free port."""
+    drain_timeout_s: Seconds = 300.0
+    """How long a worker that leaves may finish its sequences; what still runs then goes on elsewhere."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +181,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers with both roles."""
     pools: PoolsConfig = PoolsConfig()
     placement: PlacementConfig = PlacementConfig()
+    slo: SloConfig = SloConfig()
+    network: NetworkConfig = NetworkConfig()
+    controller: ControllerConfig = ControllerConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.cluster.config import ClusterConfig, PoolConfig, PoolName, active_pools
+from disagg.cluster.config import ClusterConfig, PoolConfig, active_pools
 from disagg.engine.config import TransportName, WorkerConfig
+from disagg.proto.control import PoolName
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.config import GatewayConfig
@@ -97,6 +98,7 @@ def _worker_config(
         num_blocks=pool.num_blocks,
         max_num_seqs=pool.max_num_seqs,
         token_budget=pool.token_budget,
+        scheduling=pool.scheduling,
         max_model_len=config.model.max_model_len,
         decode_reserve_tokens=pool.decode_reserve_tokens,
         watermark=pool.watermark,
@@ -132,7 +134,16 @@ def router_config(config: ClusterConfig) -> RouterConfig:
     decode_pool = active_pools(config)[-1][1]
     return RouterConfig(
         local_prefill=config.placement.local_prefill,
+        policy=config.placement.policy,
+        admission=config.placement.admission,
+        ttft_slo_s=seconds(config.slo.ttft_ms),
+        tpot_slo_s=seconds(config.slo.tpot_ms),
         max_queued=config.gateway.max_queued,
         decode_reserve_tokens=decode_pool.decode_reserve_tokens,
         watermark=decode_pool.watermark,
     )
+
+
+def seconds(millis: float | None) -> float | None:
+    """Milliseconds of the user's YAML as seconds."""
+    return None if millis is None else millis / 1000

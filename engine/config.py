@@ -10,6 +10,7 @@ from disagg.proto.messages import RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 TransportName = Literal["gloo", "nccl", "local"]
+Scheduling = Literal["decode_first", "prefill_first", "static"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sequences in a batch."""
     token_budget: int = 512
     """Tokens of one step, decodes first, prefill chunks with what is left."""
+    scheduling: Scheduling = "decode_first"
+    """See `scheduler.py`."""
+    calibrate: bool = True
+    """Measure some steps at start-up, for the router's cost model."""
     max_model_len: int | None = None
     """Longest prompt plus answer; the checkpoint's own limit when unset."""
     decode_reserve_tokens: int = 512

@@ -83,6 +83,21 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
         return len(self.prompt_token_ids) + len(self.emitted_token_ids)
 
 
+class StepSample(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine step computed and how long it took: the raw material of the router's cost model."""
+
+    ms: float
+    """Wall time of the step."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    prefill_attended: int = 0
+    """Query-key pairs of these prompt tokens: the sum over them of the tokens that each one attends to."""
+    num_decodes: int = 0
+    """Sequences that got one token each."""
+    decode_context: int = 0
+    """The sum over these sequences of the tokens that each one attends to."""
+
+
 class WorkerInfo(Message, frozen=True, kw_only=True):
     """What a worker registers once it listens."""
 
@@ -100,6 +115,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True):
     max_num_seqs: int
     token_budget: int
     max_model_len: int
+    calibration: tuple[StepSample, ...] = ()
+    """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):
@@ -260,6 +277,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     sequence: int
     load: Load
     kv_events: tuple[KvEvent, ...] = ()
+    steps: tuple[StepSample, ...] = ()
+    """Some of the steps since the last report; which ones does not depend on how long they took."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):

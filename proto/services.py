@@ -6,6 +6,9 @@ The services have no protobuf: handlers are generic and the frames are `messages
     WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
     AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
     TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up; P calls D
+    REGISTER  stream-stream  `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
+    FOLLOW    stream-stream  `GatewayToController` down, `ControllerToGateway` up; a gateway calls the controller
+    CONTROL   unary-unary    `ControlRequest` down, `ControlReply` up; an operator, by way of a gateway or the launcher
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from disagg.proto.messages import MAX_FRAME_BYTES
 
 WORKER_SERVICE: Final = "disagg.internal.Worker"
 TRANSFER_SERVICE: Final = "disagg.internal.Transfer"
+CONTROLLER_SERVICE: Final = "disagg.internal.Controller"
 
 SESSION: Final = f"/{WORKER_SERVICE}/Session"
 WATCH: Final = f"/{WORKER_SERVICE}/Watch"
 AUDIT: Final = f"/{WORKER_SERVICE}/Audit"
 TRANSFER: Final = f"/{TRANSFER_SERVICE}/Pair"
+REGISTER: Final = f"/{CONTROLLER_SERVICE}/Register"
+FOLLOW: Final = f"/{CONTROLLER_SERVICE}/Follow"
+CONTROL: Final = f"/{CONTROLLER_SERVICE}/Control"
 
 GATEWAY_ID_METADATA: Final = "gateway-id"
 """Metadata key of a session: which gateway opened it."""

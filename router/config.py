@@ -9,6 +9,7 @@ import msgspec
 from disagg.proto.errors import ConfigError
 
 LocalPrefill = Literal["auto", "never"]
+PolicyName = Literal["joint", "prefix", "least_loaded", "round_robin", "random"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +20,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker."""
     local_prefill_tokens: int = 32
     """The longest uncached suffix that counts as short."""
+    policy: PolicyName = "joint"
+    """How workers are chosen, see `policies/`."""
+    admission: bool = True
+    """Refuse at once what is predicted to miss its TTFT target."""
+    ttft_slo_s: float | None = None
+    """Target of requests that bring none; None is no target."""
+    tpot_slo_s: float | None = None
+    """Target of requests that bring none; None is no target."""
     max_queued: int = 1024
     """Requests that wait for a worker; one more is refused as overload."""
     retry_after_s: float = 1.0

@@ -20,7 +20,7 @@ FOLDERS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefil
 """The code folders, each linked into src/disagg under its own name."""
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "cluster": frozenset({"router", "prefill_worker", "decode_worker", "engine", "proto", "client"}),
+    "cluster": frozenset({"router", "prefill_worker", "decode_worker", "engine", "proto", "client", "loadtests"}),
     "prefill_worker": frozenset({"engine", "proto"}),
     "decode_worker": frozenset({"engine", "proto"}),
     "router": frozenset({"proto", "v1"}),
@@ -33,9 +33,9 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 """Which part of `disagg` may import which other; `v1` are the public stubs, `client` is src/disagg/client.py."""
 
 DOORS: Mapping[str, tuple[str, ...]] = {
-    "ray": ("cluster/ray_actors.py",),
+    "ray": ("cluster/ray_*.py",),
     "triton": ("kernels/*",),
-    "locust": ("loadtests/locustfile.py",),
+    "locust": ("loadtests/locustfile.py", "loadtests/locust_*.py"),
     "torch": (
         "kernels/*",
         "engine/convert.py",
@@ -48,10 +48,25 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/kv_transfer/nccl.py",
     ),
     "transformers": ("engine/*", "cluster/*"),
-    "grpc": ("*/server.py", "*/service.py", "router/gateway/*", "src/disagg/client.py"),
-    "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client.py"),
+    "grpc": (
+        "*/server.py",
+        "*/service.py",
+        "router/gateway/*",
+        "cluster/control/*_link.py",
+        "loadtests/locust_*.py",
+        "loadtests/fake_server.py",
+        "src/disagg/client.py",
+        "src/disagg/client/*",
+    ),
+    "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client.py", "src/disagg/client/*"),
     "grpc_reflection": ("*/server.py", "router/gateway/*"),
-    "grpc_status": ("*/server.py", "*/service.py", "router/gateway/*", "src/disagg/client.py"),
+    "grpc_status": (
+        "*/server.py",
+        "*/service.py",
+        "router/gateway/*",
+        "src/disagg/client.py",
+        "src/disagg/client/*",
+    ),
 }
 """Foreign packages that only some files may import. `*` also matches deeper folders."""
 

@@ -11,9 +11,10 @@ from disagg.cluster.config_reader import parse_size
 from disagg.proto.errors import ConfigError
 
 POOL_KEYS = (
-    "size, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, max_num_seqs, "
-    "decode_reserve_tokens, watermark, device"
+    "size, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, max_num_seqs, "
+    "decode_reserve_tokens, watermark, device, node_labels"
 )
+SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, ray"
 
 
 @pytest.mark.parametrize("raw", [None, {}, {"pools": None}, {"pools": {"prefill": {}}}])
@@ -61,8 +62,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools: {prefill: {sizee: 1}}",
             f"pools.prefill.sizee: unknown key, did you mean 'size'?; allowed here: {POOL_KEYS}",
         ),
-        ("zzz: 1", "zzz: unknown key; allowed here: model, gateway, mode, pools, placement, transfer, ray"),
-        ("7: 1", "7: unknown key; allowed here: model, gateway, mode, pools, placement, transfer, ray"),
+        ("zzz: 1", f"zzz: unknown key; allowed here: {SECTIONS}"),
+        ("7: 1", f"7: unknown key; allowed here: {SECTIONS}"),
         (
             "mode: collocated",
             "mode: 'collocated' is not allowed, did you mean 'colocated'?; choose from: disaggregated, colocated",
@@ -72,8 +73,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("pools: {decode: {cores: 5}}", "pools.decode.cores: expected auto | none | array; got 5"),
         (
             "modle: {name: x}",
-            "modle: unknown key, did you mean 'mode' or 'model'?; allowed here: model, gateway, mode, pools, "
-            "placement, transfer, ray",
+            f"modle: unknown key, did you mean 'mode' or 'model'?; allowed here: {SECTIONS}",
         ),
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),

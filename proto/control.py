@@ -1,0 +1,164 @@
+"""Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
+
+    worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is the membership
+    gateway  <- controller   Follow     the whole membership at every change; up: which draining workers are empty
+    operator -> controller   Control    scale a pool, drain a worker, what is there
+
+A worker that stays is a member for as long as its Register stream stands. Losing the controller ends neither workers
+nor gateways: they serve on with the membership they know, and come back when it does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import Message, WorkerInfo
+
+PoolName = Literal["prefill", "decode", "colocated"]
+MemberState = Literal["ready", "draining"]
+WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
+"""`lost`: it was there, its stream broke, and it is expected back. `failed`: its start failed; it is tried again."""
+
+
+# ---------------------------------------------------------------- worker -> controller
+
+
+class WorkerHello(Message, frozen=True, kw_only=True, tag=True):
+    """The worker listens and can be used. The first message of the stream."""
+
+    info: WorkerInfo
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
+    """The worker could not start; its process is about to end. The only message of the stream."""
+
+    worker_id: WorkerId
+    error: str
+
+
+WorkerToController = WorkerHello | WorkerFailed
+
+
+class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
+    """The controller took the worker in."""
+
+
+class WorkerUnwanted(Message, frozen=True, kw_only=True, tag=True):
+    """Nobody asked for this worker (any more): its process should end."""
+
+
+ControllerToWorker = WorkerWelcome | WorkerUnwanted
+
+
+# ---------------------------------------------------------------- gateway <-> controller
+
+
+class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
+    """A gateway follows the membership. Its first message."""
+
+    gateway_id: GatewayId
+    address: str
+    """host:port of its public server; empty while it does not listen yet."""
+    pid: int
+
+
+class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
+    """Nothing of this gateway runs on that draining worker any more."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+GatewayToController = GatewayHello | WorkerDrained
+
+
+class Member(Message, frozen=True, kw_only=True):
+    """One worker of the cluster."""
+
+    info: WorkerInfo
+    state: MemberState
+
+
+class Membership(Message, frozen=True, kw_only=True, tag=True):
+    """All workers; replaces what was known."""
+
+    members: tuple[Member, ...]
+
+
+ControllerToGateway = Membership
+
+
+# ---------------------------------------------------------------- operator -> controller
+
+
+class ScaleRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Make pools this large from now on. Answered as soon as it is noted."""
+
+    sizes: dict[PoolName, int]
+
+
+class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Replace this worker by a new life of it, after its sequences have ended."""
+
+    worker_id: WorkerId
+
+
+class StateRequest(Message, frozen=True, kw_only=True, tag=True):
+    """What is there."""
+
+
+ControlRequest = ScaleRequest | DrainRequest | StateRequest
+
+
+class PoolState(Message, frozen=True, kw_only=True):
+    """One pool: desired and observed."""
+
+    name: PoolName
+    desired: int
+    ready: int
+
+
+class WorkerRecord(Message, frozen=True, kw_only=True):
+    """One worker that is, or is to be, in the cluster."""
+
+    worker_id: WorkerId
+    pool: PoolName
+    phase: WorkerPhase
+    info: WorkerInfo | None = None
+    """Of its present life."""
+    num_starts: int = 0
+    detail: str = ""
+    """Why it was lost or failed, the last time."""
+
+
+class GatewayRecord(Message, frozen=True, kw_only=True):
+    """One gateway that follows."""
+
+    gateway_id: GatewayId
+    address: str
+    pid: int
+
+
+class ControlState(Message, frozen=True, kw_only=True, tag=True):
+    """The cluster as the controller knows it."""
+
+    pools: tuple[PoolState, ...]
+    workers: tuple[WorkerRecord, ...]
+    gateways: tuple[GatewayRecord, ...]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every pool is what it should be, and somebody lets clients in."""
+        sizes_met = all(pool.ready == pool.desired for pool in self.pools)
+        return sizes_met and all(w.phase == "ready" for w in self.workers) and any(g.address for g in self.gateways)
+
+
+class ControlRefused(Message, frozen=True, kw_only=True, tag=True):
+    """The request cannot be followed; nothing was changed."""
+
+    field: str
+    message: str
+
+
+ControlReply = ControlState | ControlRefused
