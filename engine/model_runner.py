@@ -24,7 +24,7 @@ from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.sampler import Sampler
 from disagg.engine.weights import load_parameters
-from disagg.kernels.dispatch import describe, gather_kv, scatter_kv
+from disagg.kernels.dispatch import describe, gather_kv, scatter_kv, set_num_threads
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
@@ -37,14 +37,14 @@ WARM_UP_TOKENS = 8
 class TorchModelRunner:
     """The model with its paged KV cache. Owner: the engine thread.
 
-    Construction reads the checkpoint, sets torch's number of threads for the whole process, and allocates the cache.
+    Construction reads the checkpoint, sets the number of threads for the whole process, and allocates the cache.
 
     Raises:
         ConfigError: the checkpoint, the device, the cache size or `max_model_len` cannot work.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        torch.set_num_threads(config.num_threads)
+        set_num_threads(config.num_threads)
         self._device = _device(config.device)
         if self._device.type == "cpu":
             logger.info("worker %s computes with %s", config.worker_id, describe())  # builds them now if need be

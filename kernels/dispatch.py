@@ -84,14 +84,27 @@ def _warn_declined(op: str, dtype: torch.dtype) -> None:
     logger.warning("%s: the C++ kernel does not take these tensors (%s); using the torch reference", op, dtype)
 
 
+def set_num_threads(num_threads: int) -> None:
+    """How many threads CPU tensors are computed with in this process: torch's ops and the C++ kernels.
+
+    Raises:
+        ValueError: for less than one.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads: must be at least 1, not {num_threads}")
+    torch.set_num_threads(num_threads)
+    if (ops := _choice().ops) is not None:
+        ops.set_num_threads(num_threads)
+
+
 def pack_weight(weight_OI: Tensor) -> Tensor | PackedWeight:
     """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
-    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 on one thread (it
-    has no threads of its own) where the processor has the instructions; else oneDNN's.
+    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 where the processor
+    has the instructions; else oneDNN's.
     """
-    native = _choice().linear if weight_OI.is_cpu and torch.get_num_threads() == 1 else None
+    native = _choice().linear if weight_OI.is_cpu else None
     packed = native.pack(weight_OI) if native is not None else None
     return onednn.pack_weight(weight_OI) if packed is None else packed
 

@@ -1,13 +1,15 @@
-// Paged decode attention and the KV write, on one thread. Plain C ABI: pointers, sizes and strides in elements.
+// Paged decode attention, whose threads take (sequence, KV head) pairs, and the KV write. Plain C ABI: pointers, sizes and strides in elements.
 //
 // Decode attention reads the cache where it lies. For each (sequence, KV head) it makes two passes over the context, block by
 // block: scores of all query heads of the group (each K row is loaded once for up to four of them), softmax, then the
 // weighted sum of V rows with the accumulators in registers. Everything between load and store is fp32; where the processor
 // multiplies bf16 pairs, q . k is summed from such products in fp32 (subnormal numbers count as zero).
 
+#include <atomic>
 #include <type_traits>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace disagg {
@@ -172,37 +174,45 @@ struct Decode {
     void* out;
 };
 
+// All query heads of one sequence that share a KV head.
 template <class T, int DIM>
-void decode(const Decode& args) {
+void decode_group(const Decode& args, int64_t s, int64_t head) {
     static thread_local std::vector<float> scores;
     const int64_t group = args.num_heads / args.cache.num_kv_heads;
     const Shape<DIM> shape{args.dim};
     constexpr int TILE = DIM && DIM <= 64 ? 4 : 2;
-    for (int64_t s = 0; s < args.num_seqs; ++s) {
-        const int64_t length = args.lengths[s];
-        const int64_t stride = (length + 2 * LANES - 1) / LANES * LANES;
-        if (scores.size() < static_cast<size_t>(TILE * stride)) scores.resize(TILE * stride);
-        for (int64_t n = 0; n < args.num_heads;) {
-            const int64_t head = n / group;
-            const int64_t left = (head + 1) * group - n;
-            const T* q = static_cast<const T*>(args.q) + s * args.q_stride_seq + n * args.q_stride_head;
-            T* out = static_cast<T*>(args.out) + (s * args.num_heads + n) * args.dim;
-            const int32_t* table = args.tables + s * args.table_stride;
-            const auto run = [&](auto heads) {
-                attend<T, DIM, decltype(heads)::value>(q, args.q_stride_head, args.cache, table, head, length, shape,
-                                                       args.scale, scores.data(), stride, out);
-                n += decltype(heads)::value;
-            };
-            if (TILE >= 4 && left >= 4)
-                run(std::integral_constant<int, TILE >= 4 ? 4 : 1>{});
-            else if (TILE >= 4 && left == 3)
-                run(std::integral_constant<int, TILE >= 4 ? 3 : 1>{});
-            else if (left >= 2)
-                run(std::integral_constant<int, 2>{});
-            else
-                run(std::integral_constant<int, 1>{});
-        }
+    const int64_t length = args.lengths[s];
+    const int64_t stride = (length + 2 * LANES - 1) / LANES * LANES;
+    if (scores.size() < static_cast<size_t>(TILE * stride)) scores.resize(TILE * stride);
+    const int32_t* table = args.tables + s * args.table_stride;
+    for (int64_t n = head * group, end = n + group; n < end;) {
+        const int64_t left = end - n;
+        const T* q = static_cast<const T*>(args.q) + s * args.q_stride_seq + n * args.q_stride_head;
+        T* out = static_cast<T*>(args.out) + (s * args.num_heads + n) * args.dim;
+        const auto run = [&](auto heads) {
+            attend<T, DIM, decltype(heads)::value>(q, args.q_stride_head, args.cache, table, head, length, shape, args.scale,
+                                                   scores.data(), stride, out);
+            n += decltype(heads)::value;
+        };
+        if (TILE >= 4 && left >= 4)
+            run(std::integral_constant<int, TILE >= 4 ? 4 : 1>{});
+        else if (TILE >= 4 && left == 3)
+            run(std::integral_constant<int, TILE >= 4 ? 3 : 1>{});
+        else if (left >= 2)
+            run(std::integral_constant<int, 2>{});
+        else
+            run(std::integral_constant<int, 1>{});
     }
+}
+
+template <class T, int DIM>
+void decode(const Decode& args) {
+    const int64_t num_heads = args.cache.num_kv_heads, num_groups = args.num_seqs * num_heads;
+    std::atomic<int64_t> next{0};  // contexts differ in length: whoever is free takes the next one
+    in_parts([&](int, int) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_groups;)
+            decode_group<T, DIM>(args, i / num_heads, i % num_heads);
+    });
 }
 
 template <class T>

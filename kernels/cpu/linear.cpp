@@ -1,11 +1,13 @@
-// Linear layers in bf16 on one thread, for processors that multiply bf16 pairs (AVX512-BF16). Elsewhere this file is empty, and
+// Linear layers in bf16, for processors that multiply bf16 pairs (AVX512-BF16). Elsewhere this file is empty, and
 // also where there are AMX tiles: those multiply many rows faster, and oneDNN knows how to use them.
 //
 // The weight [N, K] is packed as [N / 32][K / 2][32][2], padded with zeros: panels of 32 columns, and in a panel two vectors
 // for each pair of inputs. A tile of up to 12 rows by 32 columns stays in registers, so up to 12 rows read the weight once,
 // in order. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
+// Threads take panels.
 // Subnormal numbers count as zero. Plain C ABI: strides in elements, rows of x contiguous, the output contiguous.
 
+#include "team.h"
 #include "vec.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -88,15 +90,22 @@ Ahead ahead_of(const bf16* panel, int64_t panel_size, int64_t tile, int64_t num_
     return {start + panel_bytes + tile * panel_bytes / VECS, tile < VECS ? 1 : 0};
 }
 
-void linear(const Linear& args) {
+void panels(const Linear& args, int64_t first, int64_t end) {
     const int64_t panel_size = (args.depth + 1) / 2 * 2 * COLUMNS;
     const int64_t num_tiles = (args.num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const bf16* panel = args.packed;
-    for (int64_t column = 0; column < args.num_columns; column += COLUMNS, panel += panel_size)
+    const bf16* panel = args.packed + first * panel_size;
+    for (int64_t column = first * COLUMNS; column < end * COLUMNS; column += COLUMNS, panel += panel_size)
         for (int64_t t = 0; t < num_tiles; ++t) {
-            const int64_t row = t * args.num_rows / num_tiles, end = (t + 1) * args.num_rows / num_tiles;
-            TILES[end - row - 1](args, row, column, panel, ahead_of(panel, panel_size, t, num_tiles));
+            const int64_t row = t * args.num_rows / num_tiles, next = (t + 1) * args.num_rows / num_tiles;
+            TILES[next - row - 1](args, row, column, panel, ahead_of(panel, panel_size, t, num_tiles));
         }
+}
+
+void linear(const Linear& args) {
+    const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
+    in_parts([&](int part, int num_parts) {
+        panels(args, part * num_panels / num_parts, (part + 1) * num_panels / num_parts);
+    });
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """bf16 weights packed for `linear.cpp`: one form serves any number of rows, from one decode to a prefill chunk.
 
 Weights [N, K] become [N / 32, K / 2, 32, 2], zeros where N or K does not divide. Products are deterministic, and a
-row's result is the same to the bit whatever rows are computed beside it. One thread computes them. What follows a
+row's result is the same to the bit whatever rows are computed beside it. Threads take panels of columns. What follows a
 product in the decoder (silu(gate) * up; residual and norm) can be done in the same call.
 """
 

@@ -25,6 +25,7 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
     "disagg_add_rms_norm": (None, [c_int32, P, I, P, I, P, P, P, I, I, F]),
     "disagg_rope": (None, [c_int32, P, I, I, I, P, P, I, I, I, P, P, I, P, I, I, I]),
     "disagg_silu_mul": (None, [c_int32, P, I, P, I, I]),
+    "disagg_set_num_threads": (None, [I]),
     "disagg_kv_write": (I, [P, P, I, I, I, I, P, P, I, I, I, I, P, I, I]),
 }
 _LONG: dict[str, tuple[Any, list[Any]]] = {
@@ -54,6 +55,8 @@ class NativeOps:
 
     def __init__(self, path: Path) -> None:
         short, long = _bind(ctypes.PyDLL(str(path)), _SHORT), _bind(ctypes.CDLL(str(path)), _LONG)
+        self.set_num_threads = short["disagg_set_num_threads"]
+        """How many threads the linear layers and attention use from now on, in this process; at least 1."""
         self._rms_norm = short["disagg_rms_norm"]
         self._add_rms_norm = short["disagg_add_rms_norm"]
         self._rope = short["disagg_rope"]

@@ -1,4 +1,4 @@
-// Causal attention of a chunk of one sequence over its paged context, on one thread.
+// Causal attention of a chunk of one sequence over its paged context. Threads take tiles of rows; each packs the context.
 //
 // Per KV head, K and V of the context are packed once from their blocks into the order in which the products read them. Then,
 // for each query head and tile of query tokens: scores = Q K^T as far as the tile can see, softmax of each row up to its own
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace disagg {
@@ -120,12 +121,13 @@ class Attention {
           scores_(tile_ * padded_end_),
           sums_(tile_ * padded_dim_) {}
 
-    void run() {
+    // Every `num_parts`-th tile of rows from tile `part` on: later tiles see more keys, so neighbours go to different parts.
+    void run(int part, int num_parts) {
         const int64_t group = args_.num_heads / args_.num_kv_heads;
         for (int64_t kv_head = 0; kv_head < args_.num_kv_heads; ++kv_head) {
             pack_context(kv_head);
             for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
-                for (int64_t first = 0; first < args_.num_tokens; first += tile_)
+                for (int64_t first = part * tile_; first < args_.num_tokens; first += num_parts * tile_)
                     attend(head, first, std::min(tile_, args_.num_tokens - first));
         }
     }
@@ -234,9 +236,11 @@ extern "C" int64_t disagg_prefill_attention(int32_t is_bf16, const void* q, int6
     const Prefill args{q,     q_stride_token, q_stride_head, keys,      values,                 block_stride, num_kv_heads, block_size,
                        table, start,          num_tokens,    num_heads, static_cast<int>(dim), scale,        out};
     if (num_tokens == 0) return -1;
-    if (is_bf16)
-        Attention<bf16, ForBf16>(args).run();
-    else
-        Attention<float, Single>(args).run();
+    in_parts([&](int part, int num_parts) {
+        if (is_bf16)
+            Attention<bf16, ForBf16>(args).run(part, num_parts);
+        else
+            Attention<float, Single>(args).run(part, num_parts);
+    });
     return -1;
 }
