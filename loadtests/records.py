@@ -44,6 +44,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     index: int
     due_s: float
+    """When it was due: as planned or, for a later turn of a conversation, when the answer to the turn before it ended,
+    if that was later."""
     sent_s: float
     """When it was really sent, or dropped. Its lateness is `sent_s - due_s`."""
     status: Status
