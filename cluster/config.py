@@ -239,6 +239,11 @@ def check(config: ClusterConfig) -> None:
     """What no single key can tell; raises `ConfigError`."""
     for name, pool in active_pools(config):
         _check_pool(f"pools.{name}", pool)
+        if name != "colocated" and pool.scheduling != "decode_first":
+            raise ConfigError(
+                f"pools.{name}.scheduling: {pool.scheduling} is for workers with both roles (mode colocated); "
+                "choose decode_first"
+            )
     devices = {pool.device.partition(":")[0] for _, pool in active_pools(config)}
     if len(devices) > 1:
         raise ConfigError(

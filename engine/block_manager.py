@@ -141,13 +141,25 @@ class BlockManager:
             self._refs[block] -= 1
             self._let_go(block)
 
-    def publish(self, block: int, hashes: Seq[BlockHash]) -> bool:
-        """Make a full, computed block findable; see `PrefixCache.publish`."""
-        assert self._refs[block] > 0, f"block {block} is published and not held"
-        return self.prefix.publish(block, hashes)
+    def publish(self, block: int, hashes: Seq[BlockHash]) -> int:
+        """Make a full, computed block findable by its content; see `PrefixCache.publish`.
+
+        Returns the block that the sequence holds for this content from now on. Where another block was published with
+        it before, that is the other one, and `block` is free again: promises stay good, because at most one cached
+        block becomes active for one that becomes free.
+        """
+        assert self._refs[block] == 1, f"block {block} is published and has {self._refs[block]} holders"
+        published = self.prefix.publish(block, hashes)
+        if published != block:
+            assert self._pin_counts[block] == 0, f"block {block} is given back while a transfer uses it"
+            self.lock([published])
+            self.release([block])
+        return published
 
     def pin(self, key: AttemptKey, operation: str, blocks: Seq[int]) -> None:
-        """Hold active blocks until `unpin` for the same operation. A name is used once at a time."""
+        """Hold active blocks until `unpin` for the same operation. A name is used once at a time.
+
+        Published blocks are pinned with all that lead to them, so that no head of a chain goes before its tail."""
         assert (key, operation) not in self._pins, f"{key} has pinned blocks for {operation} already"
         assert not any(self._is_unheld(block) for block in blocks), "only held blocks can be pinned"
         self._pins[key, operation] = tuple(blocks)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 
+from disagg.engine.batching import finish_reason
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import (
     Add,
@@ -39,7 +40,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.scheduler import Scheduler, finish_reason
+from disagg.engine.scheduler import Scheduler
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, SequenceSpec
@@ -73,6 +74,7 @@ class EngineCore:
             token_budget=config.token_budget,
             max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
             decode_reserve_tokens=config.decode_reserve_tokens,
+            scheduling=config.scheduling,
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}

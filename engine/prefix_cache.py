@@ -7,6 +7,11 @@ sub-block, which covers all tokens before it. It keeps that hash until it is evi
 by nobody) leave in the order in which they became evictable; a sequence gives its blocks back last one first, so the
 tail of a chain goes before its head.
 
+The announced hashes are prefix-closed whenever the events are drained: with a hash, all of the chain before it is
+announced. Who publishes a block holds the published blocks of the whole chain before it, because a content that is
+published already replaces the caller's own copy. So no parent becomes evictable before the last of its children. The
+router's index relies on that.
+
 The router's index works on 16-token hashes. Two blocks that differ only in their second half share the hashes of their
 first half, so these are counted: a hash is announced when the first block brings it, and withdrawn when the last one
 leaves.
@@ -46,19 +51,19 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, hashes: Seq[BlockHash]) -> bool:
+    def publish(self, block: int, hashes: Seq[BlockHash]) -> int:
         """Make a full, referenced block findable. `hashes` are those of its 16-token sub-blocks, in order.
 
-        Returns whether it was published: another block with the same content keeps its place.
+        Returns the block that is published with this content: `block`, or the one that was before.
         """
         assert block not in self._hashes_of, f"block {block} is already published"
-        if hashes[-1] in self._block_of:
-            return False
-        self._block_of[hashes[-1]] = block
+        published = self._block_of.setdefault(hashes[-1], block)
+        if published != block:
+            return published
         self._hashes_of[block] = tuple(hashes)
         self._announce(BlocksStored, [block_hash for block_hash in hashes if not self._announced[block_hash]])
         self._announced.update(hashes)
-        return True
+        return block
 
     def is_published(self, block: int) -> bool:
         """Whether the content of `block` is fixed by a published hash."""

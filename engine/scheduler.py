@@ -1,8 +1,15 @@
 """Which tokens of which sequences the next step computes. Pure, and one for all roles.
 
-    plan = scheduler.schedule()              decodes first, then prompt chunks with the rest of the token budget
+    plan = scheduler.schedule()              what the mode takes first, within the token budget
     tokens = runner.run(plan)
     events = scheduler.apply(plan, tokens)   tokens appended, full blocks published, ended sequences dropped
+
+Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
+the budget. The others are there to be compared with, on workers that have both roles:
+
+    prefill_first   while a prompt is unfinished, or waits and finds room, a step computes prompts only
+    static          a batch forms from all that waits when the engine is empty, and as far as there is room; nobody
+                    joins it until its last answer has ended; its prompts are computed before it decodes
 
 Order is first come, first served within a priority; a preempted sequence goes before those of its priority that never
 ran.
@@ -23,46 +30,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Literal
 
+from disagg.engine.batching import chunk_length, finish_reason, queue_order
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import ChunkComputed, Ended, Event, PrefillComputed, TokenSampled
-from disagg.engine.lazy_heap import LazyHeap, Order
+from disagg.engine.config import Scheduling
+from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason
-
-
-def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
-    """Why the last known token ends the sequence, or None. A stop id counts from `min_tokens` output tokens on."""
-    sampling, num_output_tokens = sequence.spec.sampling, sequence.num_output_tokens
-    may_stop = num_output_tokens > 0 and num_output_tokens >= sampling.min_tokens
-    if may_stop and sequence.token_ids[-1] in sampling.stop_token_ids:
-        return "stop"
-    if num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
-        return "length"
-    return None
-
-
-def queue_order(sequence: Sequence) -> Order:
-    """Who goes first: larger priority, then preempted ones, then the earlier arrival."""
-    return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival)
-
-
-def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, *, first: bool) -> int:
-    """How many of `num_uncomputed` tokens from `start` on to compute within `budget`.
-
-    A chunk that does not finish the prompt ends at a block boundary. Where the budget does not reach one, the step's
-    first chunk takes what there is, so that prefill always advances; later ones get nothing.
-    """
-    if num_uncomputed <= budget:
-        return num_uncomputed
-    aligned = (start + budget) // block_size * block_size - start
-    if aligned > 0:
-        return aligned
-    return budget if first else 0
 
 
 class Scheduler:
@@ -84,8 +62,10 @@ class Scheduler:
         token_budget: int,
         max_model_len: int,
         decode_reserve_tokens: int,
+        scheduling: Scheduling = "decode_first",
     ) -> None:
         self.blocks = blocks
+        self.scheduling = scheduling
         self.max_num_seqs = min(max_num_seqs, token_budget)
         self.token_budget = token_budget
         self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
@@ -154,13 +134,30 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step; empty when nothing can be computed now."""
-        num_preempted = self.num_preempted
-        decodes = self._plan_decodes()
-        may_admit = self.num_preempted == num_preempted
-        prefills = self._plan_prefills(self.token_budget - len(decodes), may_admit)
-        plan = StepPlan(decodes, prefills)
+        match self.scheduling:
+            case "decode_first":
+                num_preempted = self.num_preempted
+                decodes = self._plan_decodes()
+                may_admit = self.num_preempted == num_preempted
+                plan = StepPlan(decodes, self._plan_prefills(self.token_budget - len(decodes), may_admit))
+            case "prefill_first":
+                plan = self._plan_one_kind(may_admit=True)
+            case "static":
+                self._form_batch()
+                plan = self._plan_one_kind(may_admit=False)
         self._check_plan(plan)
         return plan
+
+    def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
+        """Prompts alone while there are any to compute, else decodes."""
+        prefills = self._plan_prefills(self.token_budget, may_admit)
+        return StepPlan((), prefills) if prefills else StepPlan(self._plan_decodes(), ())
+
+    def _form_batch(self) -> None:
+        if self.running:
+            return
+        while (head := self.waiting.peek()) is not None and self._admit(head[1]):
+            pass
 
     def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
         planned: dict[AttemptKey, ScheduledSequence] = {}
@@ -270,10 +267,11 @@ class Scheduler:
         return events
 
     def _publish(self, sequence: Sequence, start: int) -> None:
-        """Make the blocks findable that tokens [start, num_computed_tokens) have filled."""
+        """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
+        published already makes way for that one, so that the table leads to each published block by published ones."""
         if not sequence.spec.root_hash:
             return
-        hashes, block_size = sequence.block_hashes, self.blocks.block_size
+        hashes, table, block_size = sequence.block_hashes, sequence.block_table, self.blocks.block_size
         while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
             first = len(hashes) * HASH_BLOCK_TOKENS
             parent = hashes[-1] if hashes else sequence.spec.root_hash
@@ -281,7 +279,7 @@ class Scheduler:
         hashes_per_block = block_size // HASH_BLOCK_TOKENS
         for index in range(start // block_size, sequence.num_computed_tokens // block_size):
             block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
-            self.blocks.publish(sequence.block_table[index], block_hashes)
+            table[index] = self.blocks.publish(table[index], block_hashes)
 
     # ------------------------------------------------------------ room
 
@@ -387,6 +385,10 @@ class Scheduler:
             problems.append(f"the block table of {key} does not cover its computed tokens")
         if state is SequenceState.WAITING and (table or sequence.reserved_blocks):
             problems.append(f"{key} waits and holds blocks")
+        if sequence.spec.root_hash and state in (SequenceState.RUNNING, SequenceState.HELD):
+            full = table[: sequence.num_computed_tokens // self.blocks.block_size]
+            if not all(map(self.blocks.prefix.is_published, full)):
+                problems.append(f"{key} has computed a full block that is not published")
         if state is SequenceState.HELD and sequence.reserved_blocks:
             problems.append(f"{key} is computed and still has blocks promised")
         return problems

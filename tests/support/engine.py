@@ -8,7 +8,7 @@ import numpy as np
 
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Reserve, Scatter, TokenSampled
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.engine.plan import Buffer, StepPlan
@@ -181,6 +181,7 @@ def make_scheduler(
     max_model_len: int = 4096,
     decode_reserve_tokens: int = 512,
     num_watermark_blocks: int = 0,
+    scheduling: Scheduling = "decode_first",
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, num_watermark_blocks),
@@ -188,6 +189,7 @@ def make_scheduler(
         token_budget=token_budget,
         max_model_len=max_model_len,
         decode_reserve_tokens=decode_reserve_tokens,
+        scheduling=scheduling,
     )
 
 

@@ -75,6 +75,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "modle: {name: x}",
             f"modle: unknown key, did you mean 'mode' or 'model'?; allowed here: {SECTIONS}",
         ),
+        (
+            "pools: {decode: {scheduling: static}}",
+            "pools.decode.scheduling: static is for workers with both roles (mode colocated); choose decode_first",
+        ),
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
         (

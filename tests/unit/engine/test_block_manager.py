@@ -19,7 +19,7 @@ def cached_chain(blocks: BlockManager, num_blocks: int) -> list[int]:
     """A published and released chain of `num_blocks` blocks of 16 tokens."""
     table = blocks.allocate(num_blocks, reserved=False)
     for block, block_hash in zip(table, HASHES, strict=False):
-        assert blocks.publish(block, [block_hash])
+        assert blocks.publish(block, [block_hash]) == block
     blocks.release(table)
     return table
 
@@ -154,6 +154,27 @@ def test_a_pinned_cached_block_can_be_hit() -> None:
     assert blocks.check_integrity([table], 0) == []
 
 
+def test_a_second_copy_makes_way_for_the_published_block() -> None:
+    blocks = BlockManager(4, 16)
+    first, second = blocks.allocate(2, reserved=False)
+    assert blocks.publish(first, HASHES[:1]) == first
+    assert blocks.publish(second, HASHES[:1]) == first
+    assert counts(blocks) == (3, 0, 1, 0, 3)
+    assert blocks.check_integrity([[first], [first]], 0) == []
+
+
+def test_a_promise_stays_good_when_a_copy_makes_way_for_a_cached_block() -> None:
+    blocks = BlockManager(2, 16)
+    (first,) = cached_chain(blocks, 1)
+    (second,) = blocks.allocate(1, reserved=False)
+    blocks.reserve(1)
+    assert counts(blocks) == (0, 1, 1, 1, 0)
+    assert blocks.publish(second, HASHES[:1]) == first
+    assert counts(blocks) == (1, 0, 1, 1, 0)
+    assert blocks.allocate(1, reserved=True) == [second]
+    assert blocks.check_integrity([[first], [second]], 0) == []
+
+
 def test_writable_means_held_once_and_unpublished() -> None:
     blocks = BlockManager(3, 16)
     table = blocks.allocate(2, reserved=False)
@@ -164,8 +185,7 @@ def test_writable_means_held_once_and_unpublished() -> None:
 def test_blocks_of_32_tokens_are_keyed_by_their_last_hash() -> None:
     blocks = BlockManager(4, 32)
     table = blocks.allocate(2, reserved=False)
-    assert blocks.publish(table[0], HASHES[0:2])
-    assert blocks.publish(table[1], HASHES[2:4])
+    assert [blocks.publish(table[0], HASHES[0:2]), blocks.publish(table[1], HASHES[2:4])] == table
     assert blocks.match_prefix(HASHES, 64) == table
     assert blocks.match_prefix(HASHES, 63) == table[:1]
     assert blocks.match_prefix(HASHES[:3], 64) == table[:1]

@@ -17,9 +17,9 @@ A, B, C = hashes("a", "b", "c")
 def test_match_is_the_longest_published_prefix() -> None:
     cache = PrefixCache()
     for block, block_hash in [(5, A), (3, C)]:
-        assert cache.publish(block, [block_hash])
+        assert cache.publish(block, [block_hash]) == block
     assert cache.match([A, B, C]) == [5]
-    assert cache.publish(4, [B])
+    assert cache.publish(4, [B]) == 4
     assert cache.match([A, B, C]) == [5, 4, 3]
     assert cache.match([B]) == [4]
     assert cache.match([]) == []
@@ -27,8 +27,8 @@ def test_match_is_the_longest_published_prefix() -> None:
 
 def test_a_second_block_of_the_same_content_is_not_published() -> None:
     cache = PrefixCache()
-    assert cache.publish(0, [A])
-    assert not cache.publish(1, [A])
+    assert cache.publish(0, [A]) == 0
+    assert cache.publish(1, [A]) == 0
     assert cache.match([A]) == [0]
     assert (cache.is_published(0), cache.is_published(1)) == (True, False)
     assert cache.drain_events() == (BlocksStored(hashes=(A,)),)
@@ -75,8 +75,8 @@ def test_events_come_in_order_merged_and_once() -> None:
 def test_large_blocks_announce_every_16_token_hash_until_the_last_holder_goes() -> None:
     first, left, right = hashes("first", "left", "right")
     cache = PrefixCache()
-    assert cache.publish(0, [first, left])
-    assert cache.publish(1, [first, right])
+    assert cache.publish(0, [first, left]) == 0
+    assert cache.publish(1, [first, right]) == 1
     assert cache.match([left]) == [0]
     assert cache.match([first]) == []
     assert cache.drain_events() == (BlocksStored(hashes=(first, left, right)),)

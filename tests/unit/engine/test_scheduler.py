@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.engine.batching import chunk_length, finish_reason
 from disagg.engine.commands import ChunkComputed, Ended, PrefillComputed, TokenSampled
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
-from disagg.engine.scheduler import chunk_length, finish_reason
 from tests.support.engine import (
     GATEWAY,
     add_to,
@@ -190,6 +190,15 @@ class TestApply:
         assert step_scheduler(scheduler)[1] == [TokenSampled(key, GATEWAY, 3, 7)]
         assert step_scheduler(scheduler)[1] == [TokenSampled(key, GATEWAY, 4, 7), Ended(key, GATEWAY, "length")]
 
+    def test_sequences_that_computed_the_same_blocks_side_by_side_share_them_afterwards(self) -> None:
+        scheduler = make_scheduler(10)
+        add_to(scheduler, "a", 32, seed=1)
+        add_to(scheduler, "b", 32, seed=1)
+        step_scheduler(scheduler)
+        assert [s.block_table for s in scheduler.running.values()] == [[0, 1], [0, 1]]
+        assert scheduler.blocks.num_active == 2
+        assert scheduler.check_integrity() == []
+
     def test_all_blocks_together_bound_the_length(self) -> None:
         scheduler = make_scheduler(2)
         assert scheduler.max_model_len == 32
@@ -216,4 +225,5 @@ def test_integrity_findings() -> None:
         "3 sequences more than the batch has places",
         "a/1 lists a block twice",
         "the block table of a/1 does not cover its computed tokens",
+        "a/1 has computed a full block that is not published",
     ]

@@ -149,6 +149,19 @@ class TestPrefixHits:
         assert len(stored) == 1
         assert scheduler.blocks.prefix.drain_events()[0] == BlocksRemoved(hashes=(hashes[2], hashes[1]))
 
+    def test_the_head_of_a_chain_stays_while_a_twin_of_the_one_that_published_it_goes_on(self) -> None:
+        scheduler = make_scheduler(7, token_budget=200)
+        add_to(scheduler, "a", 33, seed=1, max_tokens=1)
+        add_to(scheduler, "b", 33, seed=1, max_tokens=18)
+        for _ in range(16):
+            step_scheduler(scheduler, token_id=7)
+        add_to(scheduler, "c", 48, seed=3, max_tokens=1)
+        step_scheduler(scheduler)
+        assert states_of(scheduler) == {"b": "running"}
+        chains = ([*make_prompt(33, seed=1), *[7] * 15], make_prompt(48, seed=3))
+        announced = {block_hash for chain in chains for block_hash in chain_hashes(ROOT, chain)}
+        assert set(scheduler.blocks.prefix.snapshot().hashes) == announced
+
     def test_blocks_of_64_tokens(self) -> None:
         scheduler = make_scheduler(10, block_size=64, token_budget=200)
         add_to(scheduler, "warm", 130, seed=1, max_tokens=1)
