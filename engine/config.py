@@ -66,6 +66,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A report is sent at least this often."""
 
     @property
+    def is_fake(self) -> bool:
+        """Whether it runs the deterministic model without weights."""
+        return self.model_path == "fake"
+
+    @property
     def num_staging_slots(self) -> int:
         """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
         return max(1, self.staging_bytes // self.chunk_bytes)

@@ -80,6 +80,8 @@ class EngineCore:
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
         """Token ranges that were scattered into RESERVED sequences."""
         self._num_steps = 0
+        self.last_plan = StepPlan()
+        """What the last call of `step` computed; empty where that was nothing, or failed."""
         self._stalled = False
         """The last step found that nothing can go on; only a command or a deadline changes that."""
 
@@ -213,6 +215,7 @@ class EngineCore:
         events: list[Event] = self._expire(now)
         plan = self._scheduler.schedule()
         self._stalled = not plan.entries
+        self.last_plan = plan
         if plan.entries:
             events += self._run(plan)
             self._num_steps += 1
@@ -228,6 +231,7 @@ class EngineCore:
             if len(token_ids) != num_sampled:
                 raise RuntimeError(f"{len(token_ids)} tokens were sampled instead of {num_sampled}")
         except Exception as error:
+            self.last_plan = StepPlan()
             return [self._fail(entry.sequence, "step", error) for entry in plan.entries]
         return self._scheduler.apply(plan, token_ids)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from disagg.engine.commands import Command, Event
 from disagg.engine.core import EngineCore
-from disagg.proto.messages import KvEvent, Load
+from disagg.proto.messages import KvEvent, Load, StepSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +41,8 @@ class Batch:
     events: list[Event]
     kv_events: tuple[KvEvent, ...]
     load: Load
+    step: StepSample | None = None
+    """The step that was run, if there was something to compute."""
 
 
 class EngineThread:
@@ -147,10 +149,13 @@ class EngineThread:
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
-        events += self._core.step(time.monotonic())
+        started = time.monotonic()
+        events += self._core.step(started)
+        plan = self._core.last_plan
+        step = plan.measured((time.monotonic() - started) * 1e3) if plan.entries else None
         self._is_unchecked = self._core.is_idle
         kv_events = self._core.drain_kv_events()
-        self._deliver(Batch(events, kv_events, self._core.load()))
+        self._deliver(Batch(events, kv_events, self._core.load(), step))
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

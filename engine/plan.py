@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from disagg.engine.request import Sequence
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import KvLayout, StepSample
 
 Buffer = Any
 """Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a
@@ -48,6 +48,18 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return sum(entry.num_tokens for entry in self.entries)
+
+    def measured(self, ms: float) -> StepSample:
+        """What this step computed, with the time that it took."""
+        return StepSample(
+            ms=ms,
+            prefill_tokens=sum(entry.num_tokens for entry in self.prefills),
+            prefill_attended=sum(
+                e.num_tokens * e.start + e.num_tokens * (e.num_tokens + 1) // 2 for e in self.prefills
+            ),
+            num_decodes=len(self.decodes),
+            decode_context=sum(entry.start + 1 for entry in self.decodes),
+        )
 
 
 class ModelRunner(Protocol):

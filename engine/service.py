@@ -23,6 +23,7 @@ from disagg.proto.messages import (
     KvEvent,
     Load,
     SessionHello,
+    StepSample,
     StepUpdate,
     WatchRequest,
     WorkerReport,
@@ -50,22 +51,33 @@ MAX_PENDING_UPDATES = 10_000
 MAX_PENDING_KV_EVENTS = 10_000
 """A router that is this many KV events behind gets a snapshot instead of them."""
 
+MAX_STEPS_PER_REPORT = 4
+"""The first steps after a report go into the next one: enough to fit a line, whatever their length."""
+
 
 class _Watch:
-    """One report stream: KV events wait here until the next report."""
+    """One report stream: KV events and some measured steps wait here until the next report."""
 
     def __init__(self) -> None:
         self.kv_events: list[KvEvent] = []
+        self.steps: list[StepSample] = []
         self.needs_snapshot = True
         self.changed = asyncio.Event()
 
-    def note(self, kv_events: Sequence[KvEvent]) -> None:
+    def note(self, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
         """Something changed."""
+        if step is not None and len(self.steps) < MAX_STEPS_PER_REPORT:
+            self.steps.append(step)
         if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
             self.needs_snapshot = True
         else:
             self.kv_events += kv_events
         self.changed.set()
+
+    def take_steps(self) -> tuple[StepSample, ...]:
+        """What the next report carries of them."""
+        steps, self.steps = tuple(self.steps), []
+        return steps
 
     async def take_events(self, snapshot: Callable[[], Awaitable[BlocksSnapshot]]) -> tuple[KvEvent, ...]:
         """What the next report carries. Events that come while the snapshot is taken follow it: that one may hold them
@@ -123,14 +135,14 @@ class WorkerService:
             self._end_session(gateway_id, session)
         return True
 
-    def publish(self, load: Load, kv_events: Sequence[KvEvent]) -> None:
-        """Note the load and the KV events of one engine turn for the report streams."""
+    def publish(self, load: Load, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
+        """Note load, KV events and step of one engine turn for the report streams."""
         changed = bool(kv_events) or load != self._load
         self._load = load
         if not changed:
             return
         for watch in self._watches:
-            watch.note(kv_events)
+            watch.note(kv_events, step)
 
     # ------------------------------------------------------------ handlers
 
@@ -200,6 +212,7 @@ class WorkerService:
                     sequence=sequence,
                     load=self._load,
                     kv_events=kv_events,
+                    steps=watch.take_steps(),
                 )
                 yield encode(report)
                 sequence += 1

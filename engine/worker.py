@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from disagg.engine.calibration import calibrate
 from disagg.engine.commands import Command, Event, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
@@ -54,7 +55,7 @@ class RoleFactory(Protocol):
 
 def make_runner(config: WorkerConfig) -> ModelRunner:
     """The model runner that the configuration asks for; `fake` needs neither weights nor torch."""
-    if config.model_path == "fake":
+    if config.is_fake:
         from disagg.engine.fake import FakeModelRunner
 
         return FakeModelRunner(
@@ -93,6 +94,7 @@ class Worker:
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
         runner = make_runner(self.config)
+        self._calibration = calibrate(runner, self.config, time.monotonic) if self.config.calibrate else ()
         core = EngineCore(runner, config=self.config)
         self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
@@ -173,6 +175,7 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_model_len=self._max_model_len,
+            calibration=self._calibration,
         )
 
     async def _tick_forever(self) -> None:
@@ -256,7 +259,7 @@ class Worker:
                 self.outbox.token(event.gateway_id, event.key, event.index, event.token_id)
             else:
                 self._route(event)
-        self._service.publish(batch.load, batch.kv_events)
+        self._service.publish(batch.load, batch.kv_events, batch.step)
 
     def _route(self, event: Event) -> None:
         for role in self._roles:

@@ -28,6 +28,7 @@ from disagg.proto.messages import (
     GatewayToWorker,
     Load,
     SessionHello,
+    StepSample,
     StepUpdate,
     WatchRequest,
     WorkerReport,
@@ -204,15 +205,18 @@ async def test_the_first_report_has_the_snapshot_and_what_came_meanwhile() -> No
         call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()))
         it.calls.append(call)
         await until(lambda: it.worker.snapshots)
-        it.service.publish(Load(blocks_total=7, num_running=1), [stored(1)])
+        it.service.publish(Load(blocks_total=7, num_running=1), [stored(1)], StepSample(ms=1.5, num_decodes=1))
         await answer_snapshot(it, 1)
         first = _report(await call.read())
         assert (first.sequence, first.kv_events) == (0, (SNAPSHOT, stored(1)))
         assert first.load == Load(blocks_total=7, num_running=1)
+        assert first.steps == (StepSample(ms=1.5, num_decodes=1),)
         removed = BlocksRemoved(hashes=(BlockHash(b"1"),))
-        it.service.publish(Load(blocks_total=7), [removed])
+        for ms in range(6):
+            it.service.publish(Load(blocks_total=7, steps=ms), [removed] if ms == 0 else [], StepSample(ms=ms))
         second = _report(await call.read())
-        assert (second.sequence, second.kv_events, second.load) == (1, (removed,), Load(blocks_total=7))
+        assert (second.sequence, second.kv_events, second.load) == (1, (removed,), Load(blocks_total=7, steps=5))
+        assert [step.ms for step in second.steps] == [0, 1, 2, 3]
 
 
 async def test_an_idle_worker_reports_its_load_before_any_step() -> None:
@@ -232,10 +236,10 @@ async def test_a_router_that_is_too_far_behind_gets_a_snapshot(monkeypatch: pyte
         it.calls.append(call)
         await answer_snapshot(it, 1)
         assert _report(await call.read()).kv_events == (SNAPSHOT,)
-        it.service.publish(Load(), [stored(1), stored(2)])
-        it.service.publish(Load(), [stored(3), stored(4)])
+        it.service.publish(Load(), [stored(1), stored(2)], None)
+        it.service.publish(Load(), [stored(3), stored(4)], None)
         await until(lambda: len(it.worker.snapshots) == 2)
-        it.service.publish(Load(), [stored(5)])
+        it.service.publish(Load(), [stored(5)], None)
         await answer_snapshot(it, 2)
         report = _report(await call.read())
         assert (report.sequence, report.kv_events) == (1, (SNAPSHOT, stored(5)))

@@ -57,6 +57,25 @@ def test_a_sequence_runs_to_its_end_without_being_pushed() -> None:
         assert harness.thread.call(lambda core: core.audit()).result(WAIT_S) == (IDLE, [])
 
 
+def test_every_step_is_measured_and_nothing_else() -> None:
+    with running(make_core(token_budget=32)) as harness:
+        harness.thread.post(Add(make_spec("a", make_prompt(40), max_tokens=2)))
+        steps = [harness.batches.get(timeout=WAIT_S).step for _ in range(3)]
+        shapes = [(s.prefill_tokens, s.prefill_attended, s.num_decodes, s.decode_context) for s in steps if s]
+        assert shapes == [(32, 528, 0, 0), (8, 292, 0, 0), (0, 0, 1, 41)]
+        assert all(step is not None and step.ms > 0 for step in steps)
+        harness.thread.post(Reserve(make_spec("b", PROMPT)))
+        assert harness.batches.get(timeout=WAIT_S).step is None
+
+
+def test_a_step_that_failed_is_not_measured() -> None:
+    core = make_core()
+    core._runner.run = lambda plan: []  # type: ignore[method-assign]
+    with running(core) as harness:
+        harness.thread.post(Add(make_spec("a", PROMPT)))
+        assert harness.batches.get(timeout=WAIT_S).step is None
+
+
 def test_a_call_comes_after_the_commands_that_were_posted_before() -> None:
     harness = Harness(make_core())
     harness.thread.post(Reserve(make_spec("a", PROMPT)))
