@@ -1,4 +1,5 @@
-"""What is refused at once, before anything is held: out of time, no worker, too long, too many in the queue."""
+"""What is refused at once, before anything is held: out of time, no worker, too long, too many in the queue, too late
+for its target."""
 
 from __future__ import annotations
 
@@ -6,23 +7,48 @@ from disagg.proto.errors import ContextLengthError, DeadlineError, DisaggError, 
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.fleet import Fleet
+from disagg.router.forecast import forecast
+from disagg.router.queue import RequestQueue
+from disagg.router.record import RequestRecord
+
+_MIN_RETRY_S = 0.05
 
 
 def refusal(
-    request: RoutedRequest, fleet: Fleet, num_queued: int, config: RouterConfig, now: float
+    request: RoutedRequest, fleet: Fleet, num_waiting: int, config: RouterConfig, now: float
 ) -> DisaggError | None:
-    """Why this request cannot be taken now; None when it can be queued."""
+    """Why this request cannot be taken now, whoever it is; None when it can be queued."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
     num_prompt_tokens = len(request.prompt_token_ids)
-    if not fleet.could_take(request.block_hashes, num_prompt_tokens, config.short_suffix_tokens):
+    limit = fleet.longest_sequence
+    if num_prompt_tokens >= limit:
         role = fleet.missing_role()
         if role is not None:
             return UnavailableError(f"there is no {role} worker", f"no_{role}_capacity")
-        limit = fleet.longest_sequence
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
-    if num_queued >= config.max_queued:
-        return OverloadedError(f"{num_queued} requests are waiting", config.retry_after_s)
+    if num_waiting >= config.max_queued:
+        return OverloadedError(f"{num_waiting} requests are waiting", config.retry_after_s)
     return None
+
+
+def predicted_miss(
+    record: RequestRecord, fleet: Fleet, queue: RequestQueue, config: RouterConfig, now: float
+) -> OverloadedError | None:
+    """The refusal of a request that would miss its TTFT target; None if it has none, or should meet it, or nobody can
+    tell yet. It may come back when what is too much of the wait should be over."""
+    if record.ttft_slo_s is None:
+        return None
+    position = queue.position(record.urgency)
+    expected = forecast(fleet, queue, position, record.block_hashes, record.num_tokens, now)
+    if expected is None:
+        return None
+    ttft_s = now - record.trace.arrival + (expected.wait_ms + expected.prefill_ms) / 1000
+    if ttft_s <= record.ttft_slo_s:
+        return None
+    message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.ttft_slo_s:g} s"
+    if expected.prefill_ms / 1000 > record.ttft_slo_s:  # It would miss on idle workers too.
+        return OverloadedError(message, config.retry_after_s)
+    return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.ttft_slo_s))

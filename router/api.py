@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, WorkerInfo
 
@@ -23,6 +25,31 @@ class RoutedRequest:
     deadline: float | None = None
     """On the gateway's monotonic clock."""
     priority: int = 0
+    ttft_slo_s: float | None = None
+    """Target for the time from arrival to the first token; None takes the configured one."""
+    tpot_slo_s: float | None = None
+    """Target for the mean time between output tokens; None takes the configured one."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was placed where it was. Times are predictions; None where the policy makes none."""
+
+    policy: str
+    num_options: int
+    """Pairs and single workers that were compared."""
+    ttft_ms: float | None
+    """From the placement on."""
+    tpot_ms: float | None
+    cost: float
+    """What was least: the sum of the parts below where the policy knows times, else in units of its own."""
+    wait_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    decode_ms: float
+    delay_ms: float
+    """What other sequences lose, summed over them."""
+    barrier_ms: float
+    """What the KV utilization was worth."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +64,8 @@ class RequestTrace:
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
     attempts: int = 0
+    decision: Decision | None = None
+    """Of the latest attempt."""
     arrival: float = 0.0
     """On the gateway's monotonic clock."""
     stages: dict[str, float] = field(default_factory=dict)

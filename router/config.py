@@ -16,10 +16,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One router."""
 
     local_prefill: LocalPrefill = "auto"
-    """`auto`: a decode worker computes a short uncached suffix itself. `never`: every prompt goes through a prefill
+    """`auto`: a decode worker may compute an uncached suffix itself. `never`: every prompt goes through a prefill
     worker."""
-    local_prefill_tokens: int = 32
-    """The longest uncached suffix that counts as short."""
     policy: PolicyName = "joint"
     """How workers are chosen, see `policies/`."""
     admission: bool = True
@@ -28,6 +26,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Target of requests that bring none; None is no target."""
     tpot_slo_s: float | None = None
     """Target of requests that bring none; None is no target."""
+    queue_horizon_s: float = 10.0
+    """Requests without a TTFT target are queued as if they had this one."""
     max_queued: int = 1024
     """Requests that wait for a worker; one more is refused as overload."""
     retry_after_s: float = 1.0
@@ -51,8 +51,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Output tokens whose blocks are booked on the decode worker (less if the request may make less)."""
     watermark: float = 0.01
     """Share of a worker's blocks that the books leave free."""
-    prefix_weight: float = 0.5
-    """What a fully cached prompt is worth when decode workers are compared, in units of KV utilization."""
+    kv_barrier_ms: float = 20.0
+    """Policy `joint`: what a worker costs when joining it fills half of its KV blocks; k / (1 - k) times that for a
+    share k."""
+    expected_output_tokens: int = 64
+    """Output tokens of an answer, until the router has seen how long answers are."""
     num_traces: int = 1000
     """Ended requests that can still be explained."""
     outbox_frames: int = 4096
@@ -64,27 +67,36 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_reconnect_s: float = 2.0
     """Longest pause between two tries to reach a worker."""
 
-    @property
-    def short_suffix_tokens(self) -> int:
-        """The longest uncached suffix that a decode worker computes itself; 0 where it computes none."""
-        return self.local_prefill_tokens if self.local_prefill == "auto" else 0
-
     def __post_init__(self) -> None:
         """Raises `ConfigError` for values that cannot work."""
-        for name in ("max_queued", "max_attempts", "max_refusals", "prefill_chunks", "num_traces", "outbox_frames"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name}: must be at least 1, not {getattr(self, name)}")
-        for name in ("local_prefill_tokens", "decode_reserve_tokens", "prefix_weight"):
+        for name in ("decode_reserve_tokens", "kv_barrier_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"router.{name}: must not be negative, not {getattr(self, name)}")
         for name in _DURATIONS:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"router.{name}: must be positive, not {getattr(self, name)}")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"router.{name}: must be positive, not {value}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"router.watermark: must be in [0, 1), not {self.watermark}")
 
 
+_COUNTS = (
+    "max_queued",
+    "max_attempts",
+    "max_refusals",
+    "prefill_chunks",
+    "expected_output_tokens",
+    "num_traces",
+    "outbox_frames",
+)
 _DURATIONS = (
+    "queue_horizon_s",
     "retry_after_s",
     "refusal_pause_s",
     "failure_pause_s",

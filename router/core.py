@@ -20,34 +20,38 @@ from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledErro
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
 from disagg.router import events
-from disagg.router.admission import refusal
-from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.admission import predicted_miss, refusal
+from disagg.router.api import ClusterView, RequestTrace, RoutedRequest
 from disagg.router.attempts import Attempts, blame, note_cached
 from disagg.router.config import RouterConfig
+from disagg.router.cost_model import LinkModel
+from disagg.router.draw import Draw, mixed
 from disagg.router.events import Command, Event
 from disagg.router.fleet import Fleet
 from disagg.router.ledger import TokenLedger
-from disagg.router.placement import LeastLoaded, Policy
-from disagg.router.queue import RequestQueue
+from disagg.router.policies import create
 from disagg.router.record import EndOfAnswer, RequestRecord
-from disagg.router.states import AttemptEvent, AttemptState, RequestEvent, RequestState
+from disagg.router.states import AttemptState, RequestEvent, RequestState
 from disagg.router.traces import TraceRing
+from disagg.router.waiting import Waiting
 from disagg.router.wakeups import Wakeups
 
 
 class RouterCore:
     """See the module docstring."""
 
-    def __init__(self, config: RouterConfig, gateway_id: GatewayId, policy: Policy | None = None) -> None:
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = mixed) -> None:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
-        self._fleet = Fleet()
-        self._attempts = Attempts(config, gateway_id, policy or LeastLoaded(config), self._fleet)
-        self._queue = RequestQueue()
         self._requests: dict[RequestId, RequestRecord] = {}
-        self._traces = TraceRing(config.num_traces)
+        links = LinkModel()
+        policy = create(config.policy, config, links, draw)
+        self._fleet = Fleet(config, policy, links)
+        self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._wakeups = Wakeups()
+        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups)
+        self._traces = TraceRing(config.num_traces)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same life comes back, it must be told."""
         self._num_submitted = 0
@@ -57,7 +61,6 @@ class RouterCore:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; returns what must be done, in order. Raises `ValueError` for a request id that is in use."""
-        num_changes = self._fleet.books.num_changes
         match event:
             case events.FromWorker():
                 self._on_update(event, now)
@@ -71,12 +74,16 @@ class RouterCore:
                 self._on_worker_up(info, now)
             case events.WorkerLost(worker_id=worker_id, incarnation=incarnation):
                 self._on_worker_lost(worker_id, incarnation, now)
+            case events.DrainWorker(worker_id=worker_id, incarnation=incarnation):
+                self._on_drain(worker_id, incarnation, now)
             case events.Tick():
                 pass
-        self._wake(now)
-        # Most updates bring only tokens: they make no room, and need no look at the queue.
-        if not isinstance(event, events.FromWorker) or self._fleet.books.num_changes != num_changes:
-            self._place_queued(now)
+        if self._wakeups.has_due(now):
+            self._wake(now)
+        if self._waiting.has_reason_to_look():
+            self._out += self._waiting.place(now)
+        if self._fleet.num_to_drain:
+            self._out += [events.WorkerIsDrained(*drained) for drained in self._fleet.newly_drained()]
         out, self._out = self._out, []
         return out
 
@@ -86,7 +93,7 @@ class RouterCore:
 
     def view(self) -> ClusterView:
         """The cluster now."""
-        num_queued = len(self._queue)
+        num_queued = len(self._waiting)
         return ClusterView(self._fleet.views(), num_queued, len(self._requests) - num_queued)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
@@ -99,7 +106,7 @@ class RouterCore:
 
     def holdings(self) -> dict[str, int]:
         """What is held: requests, queue entries, and the sums of the books. All zero when nothing is in flight."""
-        return {"requests": len(self._requests), "queued": len(self._queue), **self._fleet.books.holdings()}
+        return {"requests": len(self._requests), "queued": len(self._waiting), **self._fleet.books.holdings()}
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
@@ -107,7 +114,7 @@ class RouterCore:
         owed = set()
         for request_id, record in self._requests.items():
             is_queued = record.state is RequestState.QUEUED
-            if is_queued != (request_id in self._queue) or is_queued != (record.attempt is None):
+            if is_queued != (request_id in self._waiting) or is_queued != (record.attempt is None):
                 problems.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
             if record.attempt is not None:
                 owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
@@ -121,22 +128,37 @@ class RouterCore:
         request = event.request
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
-        error = refusal(request, self._fleet, len(self._queue), self._config, now)
+        error = refusal(request, self._fleet, len(self._waiting), self._config, now)
+        if error is None:
+            record = self._record(request, event.arrival, now)
+            if self._config.admission:
+                error = predicted_miss(record, self._fleet, self._waiting.queue, self._config, now)
         if error is not None:
             self._out.append(events.Fail(request.request_id, error))
             return
-        record = RequestRecord(
+        self._traces.begin(record.trace)
+        self._num_submitted += 1
+        self._requests[request.request_id] = record
+        if request.deadline is not None:
+            self._wakeups.add(request.deadline, request.request_id)
+        dispatch = self._waiting.add(record, now)
+        if dispatch is not None:
+            self._out.append(dispatch)
+
+    def _record(self, request: RoutedRequest, arrival: float, now: float) -> RequestRecord:
+        config = self._config
+        ttft_slo_s = config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+        due = arrival + (config.queue_horizon_s if ttft_slo_s is None else ttft_slo_s)
+        return RequestRecord(
             request=request,
             arrival_order=self._num_submitted,
             ledger=TokenLedger(request.sampling.max_tokens),
-            trace=self._traces.begin(request.request_id, event.arrival, now),
+            trace=RequestTrace(request_id=request.request_id, arrival=arrival, stages={"tokenize": now}),
             block_hashes=request.block_hashes,
+            ttft_slo_s=ttft_slo_s,
+            tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
+            due=due if request.deadline is None else min(due, request.deadline),
         )
-        self._num_submitted += 1
-        self._requests[request.request_id] = record
-        self._queue.push(record.request_id, record.urgency)
-        if request.deadline is not None:
-            self._wakeups.add(request.deadline, record.request_id)
 
     def _on_cancel(self, request_id: RequestId, now: float) -> None:
         record = self._requests.get(request_id)
@@ -156,6 +178,7 @@ class RouterCore:
         incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
         if incarnation == info.incarnation:
             self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)
+        self._waiting.workers_changed(now)
 
     def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
         if not self._is_present(worker_id, incarnation):
@@ -167,6 +190,12 @@ class RouterCore:
             self._attempts.leave(record.running, worker_id)
             self._fault(record, f"worker {worker_id} was lost", "worker_lost", now)
         self._fleet.lost(worker_id)
+        self._waiting.workers_changed(now)
+
+    def _on_drain(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
+        if self._is_present(worker_id, incarnation):
+            self._fleet.drain(worker_id)
+            self._waiting.workers_changed(now)
 
     def _on_report(self, report: WorkerReport) -> None:
         if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report):
@@ -179,7 +208,7 @@ class RouterCore:
         for tokens in event.update.tokens:
             self._on_tokens(event.worker_id, tokens, now)
         for prefilled in event.update.prefilled:
-            self._on_prefilled(event.worker_id, prefilled)
+            self._on_prefilled(event.worker_id, prefilled, now)
         for handed_over in event.update.handed_over:
             self._on_handed_over(event.worker_id, handed_over, now)
         for end in event.update.ends:
@@ -210,13 +239,14 @@ class RouterCore:
             return
         attempt = record.running
         if attempt.prefill is None and attempt.state is AttemptState.PREFILLING:
-            self._attempts.computed(attempt, worker_id)
+            self._attempts.computed(attempt, worker_id, now)
         released = record.ledger.add(message.attempt, message.first_index, message.token_ids)
         if released:
+            self._attempts.grew(attempt, len(released))
             record.trace.stages.setdefault("first_token", now)
             self._out.append(events.Emit(record.request_id, released))
 
-    def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone) -> None:
+    def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone, now: float) -> None:
         record = self._find(worker_id, message)
         if record is None:
             return
@@ -224,7 +254,7 @@ class RouterCore:
             self.counters["wrong_worker"] += 1
             return
         note_cached(record, message.cached_tokens)
-        self._attempts.computed(record.running, worker_id)
+        self._attempts.computed(record.running, worker_id, now)
 
     def _on_handed_over(self, worker_id: WorkerId, message: HandedOver, now: float) -> None:
         record = self._find(worker_id, message)
@@ -236,13 +266,7 @@ class RouterCore:
         elif worker_id not in attempt.live or attempt.state is AttemptState.DECODING:
             self.counters["late_hand_over"] += 1
         else:
-            attempt.advance(AttemptEvent.HANDED_OVER)
-            if attempt.prefill in attempt.live:
-                self._attempts.leave(attempt, attempt.prefill)
-            record.trace.kv_bytes = message.kv_bytes
-            record.trace.decode_cached_tokens = message.cached_tokens
-            record.trace.transport = message.transport
-            record.trace.stages["kv_transfer"] = now
+            self._attempts.handed_over(record, message, now)
 
     def _on_end(self, worker_id: WorkerId, end: End, now: float) -> None:
         record = self._find(worker_id, end)
@@ -291,7 +315,7 @@ class RouterCore:
             self._fail(record, UnavailableError(message), now)
             return
         self._avoid(record, record.running.decode, self._config.refusal_pause_s * record.num_refusals, now)
-        self._put_back(record)
+        self._put_back(record, now)
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
         code, to_avoid = blame(record.running, worker_id)
@@ -307,7 +331,7 @@ class RouterCore:
         if record.num_failures >= self._config.max_attempts:
             self._fail(record, UnavailableError(f"{record.num_failures} attempts failed; {message}", code), now)
         else:
-            self._put_back(record)
+            self._put_back(record, now)
 
     def _finish_if_complete(self, record: RequestRecord, now: float) -> bool:
         """The attempt is lost, but all tokens of the answer are here: there is nothing to try again."""
@@ -316,15 +340,16 @@ class RouterCore:
             self._finish(record, reason, now)
         return reason is not None
 
-    def _put_back(self, record: RequestRecord) -> None:
+    def _put_back(self, record: RequestRecord, now: float) -> None:
         self._out.extend(self._attempts.end(record))
         record.advance(RequestEvent.PUT_BACK)
         record.prepare_to_continue()
-        self._queue.push(record.request_id, record.urgency)
+        self._waiting.put_back(record, now)
 
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
         self._out.extend(self._attempts.end(record))
         record.advance(RequestEvent.ANSWERED)
+        self._attempts.answered(len(record.ledger.released))
         self._out.append(events.Finish(record.request_id, record.completion(reason)))
         self._close(record, now)
 
@@ -332,7 +357,7 @@ class RouterCore:
         self, record: RequestRecord, error: DisaggError, now: float, event: RequestEvent = RequestEvent.FAILED
     ) -> None:
         if record.attempt is None:
-            self._queue.remove(record.request_id)
+            self._waiting.remove(record.request_id)
         else:
             self._out.extend(self._attempts.end(record))
         record.advance(event)
@@ -362,36 +387,7 @@ class RouterCore:
                 continue
             if record.is_expired(now):
                 self._fail(record, DeadlineError(f"the deadline passed while {record.state.value}"), now)
-            elif record.state is RequestState.QUEUED and not self._could_be_placed(record, now):
-                self._give_up_waiting(record, now)
-
-    def _could_be_placed(self, record: RequestRecord, now: float) -> bool:
-        """Whether the present workers could take it if they were empty. Notes since when they could not."""
-        if self._fleet.could_take(record.block_hashes, record.num_tokens, self._config.short_suffix_tokens):
-            record.unservable_since = None
-            return True
-        if record.unservable_since is None:
-            record.unservable_since = now
-            self._wakeups.add(now + self._config.no_worker_grace_s, record.request_id)
-        return False
-
-    def _give_up_waiting(self, record: RequestRecord, now: float) -> None:
-        grace_s = self._config.no_worker_grace_s
-        if record.unservable_since is not None and now >= record.unservable_since + grace_s:
-            role = self._fleet.missing_role() or "decode"
-            message = f"for {grace_s:g} s there was no {role} worker that could take it"
-            self._fail(record, UnavailableError(message, f"no_{role}_capacity"), now)
-
-    def _place_queued(self, now: float) -> None:
-        """Place from the head on. Nobody overtakes a head that waits for room. One that waits for reasons of its own
-        (it avoids a worker, or no present worker could ever take it) does not hold up the others."""
-        for request_id in self._queue:
-            record = self._requests[request_id]
-            if not self._could_be_placed(record, now):
-                continue
-            dispatch = self._attempts.try_start(record, now)
-            if dispatch is not None:
-                self._queue.remove(request_id)
-                self._out.append(dispatch)
-            elif not record.avoid_until:
-                return
+            elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
+                role = self._fleet.missing_role() or "decode"
+                message = f"for {self._config.no_worker_grace_s:g} s there was no {role} worker that could take it"
+                self._fail(record, UnavailableError(message, f"no_{role}_capacity"), now)

@@ -48,6 +48,15 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainWorker:
+    """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is booked on it.
+    Its loss, or a new life of it, ends the draining."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReported:
     """Load and KV events."""
 
@@ -68,7 +77,7 @@ class Tick:
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
 
-Event = Submit | CancelRequest | WorkerUp | WorkerLost | WorkerReported | FromWorker | Tick
+Event = Submit | CancelRequest | WorkerUp | WorkerLost | DrainWorker | WorkerReported | FromWorker | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +135,12 @@ class WatchAgain:
     worker_id: WorkerId
 
 
-Command = Dispatch | CancelOn | ConnectPair | Emit | Finish | Fail | WatchAgain
+@dataclass(frozen=True, slots=True)
+class WorkerIsDrained:
+    """Nothing of ours is booked on that draining life of a worker any more. Said once."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+Command = Dispatch | CancelOn | ConnectPair | Emit | Finish | Fail | WatchAgain | WorkerIsDrained

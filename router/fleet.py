@@ -1,145 +1,263 @@
 """The workers as the router knows them: who is up, what each reported, what is booked on each, which prefix blocks it
-has.
+has, how fast it is.
 
-    up(info) ──> present ──report──> present ──lost(id)──> forgotten        a new incarnation is another life: lost,
-    then up
+    up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation is another life: lost,
+                    └────────lost(id)────────────┘                          then up
+
+Every change of a worker goes through here, so that the orders of the pools, the sums and the count of openings follow.
 
 Owner: the router core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Sequence
 
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
-from disagg.proto.ids import BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import KvLayout, Load, PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
+from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
-from disagg.router.books import Books
-from disagg.router.placement import (
-    Candidate,
-    can_pair,
-    decodes_only,
-    has_both_roles,
-    has_short_suffix,
-    longest_sequence,
-    prefills_only,
-)
+from disagg.router.books import Booking, Books
+from disagg.router.config import RouterConfig
+from disagg.router.cost_model import LinkModel
+from disagg.router.kinds import Kind, longest_of
+from disagg.router.placement import Demand, Policy, Shortlist
+from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
+from disagg.router.prefix_match import PrefixMatch
+from disagg.router.worker import Worker, decodes_only
 
 
-@dataclass(slots=True)
 class Fleet:
     """See the module docstring."""
 
-    books: Books = field(default_factory=Books)
-    index: PrefixIndex = field(default_factory=PrefixIndex)
-    longest_sequence: int = 0
-    """Tokens of the longest sequence (prompt and answer) that any placement on the present workers could hold."""
-    _infos: dict[WorkerId, WorkerInfo] = field(default_factory=dict)
-    _loads: dict[WorkerId, Load] = field(default_factory=dict)
+    def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel) -> None:
+        self.books = Books()
+        self.links = links
+        self.index = PrefixIndex()
+        self.num_openings = 0
+        """Counts how often a worker got a slot again (or came)."""
+        self.num_releases = 0
+        """Counts what may have made room: bookings closed, reports, workers that came."""
+        self._config = config
+        self._policy = policy
+        self._workers: dict[WorkerId, Worker] = {}
+        self._kinds: dict[tuple[str, KvLayout], Kind] = {}
+        self._pool_of: dict[WorkerId, Pool] = {}
+        """Of the workers that are not draining."""
+        self._to_drain: list[Worker] = []
+        """Draining workers that are not said to be empty."""
+        self._num_came = 0
+        self._longest: int | None = None
+        self._longest_new: int | None = None
+        self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
+        """The latest answer of the index, while it holds."""
+
+    # ---------------------------------------------------------------- lives
 
     def up(self, info: WorkerInfo) -> None:
-        """A worker is there. One that was there before in another life must have been lost first."""
-        known = self._infos.get(info.worker_id)
-        assert known is None or known.incarnation == info.incarnation, "the earlier life was not lost"
-        self._infos[info.worker_id] = info
-        if known is None:
-            self._loads[info.worker_id] = Load()
+        """A worker is there. One that was there before in another life must have been lost first; in the same life it
+        keeps what is known of it."""
+        worker = self._workers.get(info.worker_id)
+        if worker is None:
             self.index.add_worker(info.worker_id, info.incarnation)
-        self.longest_sequence = longest_of(self._infos.values())
+            slot_tokens = self._config.prefill_chunks * info.token_budget
+            worker = Worker(info, self.books.account(info.worker_id), self._num_came, slot_tokens)
+            self._num_came += 1
+            self._workers[info.worker_id] = worker
+        else:
+            assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
+            self._leave_pool(worker)
+            worker.greet(info)
+        if not worker.is_draining:
+            self._join_pool(worker)
+        self._longest = self._longest_new = None
+        self.num_releases += 1
 
     def lost(self, worker_id: WorkerId) -> None:
         """A worker is gone; its bookings must have been closed."""
-        assert not self.books.account(worker_id).bookings, "bookings of a lost worker are still open"
-        del self._infos[worker_id]
-        del self._loads[worker_id]
+        worker = self._workers.pop(worker_id)
+        self._leave_pool(worker)
+        self.books.forget(worker_id)
         self.index.remove_worker(worker_id)
-        self.longest_sequence = longest_of(self._infos.values())
+        self._match = None
+        self.links.forget(worker_id)
+        self._to_drain = [other for other in self._to_drain if other is not worker]
+        self._longest = self._longest_new = None
+
+    def drain(self, worker_id: WorkerId) -> None:
+        """Give a present worker nothing new from now on."""
+        worker = self._workers[worker_id]
+        if not worker.is_draining:
+            self._leave_pool(worker)
+            worker.is_draining = True
+            self._to_drain.append(worker)
+            self._longest_new = None
+
+    @property
+    def num_to_drain(self) -> int:
+        """Draining workers that are not said to be empty."""
+        return len(self._to_drain)
+
+    def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
+        """Draining workers on which nothing is booked any more; each is named once."""
+        empty = [worker for worker in self._to_drain if not worker.account.bookings]
+        self._to_drain = [worker for worker in self._to_drain if worker.account.bookings]
+        return [(worker.worker_id, worker.info.incarnation) for worker in empty]
 
     def incarnation(self, worker_id: WorkerId) -> Incarnation | None:
         """The life of the worker that is present, if any."""
-        info = self._infos.get(worker_id)
-        return info.incarnation if info else None
+        worker = self._workers.get(worker_id)
+        return worker.info.incarnation if worker else None
 
-    def peer(self, worker_id: WorkerId) -> PeerRef:
-        """How another worker reaches this one."""
-        info = self._infos[worker_id]
-        return PeerRef(worker_id=worker_id, incarnation=info.incarnation, address=info.address)
+    def worker(self, worker_id: WorkerId) -> Worker:
+        """A present worker; to be changed only through the fleet."""
+        return self._workers[worker_id]
 
     def pairs_with(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
         """The pairs (prefill worker, decode worker) that this worker makes possible."""
-        new = self._infos[worker_id]
-        prefills = [new] if prefills_only(new) else list(filter(prefills_only, self._infos.values()))
-        decodes = [new] if decodes_only(new) else list(filter(decodes_only, self._infos.values()))
-        if new not in prefills + decodes:
-            return []
-        return [(p.worker_id, self.peer(d.worker_id)) for p in prefills for d in decodes if can_pair(p, d)]
+        worker = self._workers[worker_id]
+        pairs = self._kind(worker.info).pairs_with(worker)
+        return [(prefill.worker_id, peer) for prefill, peer in pairs]
+
+    # ---------------------------------------------------------------- changes
 
     def report(self, report: WorkerReport) -> bool:
         """Take the report of a present life. Returns False when its KV events have a gap, see `PrefixIndex.apply`."""
-        self._loads[report.worker_id] = report.load
+        worker = self._workers[report.worker_id]
+        worker.take_report(report)
+        self.num_releases += 1
+        self._changed(worker)
+        self._match = None
         return self.index.apply(report)
+
+    def open(self, worker: Worker, key: AttemptKey, booking: Booking, turn: int) -> None:
+        """Book for an attempt that is placed now, as placement number `turn`."""
+        self.books.open(worker.worker_id, key, booking)
+        worker.note_booked(booking.tokens)
+        worker.last_turn = turn
+        self._changed(worker)
+
+    def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
+        """The worker computed the attempt's prompt. Idempotent."""
+        num_tokens = self.books.computed(worker_id, key)
+        if num_tokens:
+            worker = self._workers[worker_id]
+            worker.note_returned(num_tokens)
+            self._changed(worker)
+
+    def close(self, worker_id: WorkerId, key: AttemptKey) -> None:
+        """The worker owes the attempt nothing more."""
+        booking = self.books.close(worker_id, key)
+        worker = self._workers[worker_id]
+        if booking.tokens:
+            worker.note_returned(booking.tokens)
+        self.num_releases += 1
+        self._changed(worker)
+
+    def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
+        """The worker was given this chain to compute."""
+        self.index.predict(worker.worker_id, hashes, now)
+        self._match = None
+
+    # ---------------------------------------------------------------- questions
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence (prompt and answer) that any placement on the present workers could hold."""
+        if self._longest is None:
+            self._longest = longest_of([w.info for w in self._workers.values()], self._may_prefill_locally)
+        return self._longest
+
+    @property
+    def longest_new_sequence(self) -> int:
+        """The same without the workers that are draining."""
+        if self._longest_new is None:
+            infos = [w.info for w in self._workers.values() if not w.is_draining]
+            self._longest_new = longest_of(infos, self._may_prefill_locally)
+        return self._longest_new
 
     def missing_role(self) -> RoleName | None:
         """The role that nobody plays for the others; None when requests can be served."""
         if self.longest_sequence:
             return None
-        only_decodes = self._infos and all(decodes_only(info) for info in self._infos.values())
+        only_decodes = self._workers and all(decodes_only(worker.info) for worker in self._workers.values())
         return "prefill" if only_decodes else "decode"
 
-    def could_take(self, hashes: Sequence[BlockHash], num_tokens: int, short_suffix_tokens: int) -> bool:
-        """Whether the present workers, if they were empty, could take a request of `num_tokens` known tokens: as a
-        pair, as one with both roles, or as a decode worker that lacks at most `short_suffix_tokens` of them."""
-        if num_tokens + 1 <= self.longest_sequence:
-            return True
-        return short_suffix_tokens > 0 and any(
-            has_short_suffix(candidate, num_tokens, short_suffix_tokens)
-            and num_tokens + 1 <= longest_sequence(candidate.info)
-            for candidate in self.candidates(hashes, num_tokens, without=())
-        )
+    @property
+    def has_opening(self) -> bool:
+        """Whether a worker that is there to compute prompts has a slot."""
+        return any(pool.num_open for pool in self._computing_pools())
 
-    def candidates(
-        self, hashes: Sequence[BlockHash], num_tokens: int, without: Collection[WorkerId]
-    ) -> list[Candidate]:
-        """Every present worker but those in `without`, as it is for a request of `num_tokens` known tokens."""
-        matched = self.index.match(hashes)
-        return [
-            self._candidate(info, min(matched.get(worker_id, 0) * HASH_BLOCK_TOKENS, max_cached_tokens(num_tokens)))
-            for worker_id, info in self._infos.items()
-            if worker_id not in without
-        ]
+    def fastest(self) -> Worker | None:
+        """Of the workers that are there to compute prompts the one that would be looked at first."""
+        firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest()) is not None]
+        return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
+
+    def backlog(self) -> tuple[float, int]:
+        """What the workers that are there to compute prompts have in front of them, in milliseconds of work, and how
+        many they are."""
+        pools = list(self._computing_pools())
+        return sum(pool.backlog_ms for pool in pools), sum(len(pool.members) for pool in pools)
+
+    def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
+        """Who has how much of the chain. Asked again for the same request at the same time, the index is not."""
+        known = self._match
+        if known is None or known[0] is not hashes or known[1] != now:
+            self.index.expire(now)
+            self._match = known = (hashes, now, self.index.find(hashes))
+        return known[2]
+
+    def shortlists(
+        self, demand: Demand, hashes: Sequence[BlockHash], without: Container[WorkerId], now: float
+    ) -> list[Shortlist]:
+        """For each kind of worker the few that are worth a look and have room."""
+        matched = self.matched(hashes, now) if hashes else None
+        local = self._may_prefill_locally
+        return [kind.shortlist(demand, without, matched, local) for kind in self._kinds.values()]
 
     def views(self) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
-        return tuple(WorkerView(info, self._loads[worker_id]) for worker_id, info in sorted(self._infos.items()))
+        return tuple(WorkerView(worker.info, worker.load) for _, worker in sorted(self._workers.items()))
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        strangers = {worker_id for worker_id, _ in self.books.entries()} - self._infos.keys()
+        strangers = {worker_id for worker_id, _ in self.books.entries()} - self._workers.keys()
         problems = [f"bookings on {worker_id}, which is not present" for worker_id in sorted(strangers)]
+        for pool in set(self._pool_of.values()):
+            problems += pool.check_integrity()
         return problems + self.books.check_integrity() + self.index.check_integrity()
 
-    def _candidate(self, info: WorkerInfo, cached_tokens: int) -> Candidate:
-        account = self.books.account(info.worker_id)
-        load = self._loads[info.worker_id]
-        return Candidate(
-            info=info,
-            cached_tokens=cached_tokens,
-            outstanding_tokens=account.tokens,
-            num_sequences=account.sequences,
-            used_blocks=max(account.blocks, load.blocks_active + load.blocks_reserved),
-        )
+    # ---------------------------------------------------------------- inside
 
+    @property
+    def _may_prefill_locally(self) -> bool:
+        return self._config.local_prefill == "auto"
 
-def longest_of(infos: Collection[WorkerInfo]) -> int:
-    """Tokens of the longest sequence that a pair, or a worker with both roles, could hold; 0 when there is neither."""
-    longest = max((longest_sequence(info) for info in infos if has_both_roles(info)), default=0)
-    decodes: dict[tuple[str, KvLayout], int] = {}
-    for info in filter(decodes_only, infos):
-        kind = (info.fingerprint, info.kv_layout)
-        decodes[kind] = max(decodes.get(kind, 0), longest_sequence(info))
-    for info in filter(prefills_only, infos):
-        longest = max(longest, min(longest_sequence(info), decodes.get((info.fingerprint, info.kv_layout), 0)))
-    return longest
+    def _kind(self, info: WorkerInfo) -> Kind:
+        key = (info.fingerprint, info.kv_layout)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(self._policy, self._config.watermark)
+        return kind
+
+    def _computing_pools(self) -> Iterator[Pool]:
+        for kind in self._kinds.values():
+            yield from kind.computing_pools()
+
+    def _join_pool(self, worker: Worker) -> None:
+        pool = self._pool_of[worker.worker_id] = self._kind(worker.info).pool_for(worker.info)
+        pool.add(worker, self.index.bit(worker.worker_id))
+        self.num_openings += 1
+
+    def _leave_pool(self, worker: Worker) -> None:
+        pool = self._pool_of.pop(worker.worker_id, None)
+        if pool is not None:
+            pool.remove(worker, self.index.bit(worker.worker_id))
+
+    def _changed(self, worker: Worker) -> None:
+        """Bring up to date what depends on the worker's books and reports."""
+        pool = self._pool_of.get(worker.worker_id)
+        if pool is None:
+            worker.refresh()
+        elif pool.changed(worker):
+            self.num_openings += 1

@@ -1,193 +1,278 @@
-"""Which workers run a request: a pure function of the request and of the workers as they are now.
+"""Which workers run a request: a pure function of the request and of the few workers that are worth a look.
 
-    policy(demand, candidates) -> Choice | None          None: nobody has room now
+    fleet.shortlists(...) -> Shortlist per kind of worker, what cannot take the request filtered out
+    choose(policy, demand, shortlists) -> Choice | None          None: nobody has room now
 
 A `Choice` is a pair (P, D), or one worker that does all of it: one with both roles (colocated mode), or a decode
-worker that computes a short uncached suffix itself (local prefill). Only workers of equal model fingerprint and KV
-layout form a pair.
+worker that computes the prompt itself (local prefill). Only workers of one kind (model fingerprint and KV layout) form
+a pair.
+
+The best choice may be one that has no slot just now. Then the request waits for it, if the policy thinks that waiting
+is cheaper than what is free: see `Choice.has_slot`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from disagg.proto.ids import WorkerId
-from disagg.proto.messages import WorkerInfo
 from disagg.router.books import Booking
-from disagg.router.config import RouterConfig
+from disagg.router.draw import Draw
+from disagg.router.times import num_pairs
+from disagg.router.worker import Worker
+
+MAX_SIDE = 3
+"""Of each role only this many, the best by themselves, are looked at in pairs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Demand:
     """What a placement must provide for."""
 
     num_tokens: int
     """Known tokens: prompt, and output of earlier attempts."""
-    reserve_tokens: int
+    reserve_tokens: int = 0
     """Output tokens to book blocks for."""
+    output_tokens: float = 1.0
+    """Output tokens that are expected; at least 1."""
+    ttft_left_ms: float = math.inf
+    """What is left of the TTFT target."""
+    tpot_ms: float = math.inf
+    """The TPOT target."""
+    reuse: float = 0.0
+    """Share of prompt tokens that were found cached lately: how likely it is that what is cached will be used."""
     turn: int = 0
-    """Number of placements so far. Ties go round the candidates with it."""
+    """Number of placements so far; feeds the draws."""
+    num_steps: float = field(init=False)
+    """Decode steps that are expected: the first token comes from the prefill."""
+    context: float = field(init=False)
+    """Tokens that such a step attends to, on average."""
+
+    def __post_init__(self) -> None:
+        self.num_steps = self.output_tokens - 1
+        self.context = self.num_tokens + self.output_tokens / 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """One worker as it is now, for one request."""
+    """One worker that could play one role for one request."""
 
-    info: WorkerInfo
+    worker: Worker
     cached_tokens: int = 0
     """Leading tokens of the request whose KV it has; always less than all of them."""
-    outstanding_tokens: int = 0
-    """Prompt tokens that it was given and has not computed."""
-    num_sequences: int = 0
-    used_blocks: int = 0
-    """Booked, or reported as held, whichever is more."""
-
-    @property
-    def worker_id(self) -> WorkerId:
-        """The worker."""
-        return self.info.worker_id
+    num_blocks: int = 0
+    """KV blocks that the request would take of it in that role."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Weight(NamedTuple):
+    """What speaks against one side of a choice. The sides of a pair add up."""
+
+    cost: float
+    """Milliseconds where the policy knows times; else in units of its own."""
+    num_misses: int = 0
+    """Targets of the request that would be missed."""
+    wait_ms: float = 0.0
+    """Until its prefill begins."""
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    """All its decode steps."""
+    delay_ms: float = 0.0
+    """What others lose, summed over them."""
+    barrier_ms: float = 0.0
+    """What the KV utilization after joining is worth."""
+    step_ms: float = 0.0
+    """One of its decode steps."""
+
+
+class Shortlist(NamedTuple):
+    """Candidates of one kind of worker that could take the request, by role."""
+
+    prefills: list[Candidate]
+    decodes: list[Candidate]
+    wholes: list[Candidate]
+    local: bool
+    """Whether the decodes may also do all of it."""
+
+
+class Choice(NamedTuple):
     """Where a request runs. Without `prefill`, `decode` does all of it."""
 
     prefill: Candidate | None
     decode: Candidate
+    has_slot: bool
+    """False: this is the best place, but it has no slot now; wait for it."""
+    prefill_weight: Weight | None
+    decode_weight: Weight
+    link_ms: float
+    num_options: int
 
 
 class Policy(Protocol):
-    """Chooses workers; holds no state."""
+    """How workers are compared; see `policies/`. Holds no state of its own."""
 
-    def __call__(self, demand: Demand, candidates: Sequence[Candidate]) -> Choice | None:
-        """The best placement, or None while nobody has room."""
+    name: str
+    uses_prefixes: bool
+    """Whether workers that have the longest prefixes are looked at, and not only the least of `rank`."""
+    waits: bool
+    """Whether it may be best to wait for a worker that has no slot."""
+    weighs_local: bool
+    """Whether local prefill is an option beside pairs. Else it is the way out where there is no prefill worker."""
+
+    def rank(self, worker: Worker) -> float:
+        """Who is looked at first, before the request is known. Changes only with the worker's books and reports."""
+        ...
+
+    def start(self, turn: int, count: int) -> int:
+        """The position in the order of ranks (of `count` workers) from which to look."""
+        ...
+
+    def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
+        """As the P of a pair."""
+        ...
+
+    def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
+        """As the D of a pair."""
+        ...
+
+    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+        """As the one that does all of it."""
+        ...
+
+    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+        """What moving the KV adds to the two sides of a pair; never negative."""
         ...
 
 
-def prefills_only(info: WorkerInfo) -> bool:
-    """Whether this worker is a P."""
-    return set(info.roles) == {"prefill"}
+def prefill_blocks(demand: Demand, worker: Worker, cached_tokens: int) -> int:
+    """KV blocks that a P needs: for the uncached suffix and for the token that is sampled."""
+    block_size = worker.block_size
+    return -(-(demand.num_tokens + 1) // block_size) - cached_tokens // block_size
 
 
-def decodes_only(info: WorkerInfo) -> bool:
-    """Whether this worker is a D."""
-    return set(info.roles) == {"decode"}
-
-
-def has_both_roles(info: WorkerInfo) -> bool:
-    """Whether this worker does whole requests."""
-    return {"prefill", "decode"} <= set(info.roles)
-
-
-def can_pair(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
-    """Whether KV of one means the same on the other."""
-    return prefill.fingerprint == decode.fingerprint and prefill.kv_layout == decode.kv_layout
-
-
-def longest_sequence(info: WorkerInfo) -> int:
-    """The most tokens, prompt and answer, that one sequence can ever have on this worker."""
-    return min(info.max_model_len, info.num_blocks * info.block_size)
-
-
-def has_short_suffix(candidate: Candidate, num_tokens: int, short_suffix_tokens: int) -> bool:
-    """Whether a D computes what it lacks of `num_tokens` known tokens itself; it needs no P for that."""
-    return decodes_only(candidate.info) and num_tokens - candidate.cached_tokens <= short_suffix_tokens
+def decode_blocks(demand: Demand, worker: Worker, cached_tokens: int) -> int:
+    """KV blocks that a D needs: for what it lacks and for the reserve."""
+    info = worker.info
+    end = min(demand.num_tokens + demand.reserve_tokens, info.max_model_len)
+    return -(-end // info.block_size) - cached_tokens // info.block_size
 
 
 def prefill_booking(demand: Demand, candidate: Candidate) -> Booking:
-    """What the request takes of a P: the uncached suffix, and blocks for it and for the token that is sampled."""
-    blocks = _blocks(candidate.info, demand.num_tokens + 1) - candidate.cached_tokens // candidate.info.block_size
-    return Booking(tokens=demand.num_tokens - candidate.cached_tokens, blocks=blocks)
+    """What the request takes of the P of a pair."""
+    cached = candidate.cached_tokens
+    return Booking(
+        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.num_blocks
+    )
 
 
 def decode_booking(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Booking:
-    """What the request takes of a D: blocks for what it lacks and for the reserve; the uncached suffix where it
-    prefills."""
-    end = min(demand.num_tokens + demand.reserve_tokens, candidate.info.max_model_len)
-    blocks = _blocks(candidate.info, end) - candidate.cached_tokens // candidate.info.block_size
-    return Booking(tokens=demand.num_tokens - candidate.cached_tokens if computes_prompt else 0, blocks=blocks)
+    """What the request takes of the worker that decodes; the uncached suffix too where it prefills."""
+    if not computes_prompt:
+        return Booking(blocks=candidate.num_blocks, context=demand.num_tokens)
+    booking = prefill_booking(demand, candidate)
+    booking.context = demand.num_tokens
+    return booking
 
 
-@dataclass(frozen=True, slots=True)
-class LeastLoaded:
-    """P by the least work in front of the request, its own uncached suffix included; D by the least KV utilization
-    after joining, less what a cached prefix is worth. Independent of each other; ties go round."""
-
-    config: RouterConfig
-
-    def __call__(self, demand: Demand, candidates: Sequence[Candidate]) -> Choice | None:
-        """See the class and `Policy`."""
-        fitting = [candidate for candidate in candidates if demand.num_tokens + 1 <= longest_sequence(candidate.info)]
-        decodes = [
-            c for c in fitting if decodes_only(c.info) and self._has_decode_room(demand, c, computes_prompt=False)
-        ]
-        local = [c for c in decodes if has_short_suffix(c, demand.num_tokens, self.config.short_suffix_tokens)]
-        if local:
-            return Choice(None, self._best_decode(demand, local))
-        whole = [
-            c
-            for c in fitting
-            if has_both_roles(c.info) and self._has_slot(c) and self._has_decode_room(demand, c, computes_prompt=True)
-        ]
-        pair = self._best_pair(demand, fitting, decodes)
-        if whole:
-            alone = _first_by(lambda c: prefill_cost(demand, c), whole, demand.turn)
-            if (
-                pair is None
-                or pair.prefill is None
-                or prefill_cost(demand, alone) <= prefill_cost(demand, pair.prefill)
-            ):
-                return Choice(None, alone)
-        return pair
-
-    def _best_pair(self, demand: Demand, fitting: list[Candidate], decodes: list[Candidate]) -> Choice | None:
-        prefills = [
-            c for c in fitting if prefills_only(c.info) and self._has_slot(c) and self._has_prefill_room(demand, c)
-        ]
-        prefills = [p for p in prefills if any(can_pair(p.info, d.info) for d in decodes)]
-        if not prefills:
-            return None
-        prefill = _first_by(lambda c: prefill_cost(demand, c), prefills, demand.turn)
-        return Choice(prefill, self._best_decode(demand, [d for d in decodes if can_pair(prefill.info, d.info)]))
-
-    def _best_decode(self, demand: Demand, decodes: list[Candidate]) -> Candidate:
-        return _first_by(lambda c: self.decode_cost(demand, c), decodes, demand.turn)
-
-    def decode_cost(self, demand: Demand, candidate: Candidate) -> float:
-        """KV utilization of a D after joining, less the worth of its cached prefix."""
-        blocks = candidate.used_blocks + decode_booking(demand, candidate, computes_prompt=False).blocks
-        worth = self.config.prefix_weight * candidate.cached_tokens / demand.num_tokens
-        return blocks / candidate.info.num_blocks - worth
-
-    def _has_slot(self, candidate: Candidate) -> bool:
-        return candidate.outstanding_tokens < self.config.prefill_chunks * candidate.info.token_budget
-
-    def _has_prefill_room(self, demand: Demand, candidate: Candidate) -> bool:
-        return self._has_room(candidate, prefill_booking(demand, candidate))
-
-    def _has_decode_room(self, demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> bool:
-        return self._has_room(candidate, decode_booking(demand, candidate, computes_prompt=computes_prompt))
-
-    def _has_room(self, candidate: Candidate, booking: Booking) -> bool:
-        """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""
-        if candidate.num_sequences == 0:
-            return True
-        room = candidate.info.num_blocks - int(candidate.info.num_blocks * self.config.watermark)
-        return candidate.num_sequences < candidate.info.max_num_seqs and candidate.used_blocks + booking.blocks <= room
+def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw: Draw) -> Choice | None:
+    """The option that misses the fewest targets and, among these, costs least; ties are drawn."""
+    best = _Best()
+    num_options = 0
+    for shortlist in shortlists:
+        num_options += _weigh_pairs(policy, demand, shortlist, best)
+        num_options += _weigh_alone(policy, demand, shortlist, best)
+    if not best.ties:
+        return None
+    ties = best.ties
+    prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
+    return Choice(
+        prefill=prefill[5] if prefill else None,
+        decode=decode[5],
+        has_slot=not best.least[2],
+        prefill_weight=prefill[4] if prefill else None,
+        decode_weight=decode[4],
+        link_ms=link,
+        num_options=num_options,
+    )
 
 
-def prefill_cost(demand: Demand, candidate: Candidate) -> float:
-    """Tokens that must be computed on this worker until the request's prompt is."""
-    return candidate.outstanding_tokens + demand.num_tokens - candidate.cached_tokens
+_Key = tuple[int, float, bool]
+"""(missed targets, cost, has no slot now): less is better."""
 
 
-def _first_by(cost: Callable[[Candidate], float], candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The cheapest; among equals the first one from position `turn` on, going round."""
-    start = turn % len(candidates)
-    return min([*candidates[start:], *candidates[:start]], key=cost)
+_Side = tuple[int, float, bool, int, Weight, Candidate]
+"""One candidate in one role: (missed targets, cost, has no slot now, a number that makes it unique, weight,
+candidate)."""
 
 
-def _blocks(info: WorkerInfo, num_tokens: int) -> int:
-    return -(-num_tokens // info.block_size)
+class _Best:
+    """The best options so far: (P or none, D, cost of the link), all equally good."""
+
+    __slots__ = ("least", "ties")
+
+    def __init__(self) -> None:
+        self.least: _Key = (_MAX_MISSES, math.inf, True)
+        self.ties: list[tuple[_Side | None, _Side, float]] = []
+
+    def offer(self, key: _Key, option: tuple[_Side | None, _Side, float]) -> None:
+        """Take an option that is no worse than the best."""
+        if key < self.least:
+            self.least = key
+            self.ties.clear()
+        self.ties.append(option)
+
+
+def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> int:
+    """Returns how many pairs there are."""
+    prefills = _sides(policy.weigh_prefill, demand, shortlist.prefills, takes_closed=policy.waits, has_slots=True)
+    if not prefills:
+        return 0
+    decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
+    weigh_link = policy.weigh_link
+    for prefill in prefills:
+        p_misses, p_cost, is_closed, _, _, p_candidate = prefill
+        for decode in decodes:
+            d_misses, d_cost, _, _, _, d_candidate = decode
+            if (p_misses + d_misses, p_cost + d_cost, False) > best.least:
+                break  # Links cost something or nothing, and those that follow are no better.
+            link = weigh_link(demand, p_candidate, d_candidate)
+            key = (p_misses + d_misses, p_cost + d_cost + link, is_closed)
+            if key <= best.least:
+                best.offer(key, (prefill, decode, link))
+    return len(prefills) * len(decodes)
+
+
+def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> int:
+    """Returns how many workers there are that could do all of it."""
+    candidates = shortlist.wholes + shortlist.decodes if shortlist.local else shortlist.wholes
+    sides = _sides(policy.weigh_alone, demand, candidates, takes_closed=policy.waits, has_slots=True)
+    for side in sides:
+        key = side[:3]
+        if key <= best.least:
+            best.offer(key, (None, side, 0.0))
+    return len(sides)
+
+
+def _sides(
+    weigh: Callable[[Demand, Candidate], Weight],
+    demand: Demand,
+    candidates: Sequence[Candidate],
+    *,
+    takes_closed: bool,
+    has_slots: bool,
+) -> list[_Side]:
+    """The best of the candidates, best first; `has_slots` is for the roles that compute prompts, and need a slot for
+    that."""
+    sides: list[_Side] = []
+    for candidate in candidates:
+        is_closed = has_slots and not candidate.worker.has_slot
+        if takes_closed or not is_closed:
+            weight = weigh(demand, candidate)
+            sides.append((weight[1], weight[0], is_closed, len(sides), weight, candidate))
+    sides.sort()
+    del sides[MAX_SIDE:]
+    return sides
+
+
+_MAX_MISSES = 1 << 30

@@ -1,62 +1,113 @@
 """Which worker has which prefix block: a map from block hash to the set of its holders, fed by the workers' KV events.
 
-A set of workers is an integer with one bit a worker, so that following a chain costs one lookup and one `and` per
-block, however many workers there are. Events of a worker count only while they are complete: reports carry
-(incarnation, sequence), and a gap drops all that was known of the worker until its next snapshot. Nothing here knows
-tokens, only hashes.
+A set of workers is an integer with one bit a worker, so that following a chain takes few lookups however many workers
+there are, see prefix_match.py. Events of a worker count only while they are complete: reports carry (incarnation,
+sequence), and a gap drops all that was known of the worker until its next snapshot. Nothing here knows tokens, only
+hashes.
 
     unknown ──snapshot──> synced ──next report──> synced
                              └──gap──> unknown          the caller asks for a new stream, once
+
+What a worker reports is prefix-closed: it has a block only with the whole chain before it (engine/prefix_cache.py). A
+match is exact because of that.
+
+Predictions. A request placed on a worker makes it have the blocks of the prompt soon. `predict` lets them count at once
+for `PREDICTED_FOR_S`, so that the next request with the same prefix sees them before the event comes. Predicted blocks
+are kept apart from reported ones, and end by a report of the block, by time, or with the worker's life:
+
+    predicted ──stored──> reported          a later removal counts
+        └──time, worker lost──> (gone)
+
+A match thus is at least what was reported, and at most that and the chains predicted.
 
 Owner: the router's fleet.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent, WorkerReport
+from disagg.router.prefix_match import NUM_SHARDS, PrefixMatch, WorkerSet, prefix_ends
+
+PREDICTED_FOR_S = 5.0
+"""How long a predicted block counts without a report of it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Holder:
     """What is known of one life of a worker."""
 
     incarnation: Incarnation
-    bit: int
+    slot: int
+    bit: WorkerSet
     hashes: set[BlockHash] = field(default_factory=set)
+    """Blocks that it reported."""
+    predicted: dict[BlockHash, float] = field(default_factory=dict)
+    """Blocks that it should have soon, and until when that counts."""
     next_sequence: int | None = None
     """The sequence that the next report must have; None while not synced."""
 
 
 class PrefixIndex:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Each block in it has a bit of `_shards[hash[0]][hash]` for every worker that reported it or is predicted to have it.
+    The blocks of one chain share their set as one object where they can, so that a block with one holder costs no
+    integer of its own.
+    """
 
     def __init__(self) -> None:
-        self._holders_of: dict[BlockHash, int] = {}
+        self._shards: list[dict[BlockHash, WorkerSet]] = [{} for _ in range(NUM_SHARDS)]
         self._workers: dict[WorkerId, _Holder] = {}
-        self._worker_of_bit: dict[int, WorkerId] = {}
+        self._bits: dict[WorkerId, WorkerSet] = {}
+        self._slots: list[WorkerId] = []
+        """The worker whose bit is 1 << position; stale where the position is free."""
+        self._free_slots: list[int] = []
+        self._single: dict[WorkerSet, WorkerSet] = {}
+        """The one object for the set of one worker."""
+        self._predictions: deque[tuple[float, _Holder, Sequence[BlockHash]]] = deque()
+        """(end, worker, blocks) by end."""
 
     def __len__(self) -> int:
-        return len(self._holders_of)
+        return sum(map(len, self._shards))
+
+    # ------------------------------------------------------------ workers
 
     def add_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Begin to follow one life of a worker; an earlier life is forgotten."""
         self.remove_worker(worker_id)
-        bit = 1
-        while bit in self._worker_of_bit:
-            bit <<= 1
-        self._worker_of_bit[bit] = worker_id
-        self._workers[worker_id] = _Holder(incarnation, bit)
+        if self._free_slots:
+            slot = heapq.heappop(self._free_slots)
+            self._slots[slot] = worker_id
+        else:
+            slot = len(self._slots)
+            self._slots.append(worker_id)
+        bit = 1 << slot
+        self._bits[worker_id] = self._single[bit] = bit
+        self._workers[worker_id] = _Holder(incarnation, slot, bit)
 
     def remove_worker(self, worker_id: WorkerId) -> None:
-        """Forget a worker and all its blocks. Does nothing for an unknown one."""
+        """Forget a worker and all its blocks; costs nothing for those of others. Does nothing for an unknown one."""
         holder = self._workers.pop(worker_id, None)
-        if holder is not None:
-            self._discard(holder, list(holder.hashes))
-            del self._worker_of_bit[holder.bit]
+        if holder is None:
+            return
+        self._unmark(holder.bit, holder.hashes.union(holder.predicted))
+        holder.predicted.clear()  # What waits to expire finds nothing.
+        del self._bits[worker_id]
+        del self._single[holder.bit]
+        heapq.heappush(self._free_slots, holder.slot)
+
+    def bit(self, worker_id: WorkerId) -> WorkerSet:
+        """The set of this one worker, to build sets for `PrefixMatch.best`; good for this life. 0 for an unknown
+        one."""
+        return self._bits.get(worker_id, 0)
+
+    # ------------------------------------------------------------ reports
 
     def apply(self, report: WorkerReport) -> bool:
         """Take a report's KV events. Returns False when a gap was found just now, so that a new report stream must be
@@ -79,63 +130,139 @@ class PrefixIndex:
         holder.next_sequence = report.sequence + 1
         return True
 
+    # ------------------------------------------------------------ predictions
+
+    def predict(self, worker_id: WorkerId, hashes: Sequence[BlockHash], now: float) -> None:
+        """A request with this chain was placed on the worker: it counts as having it until `now + PREDICTED_FOR_S`.
+        Costs what the worker lacks. Does nothing for an unknown worker."""
+        holder = self._workers.get(worker_id)
+        if holder is None:
+            return
+        lacking = hashes[_num_leading(holder.hashes, hashes) :]
+        if not lacking:
+            return
+        end = now + PREDICTED_FOR_S
+        holder.predicted.update(dict.fromkeys(lacking, end))
+        self._mark(holder.bit, lacking)
+        self._predictions.append((end, holder, lacking))
+
+    def expire(self, now: float) -> None:
+        """Let predictions end whose time is over. To be called before a match; cheap when there are none."""
+        predictions = self._predictions
+        while predictions and predictions[0][0] <= now:
+            end, holder, hashes = predictions.popleft()
+            predicted = holder.predicted
+            if not predicted:
+                continue
+            over = [block_hash for block_hash in hashes if predicted.get(block_hash) == end]
+            for block_hash in over:
+                del predicted[block_hash]
+            self._unmark(holder.bit, [block_hash for block_hash in over if block_hash not in holder.hashes])
+
+    # ------------------------------------------------------------ questions
+
+    def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
+        """How far along the chain each worker has its blocks; good until the index changes."""
+        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, self._bits)
+
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """How many leading blocks of the chain each worker has; workers with none are left out."""
-        found: dict[WorkerId, int] = {}
-        alive = self._holders_of.get(hashes[0], 0) if hashes else 0
-        for num_blocks, block_hash in enumerate(hashes):
-            still = alive & self._holders_of.get(block_hash, 0)
-            self._note(found, alive & ~still, num_blocks)
-            alive = still
-            if not alive:
-                return found
-        self._note(found, alive, len(hashes))
-        return found
+        return self.find(hashes).all()
+
+    def match_best(self, hashes: Sequence[BlockHash], limit: int) -> list[tuple[WorkerId, int]]:
+        """The workers with most leading blocks of the chain, at most `limit`, best first; see `PrefixMatch.best`."""
+        return self.find(hashes).best(limit)
 
     def hashes_of(self, worker_id: WorkerId) -> frozenset[BlockHash]:
-        """All blocks that a worker is known to have."""
+        """All blocks that a worker has reported and not removed."""
         holder = self._workers.get(worker_id)
         return frozenset(holder.hashes) if holder else frozenset()
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        expected: dict[BlockHash, int] = {}
+        expected: list[dict[BlockHash, WorkerSet]] = [{} for _ in self._shards]
         for holder in self._workers.values():
-            for block_hash in holder.hashes:
-                expected[block_hash] = expected.get(block_hash, 0) | holder.bit
-        return [] if expected == self._holders_of else ["prefix index: hashes and holders differ"]
+            for block_hash in holder.hashes.union(holder.predicted):
+                shard = expected[block_hash[0]]
+                shard[block_hash] = shard.get(block_hash, 0) | holder.bit
+        problems = [] if expected == self._shards else ["prefix index: hashes and holders differ"]
+        if self._bits != {worker_id: holder.bit for worker_id, holder in self._workers.items()}:
+            problems.append("prefix index: bits and workers differ")
+        ending = {(holder.slot, h, end) for end, holder, hashes in self._predictions for h in hashes}
+        if any(
+            (holder.slot, *item) not in ending for holder in self._workers.values() for item in holder.predicted.items()
+        ):
+            problems.append("prefix index: a prediction never ends")
+        return problems
 
-    def _note(self, found: dict[WorkerId, int], mask: int, num_blocks: int) -> None:
-        while mask:
-            bit = mask & -mask
-            found[self._worker_of_bit[bit]] = num_blocks
-            mask ^= bit
+    # ------------------------------------------------------------ inside
 
     def _apply_event(self, holder: _Holder, event: KvEvent) -> None:
         match event:
             case BlocksSnapshot(hashes=hashes):
-                self._discard(holder, list(holder.hashes))
+                self._discard(holder, list(holder.hashes.difference(hashes)))
                 self._store(holder, hashes)
             case BlocksStored(hashes=hashes):
                 self._store(holder, hashes)
             case BlocksRemoved(hashes=hashes):
                 self._discard(holder, hashes)
 
-    def _store(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
-            self._holders_of[block_hash] = self._holders_of.get(block_hash, 0) | holder.bit
-            holder.hashes.add(block_hash)
+    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        self._mark(holder.bit, hashes)
+        holder.hashes.update(hashes)
+        if holder.predicted:
+            for block_hash in hashes:
+                holder.predicted.pop(block_hash, None)
 
-    def _discard(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
+    def _discard(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        """A removed block that is predicted still counts until that ends: a request placed there brings it back."""
+        held, predicted = holder.hashes, holder.predicted
+        gone = []
         for block_hash in hashes:
-            if block_hash not in holder.hashes:
-                continue
-            holder.hashes.remove(block_hash)
-            left = self._holders_of[block_hash] & ~holder.bit
-            if left:
-                self._holders_of[block_hash] = left
+            if block_hash in held:
+                held.remove(block_hash)
+                if block_hash not in predicted:
+                    gone.append(block_hash)
+        self._unmark(holder.bit, gone)
+
+    def _mark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
+        """Add a worker to the holders of blocks. Blocks in a row mostly have the same holders: they get the same
+        object."""
+        shards = self._shards
+        before, after = 0, bit
+        for block_hash in hashes:
+            shard = shards[block_hash[0]]
+            holders = shard.get(block_hash, 0)
+            if holders is not before:
+                before, after = holders, (holders | bit if holders else bit)
+            shard[block_hash] = after
+
+    def _unmark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
+        """Take a worker, which is one of them, from the holders of blocks."""
+        shards = self._shards
+        before, after = bit, 0
+        for block_hash in hashes:
+            shard = shards[block_hash[0]]
+            holders = shard[block_hash]
+            if holders is not before:
+                left = holders & ~bit
+                before, after = holders, self._single.get(left, left)
+            if after:
+                shard[block_hash] = after
             else:
-                del self._holders_of[block_hash]
+                del shard[block_hash]
+
+
+def _num_leading(held: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
+    """How many leading blocks of a chain are in a prefix-closed set."""
+    first, last = 0, len(hashes)
+    while first < last:
+        middle = (first + last) >> 1
+        if hashes[middle] in held:
+            first = middle + 1
+        else:
+            last = middle
+    return first
 
 
 def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:

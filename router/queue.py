@@ -1,14 +1,14 @@
 """The one deep queue: requests that wait for a worker, most urgent first.
 
 Order: higher priority; then requests that already had an attempt (their client is waiting in the middle of an answer,
-or was refused by no fault of its own); then the earlier deadline, none being the latest; then arrival.
+or was refused by no fault of its own); then the time at which the first token is due; then arrival. A request without
+a TTFT target is due a fixed horizon after its arrival, so that it waits behind those in a hurry, but not for ever.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,13 +20,10 @@ class Urgency(NamedTuple):
 
     negated_priority: int
     is_first_attempt: bool
-    deadline: float
+    due: float
+    """When the first token should be there."""
     arrival_order: int
-
-    @classmethod
-    def of(cls, priority: int, deadline: float | None, arrival_order: int, *, is_first_attempt: bool) -> Urgency:
-        """The urgency of a request. `arrival_order` is unique."""
-        return cls(-priority, is_first_attempt, math.inf if deadline is None else deadline, arrival_order)
+    """Unique."""
 
 
 @dataclass(slots=True)
@@ -34,6 +31,8 @@ class RequestQueue:
     """A sorted list. It holds about a thousand entries, where moving memory costs less than keeping a tree."""
 
     _order: list[tuple[Urgency, RequestId]] = field(default_factory=list)
+    _work_ms: list[float] = field(default_factory=list)
+    """Beside `_order`: how long the prompt takes."""
     _urgency: dict[RequestId, Urgency] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -42,15 +41,26 @@ class RequestQueue:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._urgency
 
-    def __iter__(self) -> Iterator[RequestId]:
-        """A copy in order: entries may be removed meanwhile."""
-        return iter([request_id for _, request_id in self._order])
+    def __getitem__(self, position: int) -> RequestId:
+        """The request at a position; 0 is the most urgent."""
+        return self._order[position][1]
 
-    def push(self, request_id: RequestId, urgency: Urgency) -> None:
-        """Add a request that is not in the queue."""
+    def position(self, urgency: Urgency) -> int:
+        """Where a request of that urgency would stand."""
+        return bisect.bisect_left(self._order, (urgency,))
+
+    def work_before(self, position: int) -> float:
+        """Milliseconds of prefill that the requests before a position take, one after the other."""
+        return sum(self._work_ms[:position])
+
+    def push(self, request_id: RequestId, urgency: Urgency, work_ms: float) -> None:
+        """Add a request that is not in the queue and whose prompt takes so long."""
         assert request_id not in self._urgency, f"{request_id} is queued already"
         self._urgency[request_id] = urgency
-        bisect.insort(self._order, (urgency, request_id))
+        entry = (urgency, request_id)
+        position = bisect.bisect_left(self._order, entry)
+        self._order.insert(position, entry)
+        self._work_ms.insert(position, work_ms)
 
     def remove(self, request_id: RequestId) -> None:
         """Take out a request that is in the queue."""
@@ -58,3 +68,8 @@ class RequestQueue:
         position = bisect.bisect_left(self._order, entry)
         assert self._order[position] == entry, "the order and the map of urgencies differ"
         del self._order[position]
+        del self._work_ms[position]
+
+    def ids(self) -> Sequence[RequestId]:
+        """All of them, in order."""
+        return [request_id for _, request_id in self._order]

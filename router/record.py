@@ -40,6 +40,8 @@ class Attempt:
     live: list[WorkerId]
     """Workers with an open booking: P until the hand-over, D until its end."""
     state: AttemptState = AttemptState.PREFILLING
+    prefilled_at: float | None = None
+    """When P said that the prompt is computed."""
     cached_tokens: int | None = None
     """Known tokens that the worker which computed the prompt had; None before it said so."""
 
@@ -69,6 +71,10 @@ class RequestRecord:
     arrival_order: int
     ledger: TokenLedger
     trace: RequestTrace
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    due: float
+    """When the first token should be there, as the queue sorts it."""
     block_hashes: tuple[BlockHash, ...]
     """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
     state: RequestState = RequestState.QUEUED
@@ -102,10 +108,7 @@ class RequestRecord:
     @property
     def urgency(self) -> Urgency:
         """Its place in the queue."""
-        request = self.request
-        return Urgency.of(
-            request.priority, request.deadline, self.arrival_order, is_first_attempt=self.num_attempts == 0
-        )
+        return Urgency(-self.request.priority, self.num_attempts == 0, self.due, self.arrival_order)
 
     def advance(self, event: RequestEvent) -> None:
         """Take one step of the request's state table."""
@@ -117,6 +120,8 @@ class RequestRecord:
 
     def avoided(self, now: float) -> set[WorkerId]:
         """Workers that it must not go to now."""
+        if not self.avoid_until:
+            return set()
         self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
         return set(self.avoid_until)
 

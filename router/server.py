@@ -20,7 +20,7 @@ import grpc.aio
 import msgspec
 
 from disagg.proto.errors import DisaggError, UnavailableError
-from disagg.proto.ids import GatewayId, RequestId, WorkerId
+from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION, WATCH
 from disagg.router import wire
@@ -33,6 +33,7 @@ from disagg.router.events import (
     Command,
     ConnectPair,
     Dispatch,
+    DrainWorker,
     Emit,
     Event,
     Fail,
@@ -41,6 +42,7 @@ from disagg.router.events import (
     Submit,
     Tick,
     WatchAgain,
+    WorkerIsDrained,
     WorkerLost,
     WorkerReported,
     WorkerUp,
@@ -209,6 +211,9 @@ class RouterServer:
         if len(self._initial) != len(workers):
             raise ValueError("two workers have one id")
         self._links: dict[WorkerId, WorkerLink] = {}
+        self._draining: dict[WorkerId, Incarnation] = {}
+        self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
+        """Called when nothing runs any more on a worker that was drained; set by whoever drains."""
         self._handles: dict[RequestId, Handle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
@@ -258,7 +263,19 @@ class RouterServer:
             # First the core, which must not dispatch to a link that is gone.
             self._handle_event(WorkerLost(worker_id, link.info.incarnation))
             del self._links[worker_id]
+            self._draining.pop(worker_id, None)
             await link.stop(flush_s=0)
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Place nothing on that life of a worker any more; `on_drained` says when nothing of ours runs there."""
+        link = self._links.get(worker_id)
+        if link is None or self._draining.get(worker_id) == incarnation:
+            return
+        self._draining[worker_id] = incarnation
+        if link.is_up and link.info.incarnation == incarnation:
+            self._handle_event(DrainWorker(worker_id, incarnation))
+        else:
+            self.on_drained(worker_id, incarnation)
 
     # ---------------------------------------------------------------- api.Router
 
@@ -313,6 +330,14 @@ class RouterServer:
         for command in self._core.handle(event, self._clock()):
             self._execute(command)
         self._set_timer()
+        self._keep_draining(event)
+
+    def _keep_draining(self, event: Event) -> None:
+        """A worker that drains is empty when its session breaks, and drains on when it is back."""
+        if isinstance(event, WorkerLost) and self._draining.get(event.worker_id) == event.incarnation:
+            self.on_drained(event.worker_id, event.incarnation)
+        elif isinstance(event, WorkerUp) and self._draining.get(event.info.worker_id) == event.info.incarnation:
+            self._handle_event(DrainWorker(event.info.worker_id, event.info.incarnation))
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -330,6 +355,8 @@ class RouterServer:
                 self._handles.pop(request_id).fail(error)
             case WatchAgain(worker_id=worker_id):
                 self._links[worker_id].watch_again()
+            case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
+                self.on_drained(worker_id, incarnation)
 
     def _set_timer(self) -> None:
         due = self._core.next_wakeup()

@@ -17,11 +17,9 @@ class TraceRing:
         self._running: dict[RequestId, RequestTrace] = {}
         self._ended: dict[RequestId, RequestTrace] = {}
 
-    def begin(self, request_id: RequestId, arrival: float, now: float) -> RequestTrace:
-        """Trace a request that was just tokenized and submitted; the caller fills in the rest."""
-        trace = RequestTrace(request_id=request_id, arrival=arrival, stages={"tokenize": now})
-        self._running[request_id] = trace
-        return trace
+    def begin(self, trace: RequestTrace) -> None:
+        """Keep the trace of a request that was just taken in; its owner fills it in."""
+        self._running[trace.request_id] = trace
 
     def end(self, request_id: RequestId, now: float) -> None:
         """The request is over; the oldest ended trace makes room."""

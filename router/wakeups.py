@@ -25,6 +25,10 @@ class Wakeups:
         self._num_added += 1
         heapq.heappush(self._heap, (when, self._num_added, request_id))
 
+    def has_due(self, now: float) -> bool:
+        """Whether `pop_due` would find something."""
+        return bool(self._heap) and self._heap[0][0] <= now
+
     def pop_due(self, now: float) -> RequestId | None:
         """Take out one request whose time has come; None when there is none."""
         if self._heap and self._heap[0][0] <= now:

@@ -28,6 +28,7 @@ from disagg.router.gateway.validate import (
     IdsPrompt,
     Limits,
     Prompt,
+    Targets,
     TextPrompt,
     check_deadline,
     check_request,
@@ -36,6 +37,8 @@ from disagg.router.gateway.validate import (
 from disagg.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
+
+NO_TARGETS = Targets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,11 @@ class Generator:
         self._inline_prompt_bytes = inline_prompt_bytes
 
     async def run(
-        self, request: pb.GenerateRequest, request_id: RequestId, deadline: float | None = None
+        self,
+        request: pb.GenerateRequest,
+        request_id: RequestId,
+        deadline: float | None = None,
+        targets: Targets = NO_TARGETS,
     ) -> AsyncGenerator[Delta | Finish, None]:
         """Answer `request`. Close the generator (`contextlib.aclosing`) when leaving it early.
 
@@ -101,13 +108,14 @@ class Generator:
             request: as it came in.
             request_id: minted by the caller, never used before.
             deadline: on `clock`; the request fails when it passes, in whatever phase.
+            targets: the client's own; they decide where and whether the request is taken in.
 
         Raises:
             DisaggError: whatever is wrong with the request or happens to it.
         """
         arrival = self._clock()
         checked = check_request(request, self.limits, None if deadline is None else deadline - arrival)
-        routed = await self._route(checked, request_id, deadline)
+        routed = await self._route(checked, request_id, deadline, targets)
         handle = self._router.submit(routed, arrival)
         sampling = routed.sampling
         text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
@@ -138,7 +146,9 @@ class Generator:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    async def _route(self, checked: CheckedRequest, request_id: RequestId, deadline: float | None) -> RoutedRequest:
+    async def _route(
+        self, checked: CheckedRequest, request_id: RequestId, deadline: float | None, targets: Targets
+    ) -> RoutedRequest:
         """Tokenize, check the context, hash."""
         seed = self._mint_seed()
 
@@ -151,6 +161,8 @@ class Generator:
                 block_hashes=self._hashes(prompt_token_ids),
                 root_hash=self._root,
                 deadline=deadline,
+                ttft_slo_s=targets.ttft_s,
+                tpot_slo_s=targets.tpot_s,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare)

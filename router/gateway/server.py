@@ -21,10 +21,11 @@ from grpc_reflection.v1alpha import reflection
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Router
+from disagg.router.gateway.admin import AdminService, Control, no_controller
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
-from disagg.router.gateway.service import AdminService, InferenceService
+from disagg.router.gateway.service import InferenceService
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
 from disagg.v1 import inference_pb2 as pb
@@ -68,15 +69,19 @@ class GatewayServer:
         config: see there.
         router: where requests go.
         model: what is served, instead of reading `config.model_path`.
+        control: asks the controller; without it operators can look, but change nothing.
 
     Raises:
         ConfigError: if the model's files are missing or broken.
     """
 
-    def __init__(self, config: GatewayConfig, router: Router, model: ServedModel | None = None) -> None:
+    def __init__(
+        self, config: GatewayConfig, router: Router, model: ServedModel | None = None, control: Control = no_controller
+    ) -> None:
         self.config = config
         self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
         self._router = router
+        self._control = control
         self._port: int | None = None
         self._calls = _Calls()
         self._health = health.aio.HealthServicer()
@@ -152,6 +157,7 @@ class GatewayServer:
         )
         inference = InferenceService(generator, lambda: RequestId(uuid.uuid4().hex), time.monotonic)
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-        pb_grpc.add_AdminServiceServicer_to_server(AdminService(self._router), server)  # type: ignore[no-untyped-call]
+        admin = AdminService(self._router, self._control)
+        pb_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

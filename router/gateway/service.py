@@ -1,4 +1,4 @@
-"""The public gRPC services: they translate between protobuf and the gateway, and decide nothing.
+"""The public gRPC service for clients: it translates between protobuf and the gateway, and decides nothing.
 
 The call's deadline is the request's deadline; a call that ends in any other way than its own closes the
 generator, which cancels.
@@ -8,18 +8,17 @@ generator, which cancels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from disagg.proto.errors import InvalidRequestError, RequestCancelledError, RequestNotFoundError
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError
 from disagg.proto.ids import RequestId
-from disagg.router.api import RequestTrace, Router, WorkerView
 from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.status import answered
-from disagg.router.gateway.validate import check_chat, check_ids, check_model, check_text
+from disagg.router.gateway.validate import check_chat, check_ids, check_model, check_targets, check_text
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -52,18 +51,16 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """See the proto."""
         request_id = await self._begin(context)
-        run = self._generator.run(request, request_id, self._deadline(context))
-        async with answered(context, request_id), aclosing(run) as events:
+        async with answered(context, request_id), aclosing(self._run(request, request_id, context)) as events:
             async for event in events:
                 await _write(context, _response(event))
 
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
         """See the proto."""
         request_id = await self._begin(context)
-        run = self._generator.run(request.request, request_id, self._deadline(context))
         answer = pb.GenerateOnceResponse()
         texts: list[str] = []
-        async with answered(context, request_id), aclosing(run) as events:
+        async with answered(context, request_id), aclosing(self._run(request.request, request_id, context)) as events:
             async for event in events:
                 if isinstance(event, Finish):
                     answer.finished.CopyFrom(_finished(event))
@@ -111,34 +108,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await context.send_initial_metadata(tuple(metadata))
         return request_id
 
-    def _deadline(self, context: Context) -> float | None:
+    def _run(
+        self, request: pb.GenerateRequest, request_id: RequestId, context: Context
+    ) -> AsyncGenerator[Delta | Finish, None]:
+        """The answer, under the call's deadline and targets. Raises `InvalidRequestError` for wrong targets."""
         time_left_s = context.time_remaining()
-        return None if time_left_s is None else self._clock() + time_left_s
-
-
-class AdminService(pb_grpc.AdminServiceServicer):
-    """`disagg.v1.AdminService`, for operators."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
-        """See the proto."""
-        async with answered(context):
-            view = self._router.view()
-            return pb.GetClusterStateResponse(
-                workers=[_worker_state(worker) for worker in view.workers],
-                queued_requests=view.num_queued,
-                running_requests=view.num_running,
-            )
-
-    async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
-        """See the proto."""
-        async with answered(context):
-            trace = self._router.trace(RequestId(request.request_id))
-            if trace is None:
-                raise RequestNotFoundError("request_id: no such request runs or is remembered")
-            return _explanation(trace)
+        deadline = None if time_left_s is None else self._clock() + time_left_s
+        return self._generator.run(request, request_id, deadline, check_targets(context.invocation_metadata() or ()))
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:
@@ -164,35 +140,3 @@ def _finished(finish: Finish) -> pb.Finished:
         completion_tokens=finish.num_output_tokens,
     )
     return pb.Finished(reason=_REASONS[finish.reason], usage=usage, request_id=finish.request_id)
-
-
-def _worker_state(worker: WorkerView) -> pb.WorkerState:
-    info, load = worker.info, worker.load
-    return pb.WorkerState(
-        worker_id=info.worker_id,
-        roles=info.roles,
-        address=info.address,
-        incarnation=info.incarnation,
-        pid=info.pid,
-        sequences=load.num_running + load.num_waiting,
-        kv_blocks_total=load.blocks_total,
-        kv_blocks_active=load.blocks_active,
-        kv_blocks_cached=load.blocks_cached,
-        kv_blocks_reserved=load.blocks_reserved,
-    )
-
-
-def _explanation(trace: RequestTrace) -> pb.ExplainRequestResponse:
-    return pb.ExplainRequestResponse(
-        request_id=trace.request_id,
-        prefill_worker=trace.prefill_worker or "",
-        decode_worker=trace.decode_worker or "",
-        transport=trace.transport,
-        kv_bytes=trace.kv_bytes,
-        prefill_cached_tokens=trace.prefill_cached_tokens,
-        decode_cached_tokens=trace.decode_cached_tokens,
-        attempts=trace.attempts,
-        stages=[
-            pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
-        ],
-    )

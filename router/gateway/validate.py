@@ -1,5 +1,6 @@
 """From a client's protobuf to what the router takes. Pure: nothing is read but the arguments.
 
+    check_targets   the call's metadata                            -> Targets
     check_request   everything that can be seen before tokenizing  -> CheckedRequest
     fit_prompt      what needs the prompt's ids: the context        -> Sampling
 
@@ -8,7 +9,8 @@ An error names the field as the client wrote it, within GenerateRequest: `sampli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +27,11 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_CHAT_MESSAGES = 4096
 ROLES = ("system", "user", "assistant")
+TTFT_METADATA = "x-slo-ttft-ms"
+"""A client's target for the time to the first token, in milliseconds."""
+TPOT_METADATA = "x-slo-tpot-ms"
+"""A client's target for the mean time between output tokens, in milliseconds."""
+_MAX_TARGET_MS = 86_400_000.0
 _MAX_ECHOED_CHARS = 64
 """Of a client's wrong value, as repeated in the message."""
 
@@ -35,6 +42,13 @@ class Limits:
 
     model: ModelInfo
     max_prompt_bytes: int
+
+
+class Targets(NamedTuple):
+    """What a client wants of the latencies of one request; `None` takes what the cluster is configured for."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +170,16 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
     return msgspec.structs.replace(checked.sampling, max_tokens=max_tokens, seed=seed)
 
 
+def check_targets(metadata: Iterable[tuple[str, str | bytes]]) -> Targets:
+    """The targets in a call's metadata; where a key comes twice the first one counts. Raises `InvalidRequestError` for
+    a value that is no positive number of milliseconds."""
+    found: dict[str, float] = {}
+    for key, value in metadata:
+        if key in (TTFT_METADATA, TPOT_METADATA) and key not in found:
+            found[key] = _check_millis(key, value) / 1000
+    return Targets(found.get(TTFT_METADATA), found.get(TPOT_METADATA))
+
+
 def check_deadline(time_left_s: float | None) -> None:
     """Raises `DeadlineError` if there is a deadline and it passed."""
     if time_left_s is not None and time_left_s <= 0:
@@ -199,6 +223,17 @@ def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> tuple[in
         i = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
         raise InvalidRequestError(f"{field}[{i}]", f"must be below the vocabulary size {vocab_size}, not {ids[i]}")
     return ids
+
+
+def _check_millis(field: str, value: str | bytes) -> float:
+    try:
+        millis = float(value)
+    except ValueError:
+        millis = math.nan
+    if not 0 < millis <= _MAX_TARGET_MS:
+        given = str(value)[:_MAX_ECHOED_CHARS]
+        raise InvalidRequestError(field, f"must be a number of milliseconds in (0, {_MAX_TARGET_MS:g}], not {given!r}")
+    return millis
 
 
 def _check_prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:

@@ -2,6 +2,7 @@
 
     dispatch p0 r0/0 -> d0      dispatch d0 r0/0 alone      cancel d0 r0/0      emit r0 [7, 8]
     finish r0 stop 2 cached=0   fail r0 UnavailableError worker_lost             watch p0
+    drained d0 1
 
 Every step checks the core's integrity.
 """
@@ -23,6 +24,7 @@ from disagg.proto.messages import (
     PrefillDone,
     RoleName,
     Sampling,
+    StepSample,
     StepUpdate,
     TokenOut,
     WorkerInfo,
@@ -31,12 +33,14 @@ from disagg.proto.messages import (
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
+from disagg.router.draw import in_turn
 from disagg.router.events import (
     CancelOn,
     CancelRequest,
     Command,
     ConnectPair,
     Dispatch,
+    DrainWorker,
     Emit,
     Event,
     Fail,
@@ -45,6 +49,7 @@ from disagg.router.events import (
     Submit,
     Tick,
     WatchAgain,
+    WorkerIsDrained,
     WorkerLost,
     WorkerReported,
     WorkerUp,
@@ -53,6 +58,8 @@ from disagg.router.events import (
 FINGERPRINT = "model-a"
 ROOT = root_hash(FINGERPRINT)
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=64)
+PLAIN = RouterConfig(local_prefill="never", policy="least_loaded")
+"""Transcripts of anything but placement use this, so that they do not depend on predicted times."""
 EMPTY = {"requests": 0, "queued": 0, "tokens": 0, "sequences": 0, "blocks": 0}
 """`holdings()` when nothing is in flight."""
 
@@ -70,6 +77,7 @@ def worker_info(
     max_num_seqs: int = 8,
     token_budget: int = 128,
     max_model_len: int = 1024,
+    calibration: tuple[StepSample, ...] = (),
 ) -> WorkerInfo:
     """A worker; its role follows from the first letter of its id (p, d, or c for both) unless given."""
     by_letter: dict[str, tuple[RoleName, ...]] = {"p": ("prefill",), "d": ("decode",), "c": ("prefill", "decode")}
@@ -86,6 +94,7 @@ def worker_info(
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         max_model_len=max_model_len,
+        calibration=calibration,
     )
 
 
@@ -163,7 +172,7 @@ class Scenario:
     """A router core with workers that are up, at time 0."""
 
     def __init__(self, *workers: WorkerInfo | str, config: RouterConfig | None = None) -> None:
-        self.core = RouterCore(config or RouterConfig(local_prefill="never"), GatewayId("g0"))
+        self.core = RouterCore(config or PLAIN, GatewayId("g0"), draw=in_turn)
         self.now = 0.0
         self.dispatched: dict[str, Dispatch] = {}
         """By `request/attempt`."""
@@ -190,6 +199,10 @@ class Scenario:
     def lost(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(life)))
+
+    def drain(self, worker_id: str, incarnation: str | None = None) -> list[str]:
+        life = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(DrainWorker(WorkerId(worker_id), Incarnation(life)))
 
     def submit(self, request: RoutedRequest | str) -> list[str]:
         routed = routed_request(request) if isinstance(request, str) else request
@@ -256,3 +269,5 @@ class Scenario:
                 return f"fail {request_id} {type(error).__name__}{code}"
             case WatchAgain(worker_id=worker_id):
                 return f"watch {worker_id}"
+            case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
+                return f"drained {worker_id} {incarnation}"

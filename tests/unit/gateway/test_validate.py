@@ -22,8 +22,10 @@ from disagg.router.gateway.validate import (
     CheckedRequest,
     IdsPrompt,
     Limits,
+    Targets,
     TextPrompt,
     check_request,
+    check_targets,
     fit_prompt,
 )
 from disagg.v1 import inference_pb2 as pb
@@ -310,3 +312,22 @@ def assert_within_limits(checked: CheckedRequest, fitted: Sampling, num_prompt_t
     assert 1 <= fitted.max_tokens <= MAX_MODEL_LEN - num_prompt_tokens
     assert all(token_id < VOCAB_SIZE for token_id in fitted.stop_token_ids)
     assert len(checked.stop) <= 16
+
+
+# ---------------------------------------------------------------- targets
+
+
+def test_targets_come_from_the_metadata() -> None:
+    assert check_targets([]) == Targets(None, None)
+    metadata = [("x-slo-ttft-ms", "250"), ("user-agent", "x"), ("x-slo-tpot-ms", "12.5"), ("x-slo-ttft-ms", "9")]
+    assert check_targets(metadata) == Targets(0.25, 0.0125)
+    assert check_targets([("x-slo-tpot-ms", b"1e3")]) == Targets(None, 1.0)
+
+
+@pytest.mark.parametrize("key", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86400001", b"\xff"])
+def test_a_wrong_target_is_named(key: str, value: str | bytes) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_targets([(key, value)])
+    assert caught.value.field == key
+    assert caught.value.message.startswith(f"{key}: must be a number of milliseconds in (0, 8.64e+07], not ")

@@ -26,10 +26,8 @@ def test_what_was_booked_is_given_back() -> None:
 def test_a_computed_prompt_gives_back_its_tokens_once() -> None:
     books = Books()
     books.open(P, K0, Booking(tokens=100, blocks=7))
-    books.computed(P, K0)
-    changes = books.num_changes
-    books.computed(P, K0)
-    assert books.num_changes == changes
+    assert books.computed(P, K0) == 100
+    assert books.computed(P, K0) == 0
     assert books.holdings() == {"tokens": 0, "sequences": 1, "blocks": 7}
     books.close(P, K0)
     assert books.holdings() == NOTHING
@@ -46,8 +44,22 @@ def test_a_booking_is_opened_and_closed_exactly_once() -> None:
     assert books.holdings() == NOTHING
 
 
+def test_an_answer_that_grows_is_given_back_with_its_booking() -> None:
+    books = Books()
+    account = books.account(D)
+    books.open(D, K0, Booking(tokens=10, pairs=55, blocks=2, context=10))
+    books.grow(D, K0, 3)
+    assert (account.tokens, account.pairs, account.blocks, account.context) == (10, 55, 2, 13)
+    books.computed(D, K0)
+    assert (account.tokens, account.pairs, account.blocks, account.context) == (0, 0, 2, 13)
+    assert books.close(D, K0) == Booking(blocks=2, context=13)
+    assert (account.blocks, account.context) == (0, 0)
+    books.forget(D)
+    assert books.account(D) is not account
+
+
 def test_integrity_sees_sums_that_are_off() -> None:
     books = Books()
     books.open(P, K0, Booking(tokens=5, blocks=2))
     books.account(P).tokens += 1
-    assert books.check_integrity() == ["books of p0: 6 tokens, 2 blocks, but its bookings say 5, 2"]
+    assert books.check_integrity() == ["books of p0: 6 tokens, but its bookings say 5"]

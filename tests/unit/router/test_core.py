@@ -4,9 +4,13 @@ import msgspec
 import pytest
 
 from disagg.proto.messages import BlocksStored, Load, StepUpdate
+from disagg.router.attempts import Blocked
 from disagg.router.config import RouterConfig
+from disagg.router.events import Dispatch
+from disagg.router.record import RequestRecord
 from tests.support.router import (
     EMPTY,
+    PLAIN,
     Scenario,
     end_update,
     handed_over_update,
@@ -208,23 +212,25 @@ def test_priority_then_deadline_then_arrival() -> None:
     assert order == ["first", "second", "third", "last"]
 
 
-def test_updates_of_tokens_only_do_not_look_at_the_queue() -> None:
-    looks = []
-
-    class Counting:
-        def __call__(self, demand: object, candidates: object) -> None:
-            looks.append(demand)
-
+def test_only_what_may_have_made_room_looks_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Scenario("p0", "d0")
-    it.start("r0", "p0", "d0")
-    it.core._attempts.policy = Counting()
-    it.submit("r1")
-    assert len(looks) == 1
+    looks: list[str] = []
+    try_start = it.core._attempts.try_start
+
+    def counting(record: RequestRecord, now: float) -> Dispatch | Blocked:
+        looks.append(record.request_id)
+        return try_start(record, now)
+
+    monkeypatch.setattr(it.core._attempts, "try_start", counting)
+    it.start(routed_request("r0", 300), "p0", "d0")
+    assert it.submit("r1") == []
+    it.submit("r2")
+    assert looks == ["r0", "r1"]
     it.update("p0", tokens_update("r0", 0, 0, 7))
     it.update("d0", StepUpdate())
-    assert len(looks) == 1
+    assert looks == ["r0", "r1"]
     it.update("p0", prefilled_update("r0", 0))
-    assert len(looks) == 2
+    assert looks == ["r0", "r1", "r1", "r2"]
 
 
 # ---------------------------------------------------------------- refused at once
@@ -238,14 +244,15 @@ def test_without_workers_a_request_is_refused() -> None:
     assert Scenario("p0", foreign).submit("r0") == ["fail r0 UnavailableError no_decode_capacity"]
 
 
-def test_a_short_suffix_needs_no_prefill_worker() -> None:
-    it = Scenario("d0", worker_info("d1", num_blocks=1), config=RouterConfig(local_prefill_tokens=32))
-    assert it.submit(routed_request("r0", 32)) == ["dispatch d0 r0/0 alone"]
-    assert it.submit(routed_request("r1", 33)) == ["fail r1 UnavailableError no_prefill_capacity"]
-    never = Scenario("d0", config=RouterConfig(local_prefill="never"))
-    assert never.submit(routed_request("r0", 1)) == ["fail r0 UnavailableError no_prefill_capacity"]
-    both = Scenario("p0", config=RouterConfig())
-    assert both.submit(routed_request("r0", 1)) == ["fail r0 UnavailableError no_decode_capacity"]
+def test_local_prefill_needs_no_prefill_worker() -> None:
+    auto = msgspec.structs.replace(PLAIN, local_prefill="auto")
+    it = Scenario(worker_info("d0", max_model_len=100), config=auto)
+    assert it.submit(routed_request("r0", 99)) == ["dispatch d0 r0/0 alone"]
+    assert it.submit(routed_request("r1", 100)) == ["fail r1 ContextLengthError"]
+    assert Scenario("d0").submit(routed_request("r0", 1)) == ["fail r0 UnavailableError no_prefill_capacity"]
+    assert Scenario("p0", config=auto).submit(routed_request("r0", 1)) == [
+        "fail r0 UnavailableError no_decode_capacity"
+    ]
 
 
 def test_what_can_never_fit_is_refused() -> None:
@@ -263,7 +270,7 @@ def test_a_deadline_that_has_passed_is_refused() -> None:
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    config = RouterConfig(local_prefill="never", max_queued=2, retry_after_s=3.0)
+    config = msgspec.structs.replace(PLAIN, max_queued=2, retry_after_s=3.0)
     it = Scenario(worker_info("p0", token_budget=32), "d0", config=config)
     it.start("r0", "p0", "d0")
     assert [it.submit(name) for name in ("r1", "r2")] == [[], []]

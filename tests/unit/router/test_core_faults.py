@@ -1,12 +1,13 @@
 """The core's answers, word for word: refusals, faults, lost workers, cancels, deadlines."""
 
+import msgspec
 import pytest
 
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import EndReason
-from disagg.router.config import RouterConfig
 from tests.support.router import (
     EMPTY,
+    PLAIN,
     ROOT,
     Scenario,
     end_update,
@@ -43,14 +44,14 @@ def test_a_refused_request_waits_a_little_where_there_is_no_other_d() -> None:
 
 
 def test_a_refused_request_is_the_next_one_to_be_placed() -> None:
-    it = Scenario(worker_info("p0", token_budget=32), "d0", "d1")
+    it = Scenario(worker_info("p0", token_budget=8), "d0", "d1")
     it.start("r0", "p0", "d0")
     assert it.submit("r1") == []
     assert it.update("p0", end_update("r0", 0, "refused")) == ["cancel d0 r0/0", "dispatch p0 r0/1 -> d1"]
 
 
 def test_refusals_are_no_faults_but_not_endless() -> None:
-    it = Scenario("p0", "d0", config=RouterConfig(local_prefill="never", max_refusals=5))
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, max_refusals=5))
     it.start("r0", "p0", "d0")
     for attempt in range(4):
         assert it.update("p0", end_update("r0", attempt, "refused")) == [f"cancel d0 r0/{attempt}"]
@@ -119,7 +120,7 @@ def test_tokens_held_back_by_a_gap_die_with_their_attempt() -> None:
     ],
 )
 def test_after_the_last_try_the_client_hears_which_leg_failed(steps: list[tuple[str, str]], code: str) -> None:
-    it = Scenario("p0", "d0", config=RouterConfig(local_prefill="never", max_attempts=1))
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, max_attempts=1))
     it.start("r0", "p0", "d0")
     ends: dict[str, EndReason] = {"failed": "failed", "cancelled": "cancelled"}
     lines: list[str] = []

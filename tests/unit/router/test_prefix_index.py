@@ -1,17 +1,18 @@
-"""The index against a naive model: one set of hashes per worker, and a loop."""
+"""The index on small chains: letters are blocks, and a worker that has `uv` has the chain u, v."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from typing import Any
+
+import pytest
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent
-from disagg.router.prefix_index import PrefixIndex
+from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored
+from disagg.router.prefix_index import PREDICTED_FOR_S, PrefixIndex
+from disagg.router.prefix_match import NUM_SHARDS, prefix_ends
 from tests.support.router import worker_report
 
-A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+A, B, C, D = WorkerId("a"), WorkerId("b"), WorkerId("c"), WorkerId("d")
 
 
 def blocks(text: str) -> tuple[BlockHash, ...]:
@@ -34,8 +35,59 @@ def test_leading_blocks_are_counted_for_every_holder() -> None:
     assert it.match(()) == {}
 
 
-def test_a_hole_in_the_middle_ends_the_match() -> None:
-    assert index(a="uwx").match(blocks("uvwx")) == {A: 1}
+def test_a_worker_with_a_hole_changes_no_other_number() -> None:
+    found = index(a="uwxy", b="uvw", c="uvwxyz", d="wxyz").match(blocks("uvwxyz"))
+    assert (found[B], found[C], D in found) == (3, 6, False)
+    assert 1 <= found[A] <= 5
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 64, 1000])
+def test_every_length_of_every_holder_is_found(num_blocks: int) -> None:
+    chain = [BlockHash(b"%d" % position) for position in range(num_blocks)]
+    lengths = sorted({1, num_blocks // 3, num_blocks // 2, num_blocks - 1, num_blocks} - {0})
+    it = PrefixIndex()
+    for length in lengths:
+        worker_id = WorkerId(f"w{length}")
+        it.add_worker(worker_id, Incarnation("1"))
+        it.apply(worker_report(worker_id, 0, BlocksSnapshot(hashes=tuple(chain[:length]))))
+    assert it.match(chain) == {WorkerId(f"w{length}"): length for length in lengths}
+    assert it.match([*chain, BlockHash(b"other")]) == it.match(chain)
+
+
+class CountingShard(dict[BlockHash, int]):
+    num_looks = 0
+
+    def get(self, *arguments: Any) -> Any:
+        self.num_looks += 1
+        return super().get(*arguments)
+
+
+def test_a_long_chain_takes_few_looks() -> None:
+    chain = [BlockHash(b"%d" % position) for position in range(4096)]
+    shard = CountingShard()
+    for position, block_hash in enumerate(chain[:3000]):
+        shard[block_hash] = 3 if position < 1000 else 1
+    assert prefix_ends(chain, [shard] * NUM_SHARDS) == [(1000, 2), (3000, 1)]
+    assert shard.num_looks <= 1 + 2 * 12
+
+
+def test_best_names_the_longest_first_and_no_more_than_asked() -> None:
+    it = index(a="uv", b="uvw", c="u", d="uvw")
+    assert it.match_best(blocks("uvwx"), 3) == [(B, 3), (D, 3), (A, 2)]
+    assert it.match_best(blocks("uvwx"), 9) == [(B, 3), (D, 3), (A, 2), (C, 1)]
+    assert it.match_best(blocks("uvwx"), 0) == []
+    assert it.match_best(blocks("x"), 9) == []
+
+
+def test_best_among_some_workers_and_with_turns() -> None:
+    it = index(a="u", b="u", c="uv", d="u")
+    found = it.find(blocks("uv"))
+    some = it.bit(A) | it.bit(B) | it.bit(D)
+    assert found.best(2, some) == [(A, 1), (B, 1)]
+    assert [found.best(1, some, turn)[0][0] for turn in range(5)] == [A, B, D, D, A]
+    assert found.best(3, some, turn=1) == [(B, 1), (D, 1), (A, 1)]
+    assert found.best(2, it.bit(WorkerId("unknown"))) == []
+    assert [found.blocks_of(worker_id) for worker_id in (A, C, WorkerId("unknown"))] == [1, 2, 0]
 
 
 def test_events_add_remove_and_replace() -> None:
@@ -95,70 +147,96 @@ def test_a_lost_worker_leaves_nothing_and_its_place_is_used_again() -> None:
     assert (len(it), it.check_integrity()) == (0, [])
 
 
-WORKERS = ("a", "b", "c", "d", "e")
-HASHES = st.text("uvwxyz", max_size=6)
-EVENTS = st.lists(st.tuples(st.sampled_from(["stored", "removed", "snapshot"]), HASHES), max_size=3)
+def test_a_block_that_is_named_twice_in_an_event_counts_once() -> None:
+    it = index(a="uv", b="uv")
+    assert it.apply(worker_report("a", 1, BlocksStored(hashes=blocks("vww"))))
+    assert it.match(blocks("uvw")) == {A: 3, B: 2}
+    assert it.apply(worker_report("a", 2, BlocksRemoved(hashes=blocks("wwvx"))))
+    assert it.match(blocks("uvw")) == {A: 1, B: 2}
+    assert it.check_integrity() == []
 
 
-class IndexMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = PrefixIndex()
-        self.known: dict[str, set[str]] = {}
-        self.next: dict[str, int | None] = {}
-
-    @rule(worker=st.sampled_from(WORKERS))
-    def add(self, worker: str) -> None:
-        self.index.add_worker(WorkerId(worker), Incarnation("1"))
-        self.known[worker], self.next[worker] = set(), None
-
-    @rule(worker=st.sampled_from(WORKERS))
-    def remove(self, worker: str) -> None:
-        self.index.remove_worker(WorkerId(worker))
-        self.known.pop(worker, None)
-        self.next.pop(worker, None)
-
-    @rule(worker=st.sampled_from(WORKERS), events=EVENTS, skipped=st.sampled_from([0, 0, 0, 1]))
-    def report(self, worker: str, events: list[tuple[str, str]], skipped: int) -> None:
-        expected = self.next.get(worker)
-        sequence = (expected or 0) + skipped
-        fine = self.index.apply(worker_report(worker, sequence, *map(self._event, events)))
-        if worker not in self.known:
-            assert fine
-            return
-        has_snapshot = any(kind == "snapshot" for kind, _ in events)
-        if not has_snapshot and (expected is None or skipped):
-            assert fine == (expected is None)
-            self.known[worker], self.next[worker] = set(), None
-            return
-        assert fine
-        self.next[worker] = sequence + 1
-        for kind, text in events:
-            old = set() if kind == "snapshot" else self.known[worker]
-            self.known[worker] = old - set(text) if kind == "removed" else old | set(text)
-
-    @invariant()
-    def matches_are_those_of_the_model(self) -> None:
-        assert self.index.check_integrity() == []
-        for chain in ("uvwxyz", "zyx", "wu"):
-            expected = {WorkerId(worker): count for worker in self.known if (count := self._leading(worker, chain))}
-            assert self.index.match(blocks(chain)) == expected
-        assert len(self.index) == len(set().union(*self.known.values()))
-
-    def _leading(self, worker: str, chain: Sequence[str]) -> int:
-        missing = [position for position, letter in enumerate(chain) if letter not in self.known[worker]]
-        return missing[0] if missing else len(chain)
-
-    @staticmethod
-    def _event(event: tuple[str, str]) -> KvEvent:
-        kind, text = event
-        makers: dict[str, type[KvEvent]] = {
-            "stored": BlocksStored,
-            "removed": BlocksRemoved,
-            "snapshot": BlocksSnapshot,
-        }
-        return makers[kind](hashes=blocks(text))
+def holder_objects(it: PrefixIndex) -> set[int]:
+    return {id(holders) for shard in it._shards for holders in shard.values()}
 
 
-TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_blocks_of_one_chain_with_the_same_holders_share_one_set() -> None:
+    workers = [f"w{number:03}" for number in range(300)]
+    it = index(**dict.fromkeys(workers, "uvwxyz"))
+    assert len(holder_objects(it)) == 1
+    for worker_id in workers[1:]:
+        it.remove_worker(WorkerId(worker_id))
+    it.add_worker(A, Incarnation("1"))
+    assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uvwpqr"))))
+    it.remove_worker(A)
+    assert holder_objects(it) == {id(it._single[1])}
+    assert it.check_integrity() == []
+
+
+class TestPredictions:
+    def test_count_at_once_and_end_by_time(self) -> None:
+        it = index(a="u", b="uv")
+        it.predict(A, blocks("uvwx"), now=10.0)
+        assert it.match(blocks("uvwx")) == {A: 4, B: 2}
+        assert it.hashes_of(A) == set(blocks("u"))
+        it.expire(10.0 + PREDICTED_FOR_S - 0.001)
+        assert it.match(blocks("uvwx")) == {A: 4, B: 2}
+        it.expire(10.0 + PREDICTED_FOR_S)
+        assert it.match(blocks("uvwx")) == {A: 1, B: 2}
+        assert (len(it), it.check_integrity()) == (2, [])
+
+    def test_a_report_of_the_block_confirms_so_that_its_removal_counts(self) -> None:
+        it = index(a="")
+        it.predict(A, blocks("uv"), now=0.0)
+        assert it.apply(worker_report("a", 1, BlocksStored(hashes=blocks("uv"))))
+        assert it.apply(worker_report("a", 2, BlocksRemoved(hashes=blocks("v"))))
+        assert it.match(blocks("uv")) == {A: 1}
+        it.expire(100.0)
+        assert it.match(blocks("uv")) == {A: 1}
+
+    def test_a_block_that_is_predicted_outlives_its_removal(self) -> None:
+        it = index(a="uv")
+        assert it.apply(worker_report("a", 1, BlocksRemoved(hashes=blocks("v"))))
+        it.predict(A, blocks("uv"), now=0.0)
+        assert it.apply(worker_report("a", 2, BlocksRemoved(hashes=blocks("v"))))
+        assert it.match(blocks("uv")) == {A: 2}
+        it.expire(PREDICTED_FOR_S)
+        assert it.match(blocks("uv")) == {A: 1}
+
+    def test_a_later_prediction_prolongs_the_blocks_that_both_have(self) -> None:
+        it = index(a="")
+        it.predict(A, blocks("uvw"), now=0.0)
+        it.predict(A, blocks("uvx"), now=3.0)
+        it.expire(PREDICTED_FOR_S)
+        assert it.match(blocks("uvw")) == {A: 2}
+        assert it.match(blocks("uvx")) == {A: 3}
+        it.expire(3.0 + PREDICTED_FOR_S)
+        assert (len(it), it.check_integrity()) == (0, [])
+
+    def test_end_with_the_life_of_the_worker_and_leave_the_next_one_alone(self) -> None:
+        it = index(a="u", b="u")
+        it.predict(A, blocks("uv"), now=0.0)
+        it.add_worker(A, Incarnation("2"))
+        assert it.match(blocks("uv")) == {B: 1}
+        it.predict(A, blocks("uv"), now=1.0)
+        it.expire(PREDICTED_FOR_S)
+        assert it.match(blocks("uv")) == {A: 2, B: 1}
+
+    def test_stay_over_a_gap_and_a_snapshot(self) -> None:
+        it = index(a="u")
+        it.predict(A, blocks("uv"), now=0.0)
+        assert not it.apply(worker_report("a", 7))
+        it.predict(A, blocks("uv"), now=0.0)
+        assert it.match(blocks("uv")) == {A: 2}
+        assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("u"))))
+        assert it.match(blocks("uv")) == {A: 2}
+        it.expire(PREDICTED_FOR_S)
+        assert it.match(blocks("uv")) == {A: 1}
+
+    def test_of_a_stranger_and_of_nothing_new_change_nothing(self) -> None:
+        it = index(a="uv")
+        it.predict(WorkerId("z"), blocks("uv"), now=0.0)
+        it.predict(A, blocks("uv"), now=0.0)
+        it.predict(A, (), now=0.0)
+        assert it.match(blocks("uv")) == {A: 2}
+        assert not it._predictions

@@ -23,7 +23,9 @@ from tests.support.router import tokens_update, worker_info
     [
         ("max_queued", 0, "must be at least 1, not 0"),
         ("max_attempts", 0, "must be at least 1, not 0"),
-        ("local_prefill_tokens", -1, "must not be negative, not -1"),
+        ("kv_barrier_ms", -1, "must not be negative, not -1"),
+        ("expected_output_tokens", 0, "must be at least 1, not 0"),
+        ("ttft_slo_s", 0.0, "must be positive, not 0.0"),
         ("refusal_pause_s", 0.0, "must be positive, not 0.0"),
         ("watermark", 1.0, r"must be in \[0, 1\), not 1.0"),
     ],

@@ -1,0 +1,175 @@
+"""The gateway's line to the controller: follows the membership of the cluster, and carries operators' requests there.
+
+    hello ──> Membership ──> workers added, drained, removed          ──break──> pause ──> resolve() ──> hello ...
+          <── WorkerDrained, when nothing of ours runs on a draining worker any more
+
+While the controller is away the gateway serves on with the workers that it knows. A membership replaces what was known,
+so that nothing that was missed matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
+
+import grpc.aio
+import msgspec
+
+from disagg.proto.control import (
+    ControllerToGateway,
+    ControlReply,
+    ControlRequest,
+    GatewayFailed,
+    GatewayHello,
+    GatewayToController,
+    Membership,
+    WorkerDrained,
+)
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo, decoder, encode
+from disagg.proto.services import CHANNEL_OPTIONS, CONTROL, FOLLOW
+
+logger = logging.getLogger(__name__)
+
+MIN_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+ASK_TIMEOUT_S = 5.0
+REPORT_TIMEOUT_S = 10.0
+
+
+class Workers(Protocol):
+    """What follows the membership: the router's shell."""
+
+    on_drained: Callable[[WorkerId, Incarnation], None]
+    """Called when nothing runs any more on a worker that was drained."""
+
+    async def add_worker(self, info: WorkerInfo) -> None:
+        """Use this worker from now on, instead of an earlier one of its id."""
+        ...
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """Use it no longer; what ran there goes on elsewhere."""
+        ...
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Place nothing there any more."""
+        ...
+
+
+class ControllerLink:
+    """Owner of the line's task and channel; lives on the router's event loop.
+
+    Args:
+        resolve: host:port of the controller now; may block, so it is called on a thread.
+        workers: told of every change.
+        known: the workers that it knows already.
+    """
+
+    def __init__(
+        self, gateway_id: GatewayId, resolve: Callable[[], str], workers: Workers, known: Iterable[WorkerInfo] = ()
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._resolve = resolve
+        self._workers = workers
+        self._known = {info.worker_id: info for info in known}
+        self._drained: set[tuple[WorkerId, Incarnation]] = set()
+        self._outbox: asyncio.Queue[GatewayToController] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        workers.on_drained = self._on_drained
+
+    def start(self, address: str, pid: int) -> None:
+        """Begin to follow, as the gateway that serves at `address`."""
+        hello = GatewayHello(gateway_id=self._gateway_id, address=address, pid=pid)
+        self._task = asyncio.create_task(self._run(hello), name="controller-link")
+
+    async def stop(self) -> None:
+        """Follow no longer. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def report_failure(self, error: str) -> bool:
+        """Tell the controller that the gateway cannot start; whether that arrived within about `REPORT_TIMEOUT_S`."""
+        message = GatewayFailed(gateway_id=self._gateway_id, error=error)
+        try:
+            async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+                call = channel.stream_stream(FOLLOW, None, None)(_once(message), timeout=REPORT_TIMEOUT_S)
+                async for _ in call:
+                    pass
+        except (grpc.aio.AioRpcError, UnavailableError) as failure:
+            logger.warning("cannot tell the controller that the start failed: %s", failure)
+            return False
+        return True
+
+    async def ask(self, request: ControlRequest) -> ControlReply:
+        """What the controller answers. Raises `UnavailableError` when it does not."""
+        try:
+            async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+                frame = await channel.unary_unary(CONTROL, None, None)(encode(request), timeout=ASK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the controller does not answer: {error.details()}", "controller_away") from error
+        reply: ControlReply = decoder(ControlReply).decode(frame)
+        return reply
+
+    async def _address(self) -> str:
+        try:
+            return await asyncio.to_thread(self._resolve)
+        except Exception as error:  # whatever a launcher's lookup met
+            raise UnavailableError(f"the controller cannot be found: {error!r}", "controller_away") from error
+
+    # ------------------------------------------------------------ following
+
+    async def _run(self, hello: GatewayHello) -> None:
+        pause_s = MIN_PAUSE_S
+        while True:
+            followed = False
+            try:
+                async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+                    self._outbox = asyncio.Queue()
+                    call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello))
+                    async for frame in call:
+                        followed = True
+                        await self.apply(decoder(ControllerToGateway).decode(frame))
+            except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
+                logger.info("the line to the controller broke: %s", error)
+            except Exception:
+                # A fault of ours. The line is the barrier: the gateway serves on, the membership comes again.
+                logger.exception("following the controller failed")
+            pause_s = MIN_PAUSE_S if followed else min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _frames(self, hello: GatewayHello) -> AsyncIterator[bytes]:
+        outbox = self._outbox
+        yield encode(hello)
+        while True:
+            yield encode(await outbox.get())
+
+    async def apply(self, membership: Membership) -> None:
+        """Make the workers what the membership says."""
+        members = {member.info.worker_id: member for member in membership.members}
+        for worker_id in [worker_id for worker_id in self._known if worker_id not in members]:
+            del self._known[worker_id]
+            await self._workers.remove_worker(worker_id)
+        for worker_id, member in members.items():
+            if self._known.get(worker_id) != member.info:
+                self._known[worker_id] = member.info
+                await self._workers.add_worker(member.info)
+        draining = [m.info for m in membership.members if m.state == "draining"]
+        self._drained &= {(info.worker_id, info.incarnation) for info in draining}
+        for info in draining:
+            if (info.worker_id, info.incarnation) in self._drained:  # told to an earlier controller
+                self._on_drained(info.worker_id, info.incarnation)
+            else:
+                self._workers.drain_worker(info.worker_id, info.incarnation)
+
+    def _on_drained(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._drained.add((worker_id, incarnation))
+        self._outbox.put_nowait(WorkerDrained(worker_id=worker_id, incarnation=incarnation))
+
+
+async def _once(message: GatewayToController) -> AsyncIterator[bytes]:
+    yield encode(message)

@@ -1,0 +1,102 @@
+"""All present workers of one kind (model fingerprint and KV layout), so that KV of one means the same on each other.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator
+
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
+from disagg.router.placement import Candidate, Demand, Policy, Shortlist, decode_blocks, prefill_blocks
+from disagg.router.pools import Pool
+from disagg.router.prefix_match import PrefixMatch
+from disagg.router.worker import Worker, decodes_only, has_both_roles, longest_sequence, prefills_only
+
+_Shape = tuple[int, int, int, int, int]
+
+
+class Kind:
+    """See the module docstring.
+
+    Args:
+        policy: ranks the workers.
+        watermark: share of the blocks that is left free.
+    """
+
+    def __init__(self, policy: Policy, watermark: float) -> None:
+        self._policy = policy
+        self._watermark = watermark
+        self._prefills: dict[_Shape, Pool] = {}
+        self._decodes: dict[_Shape, Pool] = {}
+        self._wholes: dict[_Shape, Pool] = {}
+
+    def pool_for(self, info: WorkerInfo) -> Pool:
+        """The pool of workers like this one."""
+        pools = self._wholes
+        num_blocks = decode_blocks
+        if prefills_only(info):
+            pools = self._prefills
+            num_blocks = prefill_blocks
+        elif decodes_only(info):
+            pools = self._decodes
+        shape = (info.num_blocks, info.block_size, info.max_num_seqs, info.token_budget, info.max_model_len)
+        pool = pools.get(shape)
+        if pool is None:
+            pool = pools[shape] = Pool(info, self._policy, self._watermark, num_blocks)
+        return pool
+
+    def computing_pools(self) -> list[Pool]:
+        """The pools that are there to compute prompts; those of decode workers where there are no others."""
+        pools = [pool for pools in (self._prefills, self._wholes) for pool in pools.values() if pool.members]
+        return pools or list(self._decodes.values())
+
+    def shortlist(
+        self, demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None, may_prefill_locally: bool
+    ) -> Shortlist:
+        """The few workers of each role that are worth a look and have room."""
+        local = may_prefill_locally and (
+            self._policy.weighs_local or not any(pool.members for pool in self._prefills.values())
+        )
+        prefills = _candidates(self._prefills, demand, without, matched)
+        decodes = _candidates(self._decodes, demand, without, matched) if prefills or local else []
+        return Shortlist(prefills, decodes, _candidates(self._wholes, demand, without, matched), local)
+
+    def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
+        """The pairs (P, D) that this worker of the kind makes possible."""
+        if prefills_only(worker.info):
+            return [(worker, decode.peer) for decode in _members(self._decodes)]
+        if decodes_only(worker.info):
+            return [(prefill, worker.peer) for prefill in _members(self._prefills)]
+        return []
+
+
+def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
+    """Tokens of the longest sequence that a pair, a worker with both roles, or a decode worker that may prefill could
+    hold; 0 when there is none of these."""
+    longest = 0
+    decodes: dict[tuple[str, KvLayout], int] = {}
+    for info in infos:
+        if has_both_roles(info) or (may_prefill_locally and decodes_only(info)):
+            longest = max(longest, longest_sequence(info))
+        if decodes_only(info):
+            kind = (info.fingerprint, info.kv_layout)
+            decodes[kind] = max(decodes.get(kind, 0), longest_sequence(info))
+    for info in filter(prefills_only, infos):
+        longest = max(longest, min(longest_sequence(info), decodes.get((info.fingerprint, info.kv_layout), 0)))
+    return longest
+
+
+def _candidates(
+    pools: dict[_Shape, Pool], demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None
+) -> list[Candidate]:
+    found: list[Candidate] = []
+    for pool in pools.values():
+        found += pool.candidates(demand, without, matched)
+    return found
+
+
+def _members(pools: dict[_Shape, Pool]) -> Iterator[Worker]:
+    for pool in pools.values():
+        yield from pool.members.values()

@@ -1,0 +1,28 @@
+"""How workers are compared, one policy a file; `create` makes one by its name in the configuration."""
+
+from __future__ import annotations
+
+from disagg.router.config import PolicyName, RouterConfig
+from disagg.router.cost_model import LinkModel
+from disagg.router.draw import Draw
+from disagg.router.placement import Policy
+from disagg.router.policies.joint import Joint
+from disagg.router.policies.least_loaded import LeastLoaded
+from disagg.router.policies.prefix import Prefix
+from disagg.router.policies.random import Random
+from disagg.router.policies.round_robin import RoundRobin
+
+
+def create(name: PolicyName, config: RouterConfig, links: LinkModel, draw: Draw) -> Policy:
+    """The policy of that name."""
+    match name:
+        case "joint":
+            return Joint(config.kv_barrier_ms, links)
+        case "prefix":
+            return Prefix()
+        case "least_loaded":
+            return LeastLoaded()
+        case "round_robin":
+            return RoundRobin()
+        case "random":
+            return Random(draw)

@@ -1,0 +1,107 @@
+"""`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
+all requests.
+
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step
+    of others   what each step on D gets longer, for as long as it runs there, times the sequences there; where D
+                computes the prompt, the time of that times the sequences there; and what is pushed out of a full cache
+                must be computed again, as likely as prompts find anything cached
+    barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
+
+Affinity follows from the prefill: a prefix pulls as much as computing it again would take (twice as much where caches
+are full of prefixes in use, so that they do not push each other out), and no more: a hot one spreads when its holder's
+wait exceeds that. Local prefill follows from the second line: it is cheap on an idle D,
+and dear on one that decodes for many. There is no threshold for either.
+
+The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
+"""
+
+from __future__ import annotations
+
+from disagg.router.cost_model import LinkModel
+from disagg.router.placement import Candidate, Demand, Weight
+from disagg.router.times import compute_ms
+from disagg.router.worker import Worker
+
+_MOST_FULL = 0.99
+"""Where the barrier stops growing: a worker that has room may always be taken."""
+
+
+class Joint:
+    """See the module docstring. Implements `placement.Policy`.
+
+    Args:
+        barrier_ms: what a half full worker costs.
+        links: predicts what of a transfer is visible.
+    """
+
+    name = "joint"
+    uses_prefixes = True
+    waits = True
+    weighs_local = True
+
+    def __init__(self, barrier_ms: float, links: LinkModel) -> None:
+        self._barrier_ms = barrier_ms
+        self._links = links
+
+    def rank(self, worker: Worker) -> float:
+        """The wait, what one more sequence costs all on the worker in each step, and the barrier."""
+        cost = worker.backlog_ms + self._barrier(worker.used_blocks, worker.num_blocks)
+        if worker.decodes:
+            cost += worker.around_ms + worker.num_decodes * worker.speed.decode_ms
+        return cost
+
+    def start(self, turn: int, count: int) -> int:
+        """From the least."""
+        return 0
+
+    def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
+        """Wait, prefill, what it pushes out, barrier."""
+        worker, num_tokens = candidate.worker, demand.num_tokens
+        num_new = num_tokens - candidate.cached_tokens
+        wait = worker.backlog_ms
+        compute = compute_ms(worker, candidate.cached_tokens, num_tokens)
+        prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
+        delay = pushed_out_ms(demand, worker, num_new)
+        barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
+        misses = 1 if wait + prefill > demand.ttft_left_ms else 0
+        return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
+
+    def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
+        """Decode steps, delay of the others, barrier."""
+        worker, num_steps = candidate.worker, demand.num_steps
+        joining = worker.speed.decode_ms + demand.context * worker.speed.context_ms
+        step = worker.around_ms + joining
+        decode = num_steps * step
+        delay = num_steps * joining * worker.num_decodes
+        barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
+        misses = 1 if step > demand.tpot_ms else 0
+        return Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
+
+    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+        """All of it. The others wait for the prefill too, but for what a step costs anyway."""
+        worker = candidate.worker
+        num_new = demand.num_tokens - candidate.cached_tokens
+        wait = worker.backlog_ms
+        compute = compute_ms(worker, candidate.cached_tokens, demand.num_tokens)
+        prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
+        _, misses, _, _, decode, delay, barrier, step = self.weigh_decode(demand, candidate)
+        delay += worker.num_decodes * compute + pushed_out_ms(demand, worker, num_new)
+        misses += wait + prefill > demand.ttft_left_ms
+        return Weight(wait + prefill + decode + delay + barrier, misses, wait, prefill, decode, delay, barrier, step)
+
+    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+        """What of the transfer is visible."""
+        worker = decode.worker
+        kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
+        return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
+
+    def _barrier(self, used_blocks: int, num_blocks: int) -> float:
+        k = min(_MOST_FULL, used_blocks / num_blocks)
+        return self._barrier_ms * k / (1 - k)
+
+
+def pushed_out_ms(demand: Demand, worker: Worker, num_new: int) -> float:
+    """What it takes to compute again what a prompt's `num_new` uncached tokens push out of the cache, times how likely
+    that is wanted."""
+    num_pushed = num_new - worker.free_tokens
+    return demand.reuse * num_pushed * worker.speed.prefill_token_ms if num_pushed > 0 else 0.0

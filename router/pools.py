@@ -1,0 +1,131 @@
+"""The present workers, grouped so that a placement looks at a few of them: by kind (whose KV means the same), role and
+shape.
+
+Within a pool all workers have one shape. So the one with the most free blocks tells whether anybody in the pool has
+room, and the least rank who is worth a look.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import WorkerInfo
+from disagg.router.order import Order
+from disagg.router.placement import Candidate, Demand, Policy
+from disagg.router.prefix_match import PrefixMatch, WorkerSet
+from disagg.router.worker import Worker, longest_sequence
+
+NUM_LOOKS = 3
+"""Workers of a pool that are looked at because of their rank."""
+NUM_HOLDERS = 2
+"""Workers of a pool that are looked at because of their prefixes."""
+NUM_TURNS = 1024
+"""Where among equal holders to begin goes round in this many placements."""
+
+_Blocks = Callable[[Demand, Worker, int], int]
+
+
+class Pool:
+    """Workers of one kind, role and shape.
+
+    Args:
+        info: of the first worker; gives the shape.
+        policy: gives the rank.
+        watermark: share of the blocks that is left free.
+        num_blocks: KV blocks that a request takes of a worker that has so many of its tokens.
+    """
+
+    def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
+        self.longest = longest_sequence(info)
+        self.members: dict[WorkerId, Worker] = {}
+        self.mask: WorkerSet = 0
+        """The members, as the prefix index counts them."""
+        self.num_open = 0
+        """Members that take another prompt now."""
+        self.backlog_ms = 0.0
+        """The sum of the members' backlogs."""
+        self._policy = policy
+        self._room = info.num_blocks - int(info.num_blocks * watermark)
+        self._num_blocks = num_blocks
+        self._by_rank = Order(self._rank)
+        self._by_room = Order(self._used)
+
+    def add(self, worker: Worker, bit: WorkerSet) -> None:
+        """A worker came; `bit` is the index's for it."""
+        self.members[worker.worker_id] = worker
+        self.mask |= bit
+        self.num_open += worker.has_slot and not worker.is_full
+        self.backlog_ms += worker.backlog_ms
+        self._by_rank.touch(worker)
+        self._by_room.touch(worker)
+
+    def remove(self, worker: Worker, bit: WorkerSet) -> None:
+        """A worker went, or gets nothing new."""
+        del self.members[worker.worker_id]
+        self.mask &= ~bit
+        self.num_open -= worker.has_slot and not worker.is_full
+        self.backlog_ms -= worker.backlog_ms
+        self._by_rank.remove(worker)
+        self._by_room.remove(worker)
+
+    def changed(self, worker: Worker) -> bool:
+        """The books or the reports of a worker changed. Returns whether it takes prompts now and did not before."""
+        self.backlog_ms -= worker.backlog_ms
+        was_open = worker.has_slot and not worker.is_full
+        worker.refresh()
+        self.backlog_ms += worker.backlog_ms
+        is_open = worker.has_slot and not worker.is_full
+        self.num_open += is_open - was_open
+        self._by_rank.touch(worker)
+        self._by_room.touch(worker)
+        return is_open and not was_open
+
+    def fastest(self) -> Worker | None:
+        """The one that would be looked at first; where none is to be had now, any."""
+        first = self._by_rank.first(1, ())
+        return first[0] if first else next(iter(self.members.values()), None)
+
+    def check_integrity(self) -> list[str]:
+        """What does not add up; empty when all is well."""
+        workers = self.members.values()
+        if self.num_open != sum(worker.has_slot and not worker.is_full for worker in workers):
+            return [f"pool of {', '.join(self.members)}: {self.num_open} workers are said to be open"]
+        return []
+
+    def candidates(self, demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
+        """Those worth a look that have room: holders of a prefix, the least ranks, and, if none of these has room, the
+        one with the most free blocks."""
+        if demand.num_tokens >= self.longest:
+            return []
+        policy, turn = self._policy, demand.turn
+        workers = self._by_rank.first(NUM_LOOKS, without, lambda count: policy.start(turn, count))
+        if matched is not None and policy.uses_prefixes:
+            for worker_id, _ in matched.best(NUM_HOLDERS, self.mask, turn % NUM_TURNS):
+                worker = self.members[worker_id]
+                if worker not in workers and worker_id not in without:
+                    workers.append(worker)
+        return self._with_room(demand, workers, matched) or self._with_room(
+            demand, self._by_room.first(1, without), matched
+        )
+
+    def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
+        """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""
+        found = []
+        most = max_cached_tokens(demand.num_tokens)
+        for worker in workers:
+            cached = 0 if matched is None else min(matched.blocks_of(worker.worker_id) * HASH_BLOCK_TOKENS, most)
+            num_blocks = self._num_blocks(demand, worker, cached)
+            if not worker.account.bookings or (not worker.is_full and worker.used_blocks + num_blocks <= self._room):
+                found.append(Candidate(worker, cached, num_blocks))
+        return found
+
+    def _rank(self, worker: Worker) -> float:
+        return math.inf if worker.is_full else self._policy.rank(worker)
+
+    def _used(self, worker: Worker) -> float:
+        return math.inf if worker.is_full else worker.used_blocks

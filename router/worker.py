@@ -1,0 +1,168 @@
+"""One present life of a worker, as placement sees it: what it is, what is booked on it, what it reported, how fast it
+is.
+
+The books know of a dispatch at once and of its progress late; the worker's reports know of progress within 20 ms and
+of dispatches late. `outstanding_tokens` takes the better of both.
+
+A placement reads many workers, and few of them changed since the last one. So what it reads is kept as plain numbers,
+which `refresh` brings up to date after every change of the books and every report.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
+from disagg.router.books import Account
+from disagg.router.cost_model import StepCoefficients, StepModel
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """See the module docstring."""
+
+    info: WorkerInfo
+    account: Account
+    position: int
+    """Counts the workers in the order in which they came; breaks ties of ranks."""
+    slot_tokens: int
+    """It takes another prompt while less than this many tokens are outstanding."""
+    load: Load = field(default_factory=Load)
+    model: StepModel = field(init=False)
+    is_measured: bool = False
+    """Whether the model has seen a step of this worker, so that its predictions mean something."""
+    is_draining: bool = False
+    last_turn: int = -1
+    """Number of the latest placement on it."""
+
+    # What it is.
+    worker_id: WorkerId = field(init=False)
+    peer: PeerRef = field(init=False)
+    """How another worker reaches this one."""
+    decodes: bool = field(init=False)
+    """Whether its sequences decode there (D, or both roles)."""
+    num_blocks: int = field(init=False)
+    block_size: int = field(init=False)
+    bytes_per_token: int = field(init=False)
+    """Of KV."""
+
+    # What `refresh` keeps up to date.
+    outstanding_tokens: int = 0
+    """Prompt tokens that it was given and has not computed."""
+    outstanding_pairs: float = 0.0
+    """Query-key pairs of these tokens."""
+    used_blocks: int = 0
+    """Booked, or reported as held, whichever is more."""
+    free_tokens: int = 0
+    """Room in the cache where there is nothing that anybody could want; what is written beyond it pushes out."""
+    num_decodes: int = 0
+    """Sequences that decode, or are about to."""
+    prompt_room: int = 1
+    """Prompt tokens of one step, beside these sequences."""
+    speed: StepCoefficients = field(init=False)
+    around_ms: float = 0.0
+    """A step without any prompt in it."""
+    backlog_ms: float = 0.0
+    """Until the outstanding prompt tokens are computed."""
+    has_slot: bool = True
+    """Whether it takes another prompt."""
+    is_full: bool = False
+    """Whether it takes no other sequence."""
+
+    _num_held_blocks: int = 0
+    """As reported."""
+    _num_computed: int = 0
+    """Booked tokens that the worker has computed without saying so per request."""
+    _num_unseen: int = 0
+    """Tokens booked since the last report, of which the worker may not have heard when it wrote that."""
+
+    def __post_init__(self) -> None:
+        self.model = StepModel(self.info.calibration)
+        self.is_measured = bool(self.info.calibration)
+        self.greet(self.info)
+
+    def greet(self, info: WorkerInfo) -> None:
+        """The same life says again what it is."""
+        self.info = info
+        self.worker_id = info.worker_id
+        self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
+        self.decodes = "decode" in info.roles
+        self.num_blocks = info.num_blocks
+        self.block_size = info.block_size
+        self.bytes_per_token = info.kv_layout.bytes_per_token
+        self._take_load()
+        self.refresh()
+
+    def note_booked(self, num_tokens: int) -> None:
+        """Prompt tokens were booked."""
+        self._num_unseen += num_tokens
+
+    def note_returned(self, num_tokens: int) -> None:
+        """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
+        self._num_computed = max(0, min(self._num_computed - num_tokens, self.account.tokens))
+        self._num_unseen = min(self._num_unseen, self.account.tokens)
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Load and measured steps. Call `refresh` next."""
+        self.load = load = report.load
+        self._num_computed = max(0, self.account.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
+        self._num_unseen = 0
+        for sample in report.steps:
+            self.model.observe(sample)
+            self.is_measured = True
+        self._take_load()
+
+    def refresh(self) -> None:
+        """Bring up to date what follows from the books and the latest report."""
+        account, info, speed = self.account, self.info, self.speed
+        num_sequences = len(account.bookings)
+        self.is_full = num_sequences >= info.max_num_seqs
+        held = self._num_held_blocks
+        self.used_blocks = account.blocks if account.blocks > held else held
+        self.outstanding_tokens = tokens = account.tokens - self._num_computed
+        self.has_slot = tokens < self.slot_tokens
+        if self.decodes:
+            self.num_decodes = num_sequences
+            self.around_ms = speed.base_ms + num_sequences * speed.decode_ms + account.context * speed.context_ms
+            room = info.token_budget - num_sequences
+            self.prompt_room = room if room > 1 else 1
+        else:
+            self.around_ms = speed.base_ms
+            self.prompt_room = info.token_budget
+        if tokens:
+            self.outstanding_pairs = pairs = account.pairs * tokens / account.tokens
+            compute = tokens * speed.prefill_token_ms + pairs * speed.attended_ms
+            self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
+        elif self.backlog_ms:
+            self.outstanding_pairs = self.backlog_ms = 0.0
+
+    def _take_load(self) -> None:
+        """Note what follows from the latest report alone."""
+        load, info = self.load, self.info
+        self._num_held_blocks = load.blocks_active + load.blocks_reserved
+        num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
+        self.free_tokens = max(0, num_free) * info.block_size
+        self.speed = self.model.coefficients
+
+
+def longest_sequence(info: WorkerInfo) -> int:
+    """The most tokens, prompt and answer, that one sequence can ever have on this worker."""
+    return min(info.max_model_len, info.num_blocks * info.block_size)
+
+
+def prefills_only(info: WorkerInfo) -> bool:
+    """Whether this worker is a P."""
+    return set(info.roles) == {"prefill"}
+
+
+def decodes_only(info: WorkerInfo) -> bool:
+    """Whether this worker is a D."""
+    return set(info.roles) == {"decode"}
+
+
+def has_both_roles(info: WorkerInfo) -> bool:
+    """Whether this worker does whole requests."""
+    return {"prefill", "decode"} <= set(info.roles)

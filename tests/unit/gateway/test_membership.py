@@ -1,0 +1,71 @@
+"""What the gateway makes of a membership, without a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.proto.control import Member, Membership, MemberState
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo
+from disagg.router.gateway.membership import ControllerLink
+from tests.support.control import make_info
+
+
+class Workers:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
+
+    async def add_worker(self, info: WorkerInfo) -> None:
+        self.told.append(f"add {info.incarnation}")
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        self.told.append(f"remove {worker_id}")
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.told.append(f"drain {incarnation}")
+
+    def take(self) -> list[str]:
+        told, self.told = self.told, []
+        return told
+
+
+def membership(**states: MemberState) -> Membership:
+    """`a1="ready"`: the first life of worker a."""
+    members = [Member(info=make_info(name[0], int(name[1])), state=state) for name, state in states.items()]
+    return Membership(members=tuple(members))
+
+
+def make_link(workers: Workers, *known: WorkerInfo) -> ControllerLink:
+    return ControllerLink(GatewayId("g"), lambda: "127.0.0.1:1", workers, known)
+
+
+async def test_a_membership_replaces_what_was_known() -> None:
+    workers = Workers()
+    link = make_link(workers, make_info("a", 1), make_info("b", 1))
+    await link.apply(membership(a1="ready", b1="ready"))
+    assert workers.take() == []
+    await link.apply(membership(a2="ready", c1="ready"))
+    assert workers.take() == ["remove b", "add a.2", "add c.1"]
+    await link.apply(membership())
+    assert workers.take() == ["remove a", "remove c"]
+
+
+async def test_a_worker_drains_until_it_is_gone_or_back_as_another_life() -> None:
+    workers = Workers()
+    link = make_link(workers, make_info("a", 1), make_info("b", 1))
+    await link.apply(membership(a1="draining", b1="ready"))
+    assert workers.take() == ["drain a.1"]
+    workers.on_drained(WorkerId("a"), Incarnation("a.1"))
+    await link.apply(membership(a1="draining", b1="draining"))
+    assert workers.take() == ["drain b.1"], "a is known to be empty"
+    await link.apply(membership(a2="draining", b1="draining"))
+    assert workers.take() == ["add a.2", "drain a.2", "drain b.1"]
+
+
+async def test_a_worker_that_joins_draining_is_added_and_drained() -> None:
+    workers = Workers()
+    await make_link(workers).apply(membership(a1="draining"))
+    assert workers.take() == ["add a.1", "drain a.1"]
