@@ -1,9 +1,9 @@
 """The life of a child process of the launcher without Ray, the same for workers and the gateway:
 
-    configuration on standard input -> start -> one JSON line on standard output
-    -> wait for SIGTERM or the parent's death -> stop
+    configuration on standard input -> start -> wait for SIGTERM or the parent's death -> stop
 
-Exit status: 0 after a stop, 1 when the start failed, 3 when the running process broke.
+Whether it started is told to the controller, not to the parent. Exit status: 0 after a stop, or when the controller has
+no use for it; 1 when the start failed; 3 when the running process broke.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from disagg.cluster.host import Host
-from disagg.cluster.process_tools import ParentLine, StopFlag, Stopped, setup_logging, terminate_when_orphaned
+from disagg.cluster.control.register_link import Resolve
+from disagg.cluster.host import Host, StartError
+from disagg.cluster.process_tools import StopFlag, Stopped, read_config, setup_logging, terminate_when_orphaned
 
 logger = logging.getLogger(__name__)
 
@@ -24,29 +25,35 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 EXIT_START_FAILED = 1
 EXIT_CRASHED = 3
-CRASH_POLL_S = 0.2
+POLL_S = 0.2
 
 
-def run_child(kind: type[C], make_host: Callable[[C], Host]) -> int:
+class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a child process reads."""
+
+    content: C
+    controller: str
+    """host:port."""
+
+
+def run_child(kind: type[C], make_host: Callable[[C, Resolve], Host]) -> int:
     """Be a child process with this configuration type and content; returns the exit status."""
-    line = ParentLine()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
     stop = StopFlag(signal.SIGTERM)
     setup_logging()
     try:
         with stop.interruptible():
-            config = line.read(kind)
+            config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # mypy knows no type arguments at run time
             terminate_when_orphaned()
-            host = make_host(config)
-            info = host.start()
+            host = make_host(config.content, lambda: config.controller)
+            host.start()
     except Stopped:
         return 0
     except Exception as error:
-        logger.exception("could not start")
-        line.failed(error)
+        if not isinstance(error, StartError):  # which the host has logged
+            logger.exception("could not start")
         return EXIT_START_FAILED
-    line.ready(info)
-    while not stop.wait(CRASH_POLL_S) and not host.crashed.is_set():
+    while not (stop.wait(POLL_S) or host.crashed.is_set() or host.unwanted.is_set()):
         pass
     crashed = host.crashed.is_set()
     host.stop()

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg import __version__
+from disagg.cluster.address import DEFAULT_ADDRESS
+from disagg.cluster.load_cli import load_app
+from disagg.cluster.ray_cli import app as cluster_app
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +31,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine: import, list.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(cluster_app, name="cluster")
+app.add_typer(load_app, name="load")
 
 
 class LauncherName(StrEnum):
@@ -45,6 +50,8 @@ PrefillOption = Annotated[int | None, typer.Option("--prefill", help="Number of 
 DecodeOption = Annotated[int | None, typer.Option("--decode", help="Number of decode workers.", min=1)]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="One pool of workers that do both.")]
 LogDirOption = Annotated[Path | None, typer.Option(help="Keep the processes' logs here (launcher processes).")]
+WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is noted.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.", min=0)]
 AddressOption = Annotated[
     str, typer.Option("--address", "-a", envvar="DISAGG_ADDRESS", help="host:port of the gateway.")
 ]
@@ -109,7 +116,7 @@ def demo(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
-    address: AddressOption = "127.0.0.1:8470",
+    address: AddressOption = DEFAULT_ADDRESS,
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="As a user's turn of a chat, or as plain text to be continued.")
     ] = True,
@@ -123,6 +130,40 @@ def generate(
 
     text = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     run_generate(address, text, chat=chat, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Show the pools and workers of a running cluster."""
+    from disagg.cluster.operate import run_status
+
+    run_status(address, _console())
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="POOL=SIZE...", help="Such as: prefill=3 decode=2")],
+    address: AddressOption = DEFAULT_ADDRESS,
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 600.0,
+) -> None:
+    """Make pools of a running cluster larger or smaller. Workers that leave finish their sequences first."""
+    from disagg.cluster.operate import parse_sizes, run_scale
+
+    run_scale(address, parse_sizes(sizes), _console(), timeout if wait else None)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Such as decode-0.")],
+    address: AddressOption = DEFAULT_ADDRESS,
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 600.0,
+) -> None:
+    """Replace a worker by a new process, after its sequences have ended."""
+    from disagg.cluster.operate import run_drain
+
+    run_drain(address, worker, _console(), timeout if wait else None)
 
 
 @model_app.command("import")

@@ -1,4 +1,8 @@
-"""The gateway in this process: the composition of the public server with the router, on one asyncio loop in a thread.
+"""The gateway in this process: the composition of the public server with the router and the line to the controller, on
+one asyncio loop in a thread.
+
+    router connects to the workers it was told of -> server listens -> hello to the controller, whose membership it
+    follows from then on
 
 Imports nothing of the engine: a gateway process loads neither torch nor transformers.
 """
@@ -10,40 +14,48 @@ import logging
 import os
 import threading
 
-from disagg.cluster.host import STOP_GRACE_S
-from disagg.cluster.launch import GatewayInfo, GatewayLaunch
-from disagg.cluster.process_tools import pin_process
+from disagg.cluster.control.register_link import Resolve
+from disagg.cluster.host import STOP_GRACE_S, StartError
+from disagg.cluster.launch import GatewayLaunch
+from disagg.cluster.process_tools import describe, pin_process
+from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
-"""How long the workers, which listen already, may take to greet the router."""
+"""How long the workers, which listen already, may take to greet the router. What is missing then is followed further:
+the controller knows whether it comes back."""
 
 
 class GatewayHost:
-    """Router and gateway on one asyncio loop in a thread of their own."""
+    """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
+    finds."""
 
-    def __init__(self, launch: GatewayLaunch) -> None:
+    def __init__(self, launch: GatewayLaunch, resolve: Resolve) -> None:
         self._launch = launch
+        self._resolve = resolve
         self._ready = threading.Event()
+        self.address = ""
+        """host:port for clients, once it has started."""
         self._error: BaseException | None = None
-        self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.crashed = threading.Event()
+        self.unwanted = threading.Event()
+        self.address = ""
+        """host:port of the public server, once it listens."""
 
-    def start(self) -> GatewayInfo:
-        """Connect to the workers, listen; raises what went wrong."""
+    def start(self) -> None:
+        """Connect to the workers, listen, tell the controller; see `Host`."""
         pin_process(self._launch.cores)
         self._thread.start()
         self._ready.wait()
         if self._error is not None:
             self._thread.join()
-            raise self._error
-        return GatewayInfo(address=self._address, pid=os.getpid())
+            raise StartError(describe(self._error)) from self._error
 
     def stop(self) -> None:
         """End streams, servers and the loop. Idempotent."""
@@ -59,7 +71,8 @@ class GatewayHost:
             if self._ready.is_set():
                 logger.exception("the gateway died")
                 self.crashed.set()
-            self._error = error
+            else:
+                self._error = error
         finally:
             self._ready.set()
 
@@ -67,16 +80,31 @@ class GatewayHost:
         launch = self._launch
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = RouterServer(launch.router, launch.gateway_id, list(launch.workers))
+        link = ControllerLink(launch.gateway_id, self._resolve, router, launch.workers)
+        try:
+            gateway = await self._open(router, link)
+        except Exception as error:
+            logger.exception("the gateway could not start")
+            await link.report_failure(describe(error))
+            await router.stop()
+            raise
+        try:
+            self.address = gateway.address
+            self.address = gateway.address
+            link.start(gateway.address, os.getpid())
+            self._ready.set()
+            await self._stop.wait()
+        finally:
+            await gateway.stop()
+            await link.stop()
+            await router.stop()
+
+    async def _open(self, router: RouterServer, link: ControllerLink) -> GatewayServer:
+        gateway = GatewayServer(self._launch.gateway, router, control=link.ask)
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)
-            gateway = GatewayServer(launch.gateway, router)
-            await gateway.start()
-            try:
-                self._address = gateway.address
-                self._ready.set()
-                await self._stop.wait()
-            finally:
-                await gateway.stop()
-        finally:
-            await router.stop()
+        except TimeoutError as error:
+            logger.warning("%s", error)
+        await gateway.start()
+        return gateway

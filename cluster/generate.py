@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import closing
 from typing import TextIO
 
 from disagg.client import Client, Finished, Options, Prompt
+from disagg.cluster.address import check_address
 from disagg.cluster.errors import LaunchError
 from disagg.proto.errors import ConfigError, UnavailableError
 
@@ -31,8 +31,7 @@ def run_generate(
         LaunchError: if there is no gateway at the address.
         DisaggError: whatever the gateway answered.
     """
-    if not re.fullmatch(r".+:\d{1,5}", address):
-        raise ConfigError(f"--address: expected host:port; got {address!r}")
+    check_address(address)
     try:
         text = prompt.decode()
     except UnicodeDecodeError as error:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
-from disagg.cluster import layout
-from disagg.cluster.config import ClusterConfig
+from disagg.cluster import changes, layout
+from disagg.cluster.config import ClusterConfig, active_pools
+from disagg.cluster.control import gateways
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.models import FAKE_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
 from disagg.engine.config import WorkerConfig
+from disagg.proto.control import ControlReply, ControlRequest, ControlState, PoolName
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.config import GatewayConfig
 
-GATEWAY = "gateway"
+GATEWAY: Final = gateways.GATEWAY
 """The gateway's name among the processes of a cluster."""
 
 START_TIMEOUT_S = 180.0
-"""How long all workers together may take to load."""
+"""How long everything together may take to come up."""
 
 Progress = Callable[[str, str], None]
 """Told (process name, what it does now): `starting`, `ready`, `stopped`."""
@@ -40,7 +43,7 @@ def no_progress(name: str, state: str) -> None:
 CheckStop = Callable[[], None]
 """Called again and again during a start; ends it by raising."""
 
-CHECK_STOP_INTERVAL_S = 0.1
+CHECK_STOP_INTERVAL_S = 0.05
 LOG_TAIL_LINES = 15
 
 
@@ -55,15 +58,8 @@ class GatewayLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     router: RouterConfig
     gateway_id: GatewayId
     workers: tuple[WorkerInfo, ...]
+    """Those that were ready when it was started; afterwards it follows the controller."""
     cores: tuple[int, ...] = ()
-
-
-class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway process answers once clients can come."""
-
-    address: str
-    """host:port of the public gRPC server."""
-    pid: int
 
 
 class Cluster(ABC):
@@ -73,8 +69,8 @@ class Cluster(ABC):
         self._plan = plan_launch(config)
         self._progress = progress
         self._start_timeout_s = start_timeout_s
-        self._infos: list[WorkerInfo] = []
-        self._address = ""
+        self._started: list[str] = []
+        """Names of processes that progress was told of, and `stop` is to tell of."""
 
     @property
     def plan(self) -> LaunchPlan:
@@ -83,13 +79,13 @@ class Cluster(ABC):
 
     @property
     def address(self) -> str:
-        """host:port for clients."""
-        return self._address
+        """host:port for clients; empty while there is no gateway."""
+        return changes.address_of(self.state())
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The workers as they registered."""
-        return self._infos
+        """The workers that can be used, in the order of their pools."""
+        return [record.info for record in self.state().workers if record.phase == "ready" and record.info is not None]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -101,26 +97,52 @@ class Cluster(ABC):
         then nothing is left running."""
         try:
             check_port(self._plan.config)
-            self._start(check_stop)
+            deadline = time.monotonic() + self._start_timeout_s
+            self._open(check_stop)
+            self._wait_settled(deadline, check_stop)
         except BaseException:
             self.stop()
             raise
 
-    @abstractmethod
-    def _start(self, check_stop: CheckStop) -> None:
-        """Start everything, and set the workers' infos and the address."""
+    def _wait_settled(self, deadline: float, check_stop: CheckStop) -> None:
+        """Until everything is there; raises `LaunchError` at the first process that cannot start."""
+        before: ControlState | None = None
+        while True:
+            check_stop()
+            state = self.state()
+            self._tell(changes.between(before, state))
+            if failure := changes.failure(state):
+                raise LaunchError(failure)
+            if state.is_settled:
+                return
+            if time.monotonic() >= deadline:
+                raise LaunchError(changes.late(state, self._start_timeout_s))
+            before = state
+            time.sleep(CHECK_STOP_INTERVAL_S)
+
+    def _tell(self, news: Sequence[changes.Change]) -> None:
+        for change in news:
+            if change.what == "starting":
+                self._started.append(change.name)
+            if change.what in ("starting", "ready"):
+                self._progress(change.name, change.what)
 
     @abstractmethod
-    def lost(self) -> list[str]:
-        """The names of processes that ended by themselves."""
+    def _open(self, check_stop: CheckStop) -> None:
+        """Bring up the controller, which starts the rest."""
 
     @abstractmethod
-    def why_lost(self, name: str) -> str:
-        """How a process of `lost` ended, as far as it can be told, with the end of its log."""
+    def state(self) -> ControlState:
+        """The cluster as its controller knows it; the last that was known while the controller is away. An empty one
+        before the start. Raises `LaunchError` when the controller is gone for good."""
+
+    @abstractmethod
+    def control(self, request: ControlRequest) -> ControlReply:
+        """Ask the controller. Raises `LaunchError` when it does not answer."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Idempotent."""
+        """Gateway first, then workers, then the rest; tells progress. Idempotent."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -137,18 +159,34 @@ class LaunchPlan:
     config: ClusterConfig
     model_path: str
     """A checkpoint folder, or `fake`."""
-    cores: layout.CorePlan
-    workers: list[WorkerConfig]
+    available: tuple[int, ...]
+    """The cores that workers are laid out on."""
 
-    def gateway(self, infos: list[WorkerInfo]) -> GatewayLaunch:
-        """What the gateway is told, once the workers are there. Raises `LaunchError` if they do not run the same
-        model."""
-        fingerprints = {info.fingerprint for info in infos}
-        if len(fingerprints) != 1:
-            found = ", ".join(f"{info.worker_id} {info.fingerprint}" for info in infos)
-            raise LaunchError(f"the workers do not run the same model: {found}")
+    @property
+    def cores(self) -> layout.CorePlan:
+        """Of the workers that come first, and of the gateway."""
+        return layout.plan_cores(self.config, self.available)
+
+    @property
+    def sizes(self) -> dict[PoolName, int]:
+        """The configured size of each pool, prefill first."""
+        return {name: pool.size for name, pool in active_pools(self.config)}
+
+    @property
+    def workers(self) -> list[WorkerConfig]:
+        """The workers that come first, prefill workers before others."""
+        return [self.worker(name, index) for name, size in self.sizes.items() for index in range(size)]
+
+    def worker(self, pool: PoolName, index: int) -> WorkerConfig:
+        """Any worker of a pool, also beyond its configured size."""
+        return layout.worker_config(self.config, pool, index, self.model_path, self.available)
+
+    def gateway(self, infos: Sequence[WorkerInfo], port: int | None = None) -> GatewayLaunch:
+        """What the gateway is told when these workers are there, all of one model. `port`: where an earlier life of it
+        listened."""
+        config = layout.gateway_config(self.config, self.model_path, infos)
         return GatewayLaunch(
-            gateway=layout.gateway_config(self.config, self.model_path, infos),
+            gateway=config if port is None else msgspec.structs.replace(config, port=port),
             router=layout.router_config(self.config),
             gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
             workers=tuple(infos),
@@ -160,8 +198,7 @@ def plan_launch(config: ClusterConfig) -> LaunchPlan:
     """Find the model and lay out the processes; raises `ConfigError`."""
     path = config.model.path
     model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
-    cores = layout.plan_cores(config, available_cores())
-    return LaunchPlan(config, model_path, cores, layout.worker_configs(config, model_path, cores))
+    return LaunchPlan(config, model_path, available_cores())
 
 
 def check_port(config: ClusterConfig) -> None:
@@ -180,13 +217,3 @@ def check_port(config: ClusterConfig) -> None:
 def with_log(reason: str, log_tail: str) -> str:
     """A reason, and the end of a log where there is one."""
     return f"{reason}; the end of its log:\n{log_tail}" if log_tail else reason
-
-
-def missing_pool(plan: LaunchPlan, lost: list[str]) -> str | None:
-    """The first pool that has no worker left, or the gateway; None while requests can still be served."""
-    if GATEWAY in lost:
-        return GATEWAY
-    for role in ("prefill", "decode"):
-        if all(worker.worker_id in lost for worker in plan.workers if role in worker.roles):
-            return f"every {role} worker"
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from disagg.cluster.launch import GatewayLaunch
@@ -10,10 +11,15 @@ from disagg.proto.ids import WorkerId
 
 
 class Launcher(Protocol):
-    """Starts and ends processes. Its methods may block; the controller calls them on one thread of its own."""
+    """Starts and ends processes. Its methods may block; the controller calls them on one thread of its own, one after
+    the other. The name of a worker's process is its id, that of the gateway's is `launch.GATEWAY`."""
 
     restarts: bool
     """Whether a process that ends by itself is started again without being asked (Ray does that)."""
+
+    def running(self) -> frozenset[str]:
+        """The names of processes that an earlier controller of this cluster left running. Called once, first."""
+        ...
 
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
         """Begin to start a worker, which registers with the controller by itself, or says there why it cannot start.
@@ -23,12 +29,14 @@ class Launcher(Protocol):
         """
         ...
 
-    def stop_worker(self, worker_id: WorkerId) -> None:
-        """End a worker's process; returns when it is gone. Idempotent; unknown ids are fine."""
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        """End the processes of these workers, side by side; returns when they are gone. Idempotent; unknown ids and
+        processes that ended already are fine."""
         ...
 
     def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
-        """Begin to start the gateway, which follows the controller by itself. Raises `LaunchError`."""
+        """Begin to start the gateway, which follows the controller by itself, or says there why it cannot start. Raises
+        `LaunchError`."""
         ...
 
     def stop_gateway(self) -> None:
@@ -36,6 +44,10 @@ class Launcher(Protocol):
         ...
 
     def exited(self) -> dict[str, str]:
-        """Processes that ended by themselves and were not reported yet: name -> why, with the end of the log. Empty
-        for a launcher that `restarts`."""
+        """Processes that ended by themselves, are not coming back, and were not reported yet: name -> why, with the
+        end of the log."""
+        ...
+
+    def pending(self) -> dict[str, str]:
+        """Processes that were begun and cannot run yet: name -> what they wait for, for people to read."""
         ...

@@ -1,8 +1,8 @@
 """From a configuration to what each process is told. Pure: the machine's cores come as an argument.
 
-plan_cores      which worker runs on which cores; warnings where cores are shared
-worker_configs  one `WorkerConfig` per worker, prefill workers first
-router_config, gateway_config
+plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
+worker_cores    the same for any worker, also for one that a pool grows by later
+worker_config, router_config, gateway_config
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.cluster.config import ClusterConfig, PoolConfig, active_pools
+from disagg.cluster.control.workers import worker_id
 from disagg.engine.config import TransportName, WorkerConfig
 from disagg.proto.control import PoolName
 from disagg.proto.messages import RoleName, WorkerInfo
@@ -36,26 +37,40 @@ class CorePlan:
     warnings: tuple[str, ...]
 
 
-def worker_id(pool: PoolName, index: int) -> str:
-    """The stable name of a place in a pool, such as `prefill-0`."""
-    return f"{pool}-{index}"
-
-
 def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
     """Give each worker with `cores: auto` on a CPU the next `num_threads` of the `available` cores, round and round."""
-    workers: dict[str, tuple[int, ...]] = {}
-    next_core = 0
-    for name, pool in active_pools(config):
-        for index in range(pool.size):
-            if pool.cores == "auto" and pool.device == "cpu":
-                count = min(pool.num_threads, len(available))
-                cores = tuple(available[(next_core + offset) % len(available)] for offset in range(count))
-                next_core += count
-            else:
-                cores = pool.cores if isinstance(pool.cores, tuple) else ()
-            workers[worker_id(name, index)] = cores
+    workers = {
+        str(worker_id(name, index)): worker_cores(config, name, index, available)
+        for name, pool in active_pools(config)
+        for index in range(pool.size)
+    }
     first = next(iter(workers.values()))
     return CorePlan(workers, first[:1], _sharing_warnings(workers, available))
+
+
+def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: Sequence[int]) -> tuple[int, ...]:
+    """The cores of one worker, whatever the size of its pool is now.
+
+    Workers beyond the configured sizes go on round the cores, one of each pool in turn: with as many pools as cores
+    they share with their own kind.
+    """
+    pools = active_pools(config)
+    pool = dict(pools)[name]
+    if not _is_pinned_by_us(pool):
+        return pool.cores if isinstance(pool.cores, tuple) else ()
+    counts = {other: min(p.num_threads, len(available)) for other, p in pools if _is_pinned_by_us(p)}
+    sizes = {other: dict(pools)[other].size for other in counts}
+    before = list(counts)[: list(counts).index(name)]
+    if index < pool.size:
+        first = sum(counts[other] * sizes[other] for other in before) + counts[name] * index
+    else:
+        rounds = index - pool.size
+        first = sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[o] for o in before)
+    return tuple(available[(first + offset) % len(available)] for offset in range(counts[name]))
+
+
+def _is_pinned_by_us(pool: PoolConfig) -> bool:
+    return pool.cores == "auto" and pool.device == "cpu"
 
 
 def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[int]) -> tuple[str, ...]:
@@ -72,18 +87,11 @@ def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[i
     return tuple(warnings)
 
 
-def worker_configs(config: ClusterConfig, model_path: str, cores: CorePlan) -> list[WorkerConfig]:
-    """What each worker process is told. `model_path` is the resolved checkpoint folder, or `fake`."""
-    return [
-        _worker_config(config, name, pool, index, model_path, cores)
-        for name, pool in active_pools(config)
-        for index in range(pool.size)
-    ]
-
-
-def _worker_config(
-    config: ClusterConfig, name: PoolName, pool: PoolConfig, index: int, model_path: str, cores: CorePlan
+def worker_config(
+    config: ClusterConfig, name: PoolName, index: int, model_path: str, available: Sequence[int]
 ) -> WorkerConfig:
+    """What a worker process is told. `model_path` is the resolved checkpoint folder, or `fake`."""
+    pool = dict(active_pools(config))[name]
     transfer = config.transfer
     return WorkerConfig(
         worker_id=worker_id(name, index),
@@ -91,7 +99,7 @@ def _worker_config(
         model_path=model_path,
         device=pool.device,
         dtype=config.model.dtype,
-        cores=cores.workers[worker_id(name, index)],
+        cores=worker_cores(config, name, index, available),
         num_threads=pool.num_threads,
         block_size=pool.block_size,
         kv_cache_bytes=pool.kv_cache_bytes,

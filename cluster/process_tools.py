@@ -1,8 +1,8 @@
-"""What every process of a cluster needs from the operating system: cores, thread limits, signals, a line to its parent.
+"""What every process of a cluster needs from the operating system: cores, thread limits, signals, a line from its
+parent.
 
-The line to the parent: its configuration comes as line 1 of standard input, one JSON line (ready, or `{"error":
-...}`) goes out on standard output. Afterwards an end of standard input means that the parent is gone, and is taken as
-SIGTERM.
+The line from the parent: the configuration comes as line 1 of standard input. Afterwards an end of standard input means
+that the parent is gone, and is taken as SIGTERM.
 """
 
 from __future__ import annotations
@@ -143,29 +143,9 @@ def _terminate_at_end_of_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class ParentLine:
-    """The two pipes to the launcher. Takes standard output for itself: whatever else is printed goes to standard
-    error."""
-
-    def __init__(self) -> None:
-        self._out = os.dup(1)
-        os.dup2(2, 1)
-
-    def read(self, kind: type[T]) -> T:
-        """The configuration; raises `msgspec.ValidationError`."""
-        return msgspec.json.decode(_read_line(0), type=kind)
-
-    def ready(self, info: msgspec.Struct) -> None:
-        """Tell the parent that this process can be used."""
-        self._send(msgspec.json.encode(info))
-
-    def failed(self, error: BaseException) -> None:
-        """Tell the parent why it cannot."""
-        self._send(msgspec.json.encode({"error": describe(error)}))
-
-    def _send(self, line: bytes) -> None:
-        os.write(self._out, line + b"\n")
-        os.close(self._out)
+def read_config(kind: type[T]) -> T:
+    """The configuration that the parent sent; raises `msgspec.ValidationError`."""
+    return msgspec.json.decode(_read_line(0), type=kind)
 
 
 def _read_line(fd: int) -> bytes:

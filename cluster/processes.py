@@ -1,51 +1,56 @@
-"""The launcher without Ray: workers and gateway as child processes of this one.
+"""The launcher without Ray: workers and gateway as child processes of this one, and the controller on a thread.
 
-    start()   workers (all at once) -> their ready lines -> gateway -> its ready line
+    start()   controller -> workers (all at once), which register -> gateway, which follows
     stop()    SIGTERM to the gateway, then to the workers; SIGKILL for what is left after a grace
 
 Children get their configuration on standard input and end by themselves when that closes, so that they also go when
-this process is killed. Each writes its log to a file; the end of it becomes part of the error when a start fails.
+this process is killed. Each writes its log to a file; the end of it becomes part of the reason when it ends by itself.
 Only own children are ever signalled.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
+from disagg.cluster import changes
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import (
-    CHECK_STOP_INTERVAL_S,
     GATEWAY,
     LOG_TAIL_LINES,
     START_TIMEOUT_S,
     CheckStop,
     Cluster,
-    GatewayInfo,
+    GatewayLaunch,
     Progress,
-    never_stop,
     no_progress,
     with_log,
 )
 from disagg.cluster.process_tools import describe_exit, last_lines, thread_environment
-from disagg.proto.messages import WorkerInfo
+from disagg.engine.config import WorkerConfig
+from disagg.proto.control import ControlReply, ControlRequest, ControlState
+from disagg.proto.ids import WorkerId
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from disagg.cluster.control.local import LocalController
 
 STOP_TIMEOUT_S = 10.0
 """What children get after SIGTERM, before SIGKILL."""
+
+WORKER_MODULE = "disagg.cluster.worker_process"
+GATEWAY_MODULE = "disagg.cluster.gateway_process"
 
 
 @dataclass(slots=True)
@@ -55,87 +60,36 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
-    answer: bytearray = field(default_factory=bytearray)
-    """What it has written on standard output; complete with its newline, or when it ended."""
+    reported: bool = False
+    """Whether it was told that it ended by itself."""
 
-    @property
-    def answered(self) -> bool:
-        """Whether the ready line is here."""
-        return self.answer.endswith(b"\n")
-
-    def log_tail(self) -> str:
-        """The end of its log."""
-        return last_lines(self.log, LOG_TAIL_LINES)
+    def why_ended(self) -> str:
+        """How it ended, with the end of its log; waits for the end."""
+        return with_log(describe_exit(self.process.wait()), last_lines(self.log, LOG_TAIL_LINES))
 
 
-def start_child(name: str, module: str, config: msgspec.Struct, log_dir: Path, environment: Mapping[str, str]) -> Child:
-    """Start `python -m module` and hand it its configuration."""
+def start_child(
+    name: str, module: str, config: msgspec.Struct, controller: str, log_dir: Path, environment: Mapping[str, str]
+) -> Child:
+    """Start `python -m module` and hand it its configuration. A log of that name goes on."""
     log = log_dir / f"{name}.log"
-    with log.open("wb") as stderr:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
+            stdout=output,
+            stderr=output,
             env={**os.environ, **environment},
             start_new_session=True,  # a Ctrl-C in the terminal is ours; we tell the children in order
         )
     child = Child(name, process, log)
-    assert process.stdin is not None
     try:
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:  # it ended already; reading its answer says why
+        pipe = _pipe(child)
+        pipe.write(msgspec.json.encode({"content": config, "controller": controller}) + b"\n")
+        pipe.flush()
+    except BrokenPipeError:  # it ended already; its exit status and log say why
         pass
     return child
-
-
-def wait_ready(
-    children: Sequence[Child],
-    kind: type[T],
-    timeout_s: float,
-    progress: Progress = no_progress,
-    check_stop: CheckStop = never_stop,
-) -> list[T]:
-    """The ready lines of all children, in their order; raises `LaunchError` for the first one that fails or is late."""
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            assert child.process.stdout is not None
-            selector.register(child.process.stdout, selectors.EVENT_READ, child)
-        while selector.get_map():
-            check_stop()
-            for key, _ in selector.select(min(CHECK_STOP_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
-                child = key.data
-                if not _read_answer(child):
-                    continue
-                selector.unregister(key.fileobj)
-                _check_answer(child)
-                progress(child.name, "ready")
-            if selector.get_map() and time.monotonic() >= deadline:
-                late = [key.data for key in selector.get_map().values()]
-                names = ", ".join(child.name for child in late)
-                raise LaunchError(
-                    f"{names}: not ready after {timeout_s:g} s; log of {late[0].name}:\n{late[0].log_tail()}"
-                )
-    return [msgspec.json.decode(child.answer, type=kind) for child in children]
-
-
-def _read_answer(child: Child) -> bool:
-    """Read what is there; whether the answer is complete, or the child has closed its output without one."""
-    assert child.process.stdout is not None
-    piece = os.read(child.process.stdout.fileno(), 65536)
-    child.answer += piece
-    return child.answered or not piece
-
-
-def _check_answer(child: Child) -> None:
-    if not child.answered:
-        reason = f"{describe_exit(child.process.wait())} before it was ready"
-        raise LaunchError(f"{child.name}: {with_log(reason, child.log_tail())}")
-    answer: dict[str, Any] = msgspec.json.decode(child.answer)
-    if "error" in answer:
-        raise LaunchError(f"{child.name}: {answer['error']}")
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
@@ -152,22 +106,90 @@ def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) 
             child.process.kill()
             child.process.wait()
             killed.append(child.name)
-        _close_pipes(child)
+        try:
+            _pipe(child).close()
+        except BrokenPipeError:  # its configuration was never read
+            continue
     return killed
 
 
-def _close_pipes(child: Child) -> None:
-    for pipe in (child.process.stdin, child.process.stdout):
-        if pipe is None:
-            continue
+def _pipe(child: Child) -> IO[bytes]:
+    assert child.process.stdin is not None, "children are started with a pipe"
+    return child.process.stdin
+
+
+class ProcessLauncher:
+    """Implements `launcher.Launcher` with child processes. Owner of them; safe to look at from other threads."""
+
+    restarts = False
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._lock = threading.Lock()
+        self._children: dict[str, Child] = {}
+        """The latest life of each name, until it is stopped; guarded by the lock."""
+        self.killed: list[str] = []
+        """Names of processes that did not end when told to."""
+
+    def running(self) -> frozenset[str]:
+        """See `Launcher`: children end with their parent."""
+        return frozenset()
+
+    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+        """See `Launcher`."""
+        self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
+
+    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
+        """See `Launcher`."""
+        self._start(GATEWAY, GATEWAY_MODULE, launch, controller_address, 1)
+
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        """See `Launcher`."""
+        self._stop(worker_ids)
+
+    def stop_gateway(self) -> None:
+        """See `Launcher`."""
+        self._stop([GATEWAY])
+
+    def exited(self) -> dict[str, str]:
+        """See `Launcher`."""
+        with self._lock:
+            ended = [c for c in self._children.values() if not c.reported and c.process.poll() is not None]
+        for child in ended:
+            child.reported = True
+        return {child.name: child.why_ended() for child in ended}
+
+    def pending(self) -> dict[str, str]:
+        """See `Launcher`: a child runs at once."""
+        return {}
+
+    def pid(self, name: str) -> int:
+        """The process id of the latest life of a name; raises `KeyError`."""
+        with self._lock:
+            return self._children[name].process.pid
+
+    def _start(self, name: str, module: str, config: msgspec.Struct, controller_address: str, num_threads: int) -> None:
         try:
-            pipe.close()
-        except BrokenPipeError:  # its configuration was never read
-            continue
+            child = start_child(
+                name, module, config, controller_address, self._log_dir, thread_environment(num_threads)
+            )
+        except OSError as error:
+            raise LaunchError(f"{module} cannot be run: {error}") from error
+        with self._lock:
+            assert name not in self._children, f"{name} was not stopped"
+            self._children[name] = child
+
+    def _stop(self, names: Sequence[str]) -> None:
+        with self._lock:
+            children = [self._children[name] for name in names if name in self._children]
+        self.killed += stop_children(children)
+        with self._lock:
+            for child in children:
+                del self._children[child.name]
 
 
 class ProcessCluster(Cluster):
-    """A cluster of child processes; also a context manager. Owner of its children and of its log folder."""
+    """A cluster of child processes; also a context manager. Owner of its controller, its children and its logs."""
 
     def __init__(
         self,
@@ -178,27 +200,28 @@ class ProcessCluster(Cluster):
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         super().__init__(config, progress, start_timeout_s)
-        self.killed: list[str] = []
-        """After `stop`: the processes that did not end when told to."""
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir
-        self._workers: list[Child] = []
-        self._gateway: list[Child] = []
+        self._launcher: ProcessLauncher | None = None
+        self._controller: LocalController | None = None
 
-    def _start(self, check_stop: CheckStop) -> None:
-        log_dir = self._make_log_dir()
-        for config in self._plan.workers:
-            self._progress(config.worker_id, "starting")
-            environment = thread_environment(config.num_threads)
-            child = start_child(config.worker_id, "disagg.cluster.worker_process", config, log_dir, environment)
-            self._workers.append(child)
-        timeout_s = self._start_timeout_s
-        self._infos = wait_ready(self._workers, WorkerInfo, timeout_s, self._progress, check_stop)
-        self._progress(GATEWAY, "starting")
-        launch = self._plan.gateway(self._infos)
-        self._gateway = [start_child(GATEWAY, "disagg.cluster.gateway_process", launch, log_dir, thread_environment(1))]
-        (info,) = wait_ready(self._gateway, GatewayInfo, timeout_s, self._progress, check_stop)
-        self._address = info.address
+    @property
+    def killed(self) -> list[str]:
+        """Processes that did not end when told to."""
+        return self._launcher.killed if self._launcher is not None else []
+
+    def pid(self, name: str) -> int:
+        """The process id of a worker or of the gateway; raises `KeyError`."""
+        if self._launcher is None:
+            raise KeyError(name)
+        return self._launcher.pid(name)
+
+    def _open(self, check_stop: CheckStop) -> None:
+        from disagg.cluster.control.local import LocalController  # loads gRPC
+
+        self._launcher = ProcessLauncher(self._make_log_dir())
+        self._controller = LocalController(self._plan, self._launcher)
+        self._controller.start()
 
     def _make_log_dir(self) -> Path:
         if self._log_dir is None:
@@ -206,28 +229,24 @@ class ProcessCluster(Cluster):
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return self._log_dir
 
-    def pid(self, name: str) -> int:
-        """The process id of a worker or of the gateway; raises `KeyError`."""
-        return self._child(name).process.pid
-
-    def _child(self, name: str) -> Child:
-        return {child.name: child for child in (*self._workers, *self._gateway)}[name]
-
-    def lost(self) -> list[str]:
+    def state(self) -> ControlState:
         """See `launch.Cluster`."""
-        return [child.name for child in (*self._gateway, *self._workers) if child.process.poll() is not None]
+        return self._controller.state() if self._controller is not None else changes.NOTHING
 
-    def why_lost(self, name: str) -> str:
+    def control(self, request: ControlRequest) -> ControlReply:
         """See `launch.Cluster`."""
-        child = self._child(name)
-        return with_log(describe_exit(child.process.wait()), child.log_tail())
+        if self._controller is None:
+            raise LaunchError("the cluster was not started")
+        return self._controller.control(request)
 
     def stop(self) -> None:
         """See `launch.Cluster`."""
-        self.killed += stop_children(self._gateway)
-        self.killed += stop_children(self._workers)
-        for child in (*self._gateway, *self._workers):
-            self._progress(child.name, "stopped")
-        self._gateway, self._workers = [], []
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller.stop()
+        for name in self._started:
+            self._progress(name, "stopped")
+        self._started = []
         if self._log_dir is not None and not self._keep_logs:
             shutil.rmtree(self._log_dir, ignore_errors=True)
+            self._log_dir = None

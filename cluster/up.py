@@ -14,8 +14,10 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
+from disagg.cluster import changes
+from disagg.cluster.address import DEFAULT_ADDRESS
 from disagg.cluster.config import ClusterConfig, load_config, override
-from disagg.cluster.launch import Cluster, LaunchPlan, Progress, missing_pool
+from disagg.cluster.launch import Cluster, Progress
 from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
 from disagg.cluster.process_tools import StopFlag, Stopped
 from disagg.proto.errors import ConfigError
@@ -23,12 +25,10 @@ from disagg.proto.errors import ConfigError
 Launcher = Literal["ray", "processes"]
 
 EXIT_OK = 0
-EXIT_LOST = 1
 EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
 PATIENCE = 3
 """Signals that wait for a clean stop. Whoever sends one more is tired of waiting: children then end by themselves."""
-DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEMO_KV_CACHE_BYTES = 64 << 20
 
 
@@ -107,17 +107,18 @@ def make_cluster(config: ClusterConfig, launcher: Launcher, progress: Progress, 
         raise ConfigError(
             "--log-dir: Ray keeps its own logs; set ray.temp_dir in the file, or use --launcher processes"
         )
-    from disagg.cluster.ray_actors import RayCluster
+    from disagg.cluster.ray_cluster import RayCluster
 
     return RayCluster(config, progress=progress)
 
 
 def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit status."""
+    """Serve until SIGINT or SIGTERM; returns the exit status. Raises `LaunchError` when the cluster's controller is
+    gone."""
 
-    def serve(cluster: Cluster, plan: LaunchPlan, stop: StopFlag) -> int:
+    def serve(cluster: Cluster, stop: StopFlag) -> int:
         print_ready(console, cluster, config)
-        return _watch(cluster, plan, stop, console)
+        return _watch(cluster, stop, console)
 
     return _with_cluster(config, launcher, console, log_dir, serve)
 
@@ -126,7 +127,7 @@ def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_di
     """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
     from disagg.cluster import demo
 
-    def show(cluster: Cluster, plan: LaunchPlan, stop: StopFlag) -> int:
+    def show(cluster: Cluster, stop: StopFlag) -> int:
         with stop.interruptible():
             return int(demo.run_demo(cluster.address, console))
 
@@ -151,7 +152,7 @@ def _with_cluster(
     launcher: Launcher,
     console: Console,
     log_dir: Path | None,
-    body: Callable[[Cluster, LaunchPlan, StopFlag], int],
+    body: Callable[[Cluster, StopFlag], int],
 ) -> int:
     display = LaunchDisplay(console)
     cluster = make_cluster(config, launcher, display, log_dir)
@@ -162,7 +163,7 @@ def _with_cluster(
     stop = StopFlag(*_stop_signals(), patience=PATIENCE)
     try:
         cluster.start(stop.check)
-        return body(cluster, cluster.plan, stop)
+        return body(cluster, stop)
     except Stopped:
         return EXIT_INTERRUPTED
     finally:
@@ -177,18 +178,15 @@ def _stop_signals() -> list[signal.Signals]:
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
-def _watch(cluster: Cluster, plan: LaunchPlan, stop: StopFlag, console: Console) -> int:
-    """Until a stop is asked for, or so many processes are lost that nothing can be served any more."""
-    known: set[str] = set()
+def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
+    """Tell what happens until a stop is asked for: what is lost comes back, or is started again and again."""
+    state = cluster.state()
     while not stop.wait(WATCH_INTERVAL_S):
-        lost = cluster.lost()
-        for name in sorted(set(lost) - known):
-            console.print(f"[red]lost[/red] {name}: {escape(cluster.why_lost(name))}", highlight=False, soft_wrap=True)
-        known.update(lost)
-        missing = missing_pool(plan, lost)
-        if missing is not None:
-            console.print(f"[red]error:[/red] {missing} is gone; stopping", highlight=False)
-            return EXIT_LOST
+        before, state = state, cluster.state()
+        for change in changes.between(before, state):
+            colour = "red" if change.what in ("lost", "failed") else "green" if change.what == "ready" else "yellow"
+            detail = f": {escape(change.detail)}" if change.detail else ""
+            console.print(f"[{colour}]{change.what}[/{colour}] {change.name}{detail}", highlight=False, soft_wrap=True)
     console.print("stopping")
     return EXIT_OK
 

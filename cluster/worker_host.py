@@ -1,33 +1,49 @@
-"""A worker in this process: the composition of the worker shell with its roles."""
+"""A worker in this process: the composition of the worker shell with its roles, and its line to the controller."""
 
 from __future__ import annotations
 
-from disagg.cluster.host import STOP_GRACE_S
-from disagg.cluster.process_tools import pin_process
+import logging
+import threading
+
+from disagg.cluster.control.register_link import RegisterLink, Resolve, report_failure
+from disagg.cluster.host import STOP_GRACE_S, StartError
+from disagg.cluster.process_tools import describe, pin_process
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
-from disagg.proto.messages import RoleName, WorkerInfo
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import RoleName
+
+logger = logging.getLogger(__name__)
 
 ROLE_FACTORIES: dict[RoleName, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 class WorkerHost:
-    """A worker with its roles."""
+    """A worker with its roles, registered with the controller that `resolve` finds."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, resolve: Resolve) -> None:
         self._config = config
+        self._resolve = resolve
         self._worker = Worker(config, [ROLE_FACTORIES[role] for role in config.roles])
         self.crashed = self._worker.crashed
+        self.unwanted = threading.Event()
+        self._link = RegisterLink(resolve, self.unwanted.set)
 
-    def start(self) -> WorkerInfo:
-        """Pin, load the model, listen."""
-        pin_process(self._config.cores)
-        info = self._worker.start()
-        pin_process(self._config.cores)  # threads that libraries pinned or started otherwise
-        return info
+    def start(self) -> None:
+        """Pin, load the model, listen, register; see `Host`."""
+        try:
+            pin_process(self._config.cores)
+            info = self._worker.start()
+            pin_process(self._config.cores)  # threads that libraries pinned or started otherwise
+        except Exception as error:
+            logger.exception("%s could not start", self._config.worker_id)
+            report_failure(self._resolve, WorkerId(self._config.worker_id), describe(error))
+            raise StartError(describe(error)) from error
+        self._link.start(info)
 
     def stop(self) -> None:
-        """End the worker."""
+        """Leave the cluster and end the worker."""
+        self._link.stop()
         self._worker.stop(STOP_GRACE_S)

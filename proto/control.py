@@ -1,6 +1,6 @@
 """Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
 
-    worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is the membership
+    worker   -> controller   Register   "I listen here" or "I could not start"; the answer's open stream is membership
     gateway  <- controller   Follow     the whole membership at every change; up: which draining workers are empty
     operator -> controller   Control    scale a pool, drain a worker, what is there
 
@@ -18,20 +18,23 @@ from disagg.proto.messages import Message, WorkerInfo
 PoolName = Literal["prefill", "decode", "colocated"]
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
-"""`lost`: it was there, its stream broke, and it is expected back. `failed`: its start failed; it is tried again."""
+"""`lost`: it was there, its stream or its process ended, and it is expected back or started again. `failed`: its start
+failed; it is tried again."""
+GatewayPhase = Literal["starting", "ready", "stopping", "lost", "failed"]
+"""As for workers; a gateway is not drained."""
 
 
 # ---------------------------------------------------------------- worker -> controller
 
 
 class WorkerHello(Message, frozen=True, kw_only=True, tag=True):
-    """The worker listens and can be used. The first message of the stream."""
+    """The worker listens and can be used. The answer stays open for as long as both live."""
 
     info: WorkerInfo
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
-    """The worker could not start; its process is about to end. The only message of the stream."""
+    """The worker could not start; its process is about to end. The answer ends at once."""
 
     worker_id: WorkerId
     error: str
@@ -45,7 +48,9 @@ class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerUnwanted(Message, frozen=True, kw_only=True, tag=True):
-    """Nobody asked for this worker (any more): its process should end."""
+    """Nobody asked for this worker (any more), or it does not fit the others: its process should end."""
+
+    reason: str
 
 
 ControllerToWorker = WorkerWelcome | WorkerUnwanted
@@ -63,6 +68,13 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
+class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway could not start; its process is about to end. The only message of the stream."""
+
+    gateway_id: GatewayId
+    error: str
+
+
 class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
     """Nothing of this gateway runs on that draining worker any more."""
 
@@ -70,7 +82,7 @@ class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-GatewayToController = GatewayHello | WorkerDrained
+GatewayToController = GatewayHello | GatewayFailed | WorkerDrained
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -99,7 +111,7 @@ class ScaleRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Replace this worker by a new life of it, after its sequences have ended."""
+    """Replace this worker by a new life of it, after its sequences have ended. Answered as soon as it is noted."""
 
     worker_id: WorkerId
 
@@ -133,11 +145,16 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
 
 
 class GatewayRecord(Message, frozen=True, kw_only=True):
-    """One gateway that follows."""
+    """A gateway that follows, or that is to."""
 
     gateway_id: GatewayId
+    """Empty until it follows."""
     address: str
+    """host:port for clients; empty until it follows."""
     pid: int
+    phase: GatewayPhase = "ready"
+    detail: str = ""
+    """Why it was lost or failed, the last time."""
 
 
 class ControlState(Message, frozen=True, kw_only=True, tag=True):
@@ -151,7 +168,11 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
     def is_settled(self) -> bool:
         """Whether every pool is what it should be, and somebody lets clients in."""
         sizes_met = all(pool.ready == pool.desired for pool in self.pools)
-        return sizes_met and all(w.phase == "ready" for w in self.workers) and any(g.address for g in self.gateways)
+        return (
+            sizes_met
+            and all(w.phase == "ready" for w in self.workers)
+            and any(g.phase == "ready" for g in self.gateways)
+        )
 
 
 class ControlRefused(Message, frozen=True, kw_only=True, tag=True):

@@ -12,7 +12,7 @@ Times on the wire are durations (`timeout_s`), never clock readings: clocks diff
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -24,6 +24,8 @@ EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "faile
 fault."""
 
 MAX_FRAME_BYTES = 16 << 20
+
+NonEmptyHash = Annotated[BlockHash, msgspec.Meta(min_length=1)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,19 +232,19 @@ WorkerToGateway = StepUpdate | SessionHello
 class BlocksStored(Message, frozen=True, kw_only=True, tag=True):
     """These prefix blocks can now be hit on this worker."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: tuple[NonEmptyHash, ...]
 
 
 class BlocksRemoved(Message, frozen=True, kw_only=True, tag=True):
     """These prefix blocks are gone from this worker."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: tuple[NonEmptyHash, ...]
 
 
 class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
     """All prefix blocks of this worker; replaces what was known."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: tuple[NonEmptyHash, ...]
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,14 +18,13 @@ from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef, Stopped
-from disagg.cluster.processes import Child, ProcessCluster, start_child, stop_children, wait_ready
+from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import fake_generate
-from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning
+from tests.support.registry import Registry
 
-WORKER_MODULE = "disagg.cluster.worker_process"
 FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
 PROMPT = tuple(range(40))
 
@@ -64,7 +64,7 @@ def test_a_cluster_serves_and_leaves_nothing(mode: str) -> None:
         names = [info.worker_id for info in cluster.workers]
         assert names == (["prefill-0", "decode-0"] if mode == "disaggregated" else ["colocated-0"])
         assert len({process.pid for process in processes} | {os.getpid()}) == len(names) + 2
-        assert cluster.lost() == []
+        assert cluster.state().is_settled
         with Client(cluster.address) as client:
             answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
             assert list(answer.token_ids) == fake_generate(PROMPT, 20)
@@ -80,21 +80,15 @@ def test_a_cluster_serves_and_leaves_nothing(mode: str) -> None:
     assert sorted(name for name, state in seen if state == "stopped") == sorted(everything)
 
 
-def test_a_lost_worker_is_named_and_stop_still_works() -> None:
-    with ProcessCluster(parse_config(FAKE)) as cluster:
-        os.kill(cluster.pid("prefill-0"), signal.SIGKILL)
-        assert wait_until(lambda: cluster.lost() == ["prefill-0"])
-        assert cluster.why_lost("prefill-0") == "killed by SIGKILL"
-    assert cluster.killed == []
-
-
 def test_a_start_can_be_ended_and_leaves_nothing() -> None:
     cluster = ProcessCluster(parse_config(FAKE))
     started: list[ProcessRef] = []
 
     def stop() -> None:
-        started.extend(ProcessRef.of(cluster.pid(name)) for name in ("prefill-0", "decode-0"))
-        raise Stopped
+        if [record.worker_id for record in cluster.state().workers]:
+            assert wait_until(lambda: len(children_mentioning(WORKER_MODULE)) == 2)
+            started.extend(ProcessRef.of(cluster.pid(name)) for name in ("prefill-0", "decode-0"))
+            raise Stopped
 
     with pytest.raises(Stopped):
         cluster.start(stop)
@@ -119,56 +113,81 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path)
 
 def test_a_child_is_pinned_with_all_its_threads_and_ends_when_told(tmp_path: Path, children: list[Child]) -> None:
     core = max(os.sched_getaffinity(0))
-    children.append(start_child("w", WORKER_MODULE, worker_config("w", cores=(core,)), tmp_path, {}))
-    (info,) = wait_ready(children, WorkerInfo, 60)
-    assert info.pid == children[0].process.pid
-    threads = [int(task.name) for task in Path(f"/proc/{info.pid}/task").iterdir()]
-    assert len(threads) > 2
-    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
-    assert stop_children(children) == []
-    assert children[0].process.returncode == 0
+    with Registry() as registry:
+        config = worker_config("w", cores=(core,))
+        children.append(start_child("w", WORKER_MODULE, config, registry.address, tmp_path, {}))
+        (info,) = registry.wait(["w"])
+        assert info.pid == children[0].process.pid
+        threads = [int(task.name) for task in Path(f"/proc/{info.pid}/task").iterdir()]
+        assert len(threads) > 2
+        assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
+        assert stop_children(children) == []
+        assert children[0].process.returncode == 0
 
 
-def test_a_child_that_is_not_ready_in_time_is_an_error_and_is_killed(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", WORKER_MODULE, worker_config("w"), tmp_path, {}))
+def test_a_child_that_does_not_end_is_killed(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", WORKER_MODULE, worker_config("w"), "127.0.0.1:1", tmp_path, {}))
     children[0].process.send_signal(signal.SIGSTOP)
-    with pytest.raises(LaunchError, match=r"^w: not ready after 0\.2 s; log of w:"):
-        wait_ready(children, WorkerInfo, 0.2)
+    stat = Path(f"/proc/{children[0].process.pid}/stat")
+    assert wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     assert stop_children(children, timeout_s=0.2) == ["w"]
     assert children[0].process.returncode == -signal.SIGKILL
 
 
-def test_a_child_that_dies_before_it_is_ready_shows_its_log(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", "disagg.no_such_module", worker_config("w"), tmp_path, {}))
-    with pytest.raises(
-        LaunchError, match=r"^w: exit status 1 before it was ready; the end of its log:\n.*no_such_module"
-    ):
-        wait_ready(children, WorkerInfo, 60)
+def test_a_child_that_nobody_wants_ends(tmp_path: Path, children: list[Child]) -> None:
+    with Registry() as registry:
+        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, tmp_path, {}))
+        registry.wait(["w"])
+        registry.dismiss("w")
+        assert children[0].process.wait(20) == 0
 
 
-def test_a_configuration_that_is_no_worker_s_is_answered_with_an_error(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", WORKER_MODULE, RouterConfig(), tmp_path, {}))
-    with pytest.raises(LaunchError, match=r"^w: Object contains unknown field `.*`$"):
-        wait_ready(children, WorkerInfo, 60)
+def test_a_child_registers_again_and_again(tmp_path: Path, children: list[Child]) -> None:
+    """With whoever listens where it was told; here the second one is another."""
+    with Registry() as registry:
+        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, tmp_path, {}))
+        (info,) = registry.wait(["w"])
+        port = int(registry.address.rpartition(":")[2])
+    with Registry(port) as later:
+        assert later.wait(["w"]) == [info]
+
+
+def test_a_child_that_dies_shows_its_log(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", "disagg.no_such_module", worker_config("w"), "127.0.0.1:1", tmp_path, {}))
+    why = children[0].why_ended()
+    assert why.startswith("exit status 1; the end of its log:\n")
+    assert "no_such_module" in why
+
+
+def test_a_start_that_fails_is_told_to_the_controller(tmp_path: Path, children: list[Child]) -> None:
+    with Registry() as registry:
+        config = worker_config("w", block_size=17)
+        children.append(start_child("w", WORKER_MODULE, config, registry.address, tmp_path, {}))
+        assert "17" in registry.wait_error("w")
+        assert children[0].process.wait(20) == 1
+
+
+def test_a_configuration_that_is_no_worker_s_ends_the_child(tmp_path: Path, children: list[Child]) -> None:
+    children.append(start_child("w", WORKER_MODULE, RouterConfig(), "127.0.0.1:1", tmp_path, {}))
+    assert re.search(r"exit status 1; .*Object contains unknown field", children[0].why_ended(), re.DOTALL)
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys, tempfile, time\n"
-        "from disagg.cluster.processes import start_child, wait_ready\n"
+        "import pathlib, sys, time\n"
+        "from disagg.cluster.processes import start_child\n"
         "from disagg.engine.config import WorkerConfig\n"
-        "from disagg.proto.messages import WorkerInfo\n"
         "config = WorkerConfig(worker_id='w', roles=('decode',), model_path='fake')\n"
-        f"child = start_child('w', {WORKER_MODULE!r}, config, pathlib.Path(sys.argv[1]), {{}})\n"
-        "print(wait_ready([child], WorkerInfo, 60)[0].pid, flush=True)\n"
+        f"child = start_child('w', {WORKER_MODULE!r}, config, sys.argv[2], pathlib.Path(sys.argv[1]), {{}})\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = ProcessRef.of(int(parent.stdout.readline()))
-        assert worker.is_alive()
-        parent.kill()
-    assert wait_until(lambda: not worker.is_alive())
+    with Registry() as registry:
+        arguments = [sys.executable, "-c", code, str(tmp_path), registry.address]
+        with subprocess.Popen(arguments) as parent:
+            worker = ProcessRef.of(registry.wait(["w"])[0].pid)
+            assert worker.is_alive()
+            parent.kill()
+        assert wait_until(lambda: not worker.is_alive())
 
 
 # ---------------------------------------------------------------- disagg up

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disagg.proto.errors import DeadlineError, OverloadedError, RequestCancelledError, UnavailableError
-from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, Dispatch, Load
 from disagg.router.api import Completion, RequestHandle
 from disagg.router.config import RouterConfig
@@ -291,3 +291,54 @@ async def test_audit() -> None:
         await d0.stop_listening()
         with pytest.raises(UnavailableError, match="d0 does not answer"):
             await server.audit(timeout_s=1.0)
+
+
+async def test_a_draining_worker_keeps_what_it_has_gets_nothing_new_and_is_empty_in_the_end() -> None:
+    drained: list[tuple[str, str]] = []
+    async with (
+        ScriptedWorker("p0") as p0,
+        ScriptedWorker("d0") as d0,
+        ScriptedWorker("d1") as d1,
+        router(p0, d0, d1) as server,
+    ):
+        server.on_drained = lambda worker_id, incarnation: drained.append((worker_id, incarnation))
+        handle = submit(server, "r0")
+        peer = (await p0.next_dispatch()).decode_peer
+        assert peer is not None
+        busy, other = (d0, d1) if peer.worker_id == "d0" else (d1, d0)
+        server.drain_worker(busy.info.worker_id, busy.info.incarnation)
+        server.drain_worker(busy.info.worker_id, busy.info.incarnation)
+        p0.say(prefilled_update("r0", 0))
+        p0.say(tokens_update("r0", 0, 0, 10))
+        busy.say(handed_over_update("r0", 0))
+        assert await read(handle, 1) == [10]
+        later = submit(server, "r1")
+        dispatch = await p0.next_dispatch()
+        assert dispatch.decode_peer is not None
+        assert dispatch.decode_peer.worker_id == other.info.worker_id
+        assert drained == []
+        busy.say(end_update("r0", 0, "stop"))
+        assert await read_all(handle) == []
+        assert drained == [(busy.info.worker_id, busy.info.incarnation)]
+        later.cancel()
+        with contextlib.suppress(RequestCancelledError):
+            await read_all(later)
+
+
+async def test_a_worker_without_a_session_is_empty_at_once() -> None:
+    drained: list[tuple[str, str]] = []
+    async with (
+        ScriptedWorker("p0") as p0,
+        ScriptedWorker("d0") as d0,
+        ScriptedWorker("d1") as d1,
+        router(p0, d0, d1) as server,
+    ):
+        server.on_drained = lambda worker_id, incarnation: drained.append((worker_id, incarnation))
+        server.drain_worker(WorkerId("d7"), Incarnation("1"))
+        assert drained == []
+        server.drain_worker(d1.info.worker_id, Incarnation("another"))
+        assert drained == [("d1", "another")]
+        server.drain_worker(d0.info.worker_id, d0.info.incarnation)
+        assert drained[1:] == [("d0", "1")]
+        await server.remove_worker(d0.info.worker_id)
+        assert [worker.info.worker_id for worker in server.view().workers] == ["d1", "p0"]

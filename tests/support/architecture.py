@@ -30,7 +30,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "proto": frozenset(),
     "client": frozenset({"proto", "v1"}),
 }
-"""Which part of `disagg` may import which other; `v1` are the public stubs, `client` is src/disagg/client.py."""
+"""Which part of `disagg` may import which other; `v1` are the public stubs, `client` is src/disagg/client/."""
 
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/ray_*.py",),
@@ -53,18 +53,17 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "*/service.py",
         "router/gateway/*",
         "cluster/control/*_link.py",
+        "cluster/ray_auth.py",
         "loadtests/locust_*.py",
         "loadtests/fake_server.py",
-        "src/disagg/client.py",
         "src/disagg/client/*",
     ),
-    "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client.py", "src/disagg/client/*"),
+    "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client/*"),
     "grpc_reflection": ("*/server.py", "router/gateway/*"),
     "grpc_status": (
         "*/server.py",
         "*/service.py",
         "router/gateway/*",
-        "src/disagg/client.py",
         "src/disagg/client/*",
     ),
 }
@@ -132,7 +131,7 @@ def read(path: str) -> str:
 
 
 def module_name(path: str) -> str:
-    """`engine/model/llama.py` -> `disagg.engine.model.llama`; `src/disagg/client.py` -> `disagg.client`."""
+    """`engine/model/llama.py` -> `disagg.engine.model.llama`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
     parts = PurePosixPath(path.removeprefix("src/disagg/")).with_suffix("").parts
     return ".".join(("disagg", *(part for part in parts if part != "__init__")))
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import grpc
 
 from disagg.cluster.process_tools import thread_environment
-from disagg.cluster.processes import start_child, stop_children, wait_ready
+from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
 from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
@@ -41,22 +41,22 @@ from disagg.proto.messages import (
     encode,
 )
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION
+from tests.support.registry import Registry
 
 GATEWAY = GatewayId("test-gateway")
-MODULE = "disagg.cluster.worker_process"
 START_TIMEOUT_S = 60.0
 
 
 @contextmanager
 def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
     """Worker processes, started together; every one must end by itself when told to."""
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, Registry() as registry:
         children = [
-            start_child(c.worker_id, "disagg.cluster.worker_process", c, Path(logs), thread_environment(1))
+            start_child(c.worker_id, WORKER_MODULE, c, registry.address, Path(logs), thread_environment(1))
             for c in configs
         ]
         try:
-            yield wait_ready(children, WorkerInfo, START_TIMEOUT_S)
+            yield registry.wait([config.worker_id for config in configs], START_TIMEOUT_S)
         finally:
             killed = stop_children(children)
             problems = [

@@ -195,17 +195,29 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolState]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ...) -> None: ...
+
+class PoolState(_message.Message):
+    __slots__ = ("name", "desired", "ready")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    desired: int
+    ready: int
+    def __init__(self, name: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +228,9 @@ class WorkerState(_message.Message):
     KV_BLOCKS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     address: str
@@ -226,7 +241,40 @@ class WorkerState(_message.Message):
     kv_blocks_active: int
     kv_blocks_cached: int
     kv_blocks_reserved: int
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ...) -> None: ...
+    phase: str
+    detail: str
+    starts: int
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ...) -> None: ...
+
+class SetPoolSizesRequest(_message.Message):
+    __slots__ = ("sizes",)
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    def __init__(self, sizes: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
+
+class PoolSize(_message.Message):
+    __slots__ = ("pool", "size")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    size: int
+    def __init__(self, pool: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class SetPoolSizesResponse(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolState]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ExplainRequestRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -279,7 +279,7 @@ class InferenceService(object):
 
 
 class AdminServiceStub(object):
-    """AdminService shows operators what the cluster is and did.
+    """AdminService shows operators what the cluster is and did, and changes its size.
     """
 
     def __init__(self, channel):
@@ -298,14 +298,24 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.FromString,
                 _registered_method=True)
+        self.SetPoolSizes = channel.unary_unary(
+                '/disagg.v1.AdminService/SetPoolSizes',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.SetPoolSizesRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.SetPoolSizesResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/disagg.v1.AdminService/DrainWorker',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """AdminService shows operators what the cluster is and did.
+    """AdminService shows operators what the cluster is and did, and changes its size.
     """
 
     def GetClusterState(self, request, context):
-        """GetClusterState lists the workers with their load, as the router sees them.
+        """GetClusterState lists the pools, and the workers with their load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -313,6 +323,21 @@ class AdminServiceServicer(object):
 
     def ExplainRequest(self, request, context):
         """ExplainRequest tells where a recent request ran and what moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPoolSizes(self, request, context):
+        """SetPoolSizes makes pools larger or smaller from now on. It answers when that is noted; GetClusterState shows how far
+        it is. Workers that leave finish their sequences first. All sizes are set, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """DrainWorker replaces a worker by a new process, after its sequences have ended. It answers when that is noted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,6 +356,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.SerializeToString,
             ),
+            'SetPoolSizes': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPoolSizes,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.SetPoolSizesRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.SetPoolSizesResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'disagg.v1.AdminService', rpc_method_handlers)
@@ -340,7 +375,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService shows operators what the cluster is and did.
+    """AdminService shows operators what the cluster is and did, and changes its size.
     """
 
     @staticmethod
@@ -387,6 +422,60 @@ class AdminService(object):
             '/disagg.v1.AdminService/ExplainRequest',
             disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPoolSizes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/SetPoolSizes',
+            disagg_dot_v1_dot_inference__pb2.SetPoolSizesRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.SetPoolSizesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/DrainWorker',
+            disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,11 +36,24 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command() -> None:
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    for command in ("up", "demo", "generate", "model"):
+    for command in ("up", "demo", "generate", "status", "scale", "drain", "model"):
         assert f" {command} " in result.output
 
 
-@pytest.mark.parametrize("command", [["up"], ["demo"], ["generate"], ["model"], ["model", "import"], ["model", "list"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["up"],
+        ["demo"],
+        ["generate"],
+        ["status"],
+        ["scale"],
+        ["drain"],
+        ["model"],
+        ["model", "import"],
+        ["model", "list"],
+    ],
+)
 def test_every_command_has_help(command: list[str]) -> None:
     result = CliRunner().invoke(cli.app, [*command, "--help"])
     assert result.exit_code == 0
@@ -54,7 +67,14 @@ def test_version() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["upp"], ["up", "--launcher", "docker"], ["up", "--port", "70000"], ["up", "--prefill", "0"], ["generate"]],
+    [
+        ["upp"],
+        ["up", "--launcher", "docker"],
+        ["up", "--port", "70000"],
+        ["up", "--prefill", "0"],
+        ["generate"],
+        ["scale"],
+    ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2

@@ -4,7 +4,8 @@ import pytest
 
 from disagg.cluster import layout
 from disagg.cluster.config import parse_config
-from disagg.cluster.launch import LaunchPlan, missing_pool
+from disagg.cluster.launch import LaunchPlan
+from disagg.proto.control import PoolName
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
 
@@ -62,7 +63,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
             "transfer": {"chunk_bytes": 1024, "staging_bytes": 4096, "lease_timeout_s": 2},
         }
     )
-    workers = layout.worker_configs(config, "/m", layout.plan_cores(config, (0, 1)))
+    workers = LaunchPlan(config, "/m", (0, 1)).workers
     assert [(w.worker_id, w.roles, w.cores) for w in workers] == [
         ("prefill-0", ("prefill",), (0,)),
         ("prefill-1", ("prefill",), (1,)),
@@ -78,7 +79,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
 
 def test_a_colocated_worker_has_both_roles() -> None:
     config = parse_config({"mode": "colocated"})
-    (worker,) = layout.worker_configs(config, "fake", layout.plan_cores(config, (0,)))
+    (worker,) = LaunchPlan(config, "fake", (0,)).workers
     assert (worker.worker_id, worker.roles) == ("colocated-0", ("prefill", "decode"))
 
 
@@ -105,27 +106,35 @@ def test_router_and_gateway_configs() -> None:
     assert (gateway.host, gateway.port, gateway.max_model_len) == ("127.0.0.1", 5, 90)
 
 
-def make_plan(raw: object) -> LaunchPlan:
-    config = parse_config(raw)
-    cores = layout.plan_cores(config, (0, 1))
-    return LaunchPlan(config, "fake", cores, layout.worker_configs(config, "fake", cores))
-
-
 @pytest.mark.parametrize(
-    ("lost", "missing"),
+    ("sizes", "threads", "available", "cores"),
     [
-        ([], None),
-        (["decode-0"], None),
-        (["decode-0", "decode-1"], "every decode worker"),
-        (["prefill-0"], "every prefill worker"),
-        (["gateway"], "gateway"),
+        # two cores: each pool keeps to its own
+        ((1, 1), (1, 1), (0, 1), {"prefill": [(0,), (0,), (0,)], "decode": [(1,), (1,), (1,)]}),
+        # enough cores: nobody shares, whatever grows
+        ((1, 2), (1, 1), tuple(range(9)), {"prefill": [(0,), (3,), (5,)], "decode": [(1,), (2,), (4,), (6,)]}),
+        ((1, 1), (2, 1), tuple(range(6)), {"prefill": [(0, 1), (3, 4)], "decode": [(2,), (5,)]}),
     ],
 )
-def test_what_a_cluster_cannot_do_without(lost: list[str], missing: str | None) -> None:
-    assert missing_pool(make_plan({"pools": {"decode": {"size": 2}}}), lost) == missing
+def test_workers_that_come_later_go_on_round_the_cores(
+    sizes: tuple[int, int],
+    threads: tuple[int, int],
+    available: tuple[int, ...],
+    cores: dict[PoolName, list[tuple[int, ...]]],
+) -> None:
+    pools = {
+        name: {"size": size, "num_threads": count}
+        for name, size, count in zip(("prefill", "decode"), sizes, threads, strict=True)
+    }
+    plan = LaunchPlan(parse_config({"pools": pools}), "fake", available)
+    for pool, expected in cores.items():
+        assert [plan.worker(pool, index).cores for index in range(len(expected))] == expected
 
 
-def test_workers_with_different_models_make_no_cluster() -> None:
-    infos = [make_info("a"), make_info("b", fingerprint="g")]
-    with pytest.raises(RuntimeError, match=r"^the workers do not run the same model: a f, b g$"):
-        make_plan({}).gateway(infos)
+def test_a_plan_for_the_gateway_remembers_its_port() -> None:
+    plan = LaunchPlan(parse_config({"gateway": {"port": 0}}), "fake", (0, 1))
+    infos = [make_info("a"), make_info("b")]
+    first, again = plan.gateway(infos), plan.gateway(infos, port=77)
+    assert (first.gateway.port, again.gateway.port) == (0, 77)
+    assert first.gateway_id != again.gateway_id
+    assert (first.workers, first.cores) == (tuple(infos), (0,))

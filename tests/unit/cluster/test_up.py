@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,10 @@ from disagg.cluster import up
 from disagg.cluster.config import ClusterConfig, parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import CheckStop, LaunchPlan, never_stop, plan_launch
+from disagg.proto.control import ControlState
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import WorkerInfo
+from tests.support.control import settled
 from tests.unit.cluster.test_layout import make_info
 
 
@@ -25,7 +27,8 @@ class StubCluster:
     def __init__(self, config: ClusterConfig, on_start: Callable[[], None]) -> None:
         self._plan = plan_launch(config)
         self._on_start = on_start
-        self.dead: list[str] = []
+        self.control = settled({"prefill": 1, "decode": 1})
+        self.look: Callable[[], object] = lambda: None
         self.num_stops = 0
 
     @property
@@ -44,11 +47,9 @@ class StubCluster:
         self._on_start()
         check_stop()
 
-    def lost(self) -> list[str]:
-        return self.dead
-
-    def why_lost(self, name: str) -> str:
-        return "killed by SIGKILL; the end of its log:\n[oops] " + "x" * 300
+    def state(self) -> ControlState:
+        self.look()
+        return self.control.core.state()
 
     def stop(self) -> None:
         self.num_stops += 1
@@ -73,11 +74,7 @@ def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number:
     before = signal.getsignal(number)
     run = Run(monkeypatch)
 
-    def interrupt() -> list[str]:
-        signal.raise_signal(number)
-        return []
-
-    monkeypatch.setattr(run.cluster, "lost", interrupt)
+    run.cluster.look = lambda: signal.raise_signal(number)
     assert run() == 0
     assert run.cluster.num_stops == 1
     text = run.out.getvalue()
@@ -104,22 +101,65 @@ def test_a_failed_start_is_raised_after_stopping(monkeypatch: pytest.MonkeyPatch
     assert run.cluster.num_stops == 1
 
 
-def test_losing_the_last_worker_of_a_pool_ends_it_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-    run.cluster.dead = ["decode-0"]
-    assert run() == 1
-    assert run.out.getvalue().endswith(
-        f"lost decode-0: killed by SIGKILL; the end of its log:\n[oops] {'x' * 300}\n"
-        "error: every decode worker is gone; stopping\n"
+    control = run.cluster.control
+    why = "killed by SIGKILL; the end of its log:\n[oops] " + "x" * 300
+    happens: Iterator[Callable[[], object]] = iter(
+        [
+            lambda: None,
+            lambda: control.exited("decode-0", why),
+            lambda: control.tick(1),
+            lambda: control.stopped("decode-0"),
+            lambda: control.register("decode-0", 2),
+            lambda: control.scale(decode=2),
+            lambda: control.scale(decode=1),
+            lambda: control.stopped("decode-1"),
+            lambda: signal.raise_signal(signal.SIGINT),
+        ]
     )
+    run.cluster.look = lambda: next(happens)()
+    assert run() == 0
+    told = run.out.getvalue().partition("Ctrl-C stops the cluster\n")[2]
+    assert told.splitlines() == [
+        "lost decode-0: killed by SIGKILL; the end of its log:",
+        f"[oops] {'x' * 300}",
+        "stopping decode-0",
+        "starting decode-0",
+        "ready decode-0",
+        "starting decode-1",
+        "stopping decode-1",
+        "gone decode-1",
+        "stopping",
+    ]
+
+
+def test_losing_the_controller_for_good_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.cluster.look = look_twice("the controller is gone")
+    with pytest.raises(LaunchError, match="gone"):
+        run()
+    assert run.cluster.num_stops == 1
+
+
+def look_twice(error: str) -> Callable[[], None]:
+    """Raises at the third look."""
+    looks = iter(range(2))
+
+    def look() -> None:
+        if next(looks, None) is None:
+            raise LaunchError(error)
+
+    return look
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         run = Run(monkeypatch, on_start=lambda: signal.raise_signal(signal.SIGHUP))
-        run.cluster.dead = ["decode-0"]
-        assert run() == 1
+        run.cluster.look = look_twice("it goes on until here")
+        with pytest.raises(LaunchError, match="until here"):
+            run()
     finally:
         signal.signal(signal.SIGHUP, before)
 

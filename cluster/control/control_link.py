@@ -1,0 +1,25 @@
+"""Asks a controller, blocking: for operators' programs and for the launchers."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+
+from disagg.proto.control import ControlReply, ControlRequest
+from disagg.proto.errors import UnavailableError
+from disagg.proto.messages import decoder, encode
+from disagg.proto.services import CHANNEL_OPTIONS, CONTROL
+
+
+def ask(address: str, request: ControlRequest, timeout_s: float = 5.0) -> ControlReply:
+    """What the controller at `address` answers. Raises `UnavailableError` when it does not."""
+    try:
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            frame = channel.unary_unary(CONTROL, None, None)(encode(request), timeout=timeout_s)
+    except grpc.RpcError as error:
+        details = cast(grpc.Call, error).details()
+        message = f"the controller at {address} does not answer: {details}"
+        raise UnavailableError(message, "controller_away") from error
+    reply: ControlReply = decoder(ControlReply).decode(frame)
+    return reply

@@ -1,0 +1,382 @@
+"""The controller's core: compares what is there with what is wanted, and says what to do. Pure: (event, now) ->
+commands.
+
+    Scale ──> desired sizes ─┐
+                             ├─ reconcile ──> start, stop, restart after a pause, drain
+    registered, left, ... ───┘       └──────> membership ──Publish──> gateways ──WorkerEmpty──> drained: stop
+
+The worker with the highest index leaves first. A worker that is wanted again while it drains finishes draining, and is
+then started anew. Nothing is drained for longer than `drain_timeout_s`: then it leaves the membership, and gateways
+continue what ran there elsewhere.
+
+A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
+until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from disagg.cluster.control import events
+from disagg.cluster.control.events import Command, Event
+from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway
+from disagg.cluster.control.workers import Worker, split_worker_id, worker_id
+from disagg.proto.control import (
+    ControlRefused,
+    ControlRequest,
+    ControlState,
+    DrainRequest,
+    GatewayRecord,
+    Member,
+    Membership,
+    PoolName,
+    PoolState,
+    ScaleRequest,
+)
+from disagg.proto.ids import GatewayId, WorkerId
+from disagg.proto.messages import WorkerInfo
+
+MAX_POOL_SIZE = 1024
+ADOPT_GRACE_S = 10.0
+"""How long a controller that came back waits for the workers that an earlier one started."""
+FIRST_SET_S = 20.0
+"""How long the gateway's first start waits for the whole first set, once there is one worker of each pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What does not change."""
+
+    drain_timeout_s: float
+    lost_grace_s: float
+    """How long a process that left, and is not known to have ended, may take to come back."""
+
+
+class ControlCore:
+    """Owner of the desired sizes and of all records.
+
+    Args:
+        sizes: desired size of each pool; their order is the order in which workers are shown.
+        running: names of processes that an earlier controller started.
+    """
+
+    def __init__(self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = ()) -> None:
+        self._sizes = dict(sizes)
+        self._settings = settings
+        self._running = frozenset(running)
+        self._workers: dict[WorkerId, Worker] = {}
+        self._followers: dict[GatewayId, Follower] = {}
+        self._gateway = OwnGateway()
+        self._model: WorkerInfo | None = None
+        """The worker whose model the others must run as well."""
+        self._begun = False
+        self._adopting_until: float | None = None
+        self._enough_since: float | None = None
+        """Since when there is a ready worker in each pool."""
+        self._published: Membership | None = None
+        self._out: list[Command] = []
+        self._to_stop: list[WorkerId] = []
+
+    # ------------------------------------------------------------ what is there
+
+    @property
+    def sizes(self) -> dict[PoolName, int]:
+        """The desired sizes."""
+        return dict(self._sizes)
+
+    @property
+    def worker_ids(self) -> tuple[WorkerId, ...]:
+        """All workers that may have a process."""
+        return tuple(self._workers)
+
+    def state(self) -> ControlState:
+        """The cluster, for operators."""
+        workers = sorted(
+            self._workers.values(), key=lambda worker: (list(self._sizes).index(worker.pool), worker.index)
+        )
+        own = self._gateway.record()
+        others = (f for f in self._followers.values() if f.gateway_id != self._gateway.gateway_id)
+        return ControlState(
+            pools=tuple(
+                PoolState(name=name, desired=size, ready=self._num_ready(name)) for name, size in self._sizes.items()
+            ),
+            workers=tuple(worker.record() for worker in workers),
+            gateways=(
+                *([own] if own is not None else []),
+                *(GatewayRecord(gateway_id=f.gateway_id, address=f.address, pid=f.pid) for f in others),
+            ),
+        )
+
+    def membership(self) -> Membership:
+        """The workers that gateways should know."""
+        return Membership(
+            members=tuple(
+                Member(info=worker.info, state="draining" if worker.phase == "draining" else "ready")
+                for worker in self._workers.values()
+                if worker.is_member and worker.info is not None
+            )
+        )
+
+    def refusal(self, request: ControlRequest) -> ControlRefused | None:
+        """Why a request cannot be followed; None if it can."""
+        if isinstance(request, ScaleRequest):
+            return self._scale_refusal(request)
+        if isinstance(request, DrainRequest):
+            worker = self._workers.get(request.worker_id)
+            if worker is None:
+                there = ", ".join(self._workers)
+                return ControlRefused(field="worker_id", message=f"there is no {request.worker_id}; there is {there}")
+            if worker.phase != "ready":
+                message = f"{worker.worker_id} is {worker.phase}; only a worker that is ready can be drained"
+                return ControlRefused(field="worker_id", message=message)
+            if self._num_ready(worker.pool) == 1:
+                message = f"{worker.worker_id} is the only ready worker of its pool; make the pool larger first"
+                return ControlRefused(field="worker_id", message=message)
+        return None
+
+    def _scale_refusal(self, request: ScaleRequest) -> ControlRefused | None:
+        if not request.sizes:
+            return ControlRefused(field="sizes", message=f"name at least one pool of {', '.join(self._sizes)}")
+        for name, size in request.sizes.items():
+            if name not in self._sizes:
+                return ControlRefused(field=f"sizes.{name}", message=f"there are the pools {', '.join(self._sizes)}")
+            if not 1 <= size <= MAX_POOL_SIZE:
+                return ControlRefused(
+                    field=f"sizes.{name}", message=f"expected 1 to {MAX_POOL_SIZE} workers; got {size}"
+                )
+        return None
+
+    def next_wakeup(self) -> float | None:
+        """When a `Tick` is due."""
+        dues = [worker.due for worker in self._workers.values()]
+        dues += [self._gateway.due, self._adopting_until]
+        if self._enough_since is not None and self._gateway.phase is None:
+            dues.append(self._enough_since + FIRST_SET_S)
+        return min((due for due in dues if due is not None), default=None)
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take an event in; the commands, to be executed in order."""
+        if not self._begun:
+            self._begun = True
+            self._begin(now)
+        self._take(event, now)
+        self._expire(now)
+        self._reconcile(now)
+        self._reconcile_gateway(now)
+        self._publish(force=isinstance(event, events.GatewayJoined))
+        if self._to_stop:  # after they left the membership
+            self._out.append(events.StopWorkers(tuple(self._to_stop)))
+        out, self._out, self._to_stop = self._out, [], []
+        return out
+
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case events.Scale(sizes=sizes):
+                self._sizes |= sizes
+            case events.Drain(worker_id=name):
+                self._drain(self._workers[name], now)
+            case events.WorkerRegistered(info=info):
+                self._on_registered(info, now)
+            case events.WorkerStartFailed(worker_id=name, error=error):
+                self._on_start_failed(name, error, now)
+            case events.WorkerLeft():
+                self._on_left(event, now)
+            case events.WorkersStopped(worker_ids=names):
+                for name in names:
+                    self._on_stopped(name)
+            case events.ProcessExited(name=process, why=why):
+                self._on_exited(process, why, now)
+            case events.StartsPending(reasons=reasons):
+                for worker in self._workers.values():
+                    worker.pending = reasons.get(worker.worker_id, "")
+            case _:
+                self._take_gateway(event, now)
+
+    def _take_gateway(self, event: Event, now: float) -> None:
+        gateway = self._gateway
+        match event:
+            case events.GatewayJoined(gateway_id=gateway_id, address=address, pid=pid):
+                follower = self._followers[gateway_id] = Follower(gateway_id, address, pid)
+                if gateway.phase not in (None, "stopping"):
+                    gateway.ready(follower, now)
+            case events.GatewayStartFailed(error=error):
+                if gateway.phase in ("starting", "lost"):
+                    gateway.fault("failed" if gateway.phase == "starting" else "lost", error, now)
+            case events.GatewayLeft(gateway_id=gateway_id):
+                self._followers.pop(gateway_id, None)
+                if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
+                    gateway.enter("lost", due=now + self._settings.lost_grace_s)
+                    gateway.detail = "its line to the controller broke"
+            case events.GatewayStopped():
+                gateway.enter(None)
+            case events.WorkerEmpty(gateway_id=gateway_id, worker_id=name, incarnation=incarnation):
+                if gateway_id in self._followers:
+                    self._followers[gateway_id].empty.add((name, incarnation))
+
+    def _begin(self, now: float) -> None:
+        """Count on what an earlier controller started, and end what is not wanted of it."""
+        grace_end = now + self._settings.lost_grace_s
+        for pool, size in self._sizes.items():
+            for index in range(size):
+                if (name := worker_id(pool, index)) in self._running:
+                    self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
+        if GATEWAY in self._running:
+            self._gateway = OwnGateway("lost", num_starts=1, due=grace_end)
+        if self._workers:
+            self._adopting_until = now + ADOPT_GRACE_S
+        for surplus in sorted(self._running - set(self._workers) - {GATEWAY}):
+            unwanted = WorkerId(surplus)
+            of_pool, index = split_worker_id(unwanted)
+            if of_pool in self._sizes:
+                self._workers[unwanted] = Worker(unwanted, of_pool, index, "stopping")
+            self._to_stop.append(unwanted)
+
+    def _on_registered(self, info: WorkerInfo, now: float) -> None:
+        name, incarnation = info.worker_id, info.incarnation
+        worker = self._workers.get(name)
+        if worker is None or worker.phase == "stopping":
+            reason = f"nobody asked for {name}" if worker is None else "it was told to stop"
+            self._out.append(events.Dismiss(name, incarnation, reason))
+        elif worker.phase == "draining" and not worker.is_life(incarnation):
+            self._out.append(events.Dismiss(name, incarnation, "its earlier life was to leave"))
+            self._stop(worker)
+        elif (misfit := self._misfit(info)) is not None:
+            self._out.append(events.Dismiss(name, incarnation, misfit))
+            worker.fault("failed", misfit, now)
+        else:
+            self._out.append(events.Welcome(name, incarnation))
+            if worker.phase != "draining":
+                worker.ready(info, now)
+                self._model = self._model or info
+
+    def _misfit(self, info: WorkerInfo) -> str | None:
+        """Why a worker cannot work with the others."""
+        model = self._model
+        if model is not None and info.fingerprint != model.fingerprint:
+            return f"it runs another model ({info.fingerprint}) than {model.worker_id} ({model.fingerprint})"
+        if model is not None and info.kv_layout != model.kv_layout:
+            return f"its KV layout ({info.kv_layout}) is not that of {model.worker_id} ({model.kv_layout})"
+        return None
+
+    def _on_start_failed(self, name: WorkerId, error: str, now: float) -> None:
+        worker = self._workers.get(name)
+        if worker is not None and worker.phase in ("starting", "lost", "failed"):
+            worker.fault("failed", error, now)
+
+    def _on_left(self, event: events.WorkerLeft, now: float) -> None:
+        worker = self._workers.get(event.worker_id)
+        if worker is not None and worker.phase == "ready" and worker.is_life(event.incarnation):
+            worker.enter("lost", due=now + self._settings.lost_grace_s)
+            worker.detail = "its line to the controller broke"
+
+    def _on_stopped(self, name: WorkerId) -> None:
+        """Gone: started anew if it is wanted. What an earlier controller left of another pool has no record."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        assert worker.phase == "stopping", f"{name} is {worker.phase}"
+        worker.info = None
+        if worker.index < self._sizes[worker.pool]:
+            self._start(worker)
+        else:
+            del self._workers[worker.worker_id]
+
+    def _on_exited(self, process: str, why: str, now: float) -> None:
+        if process == GATEWAY:
+            if self._gateway.phase in ("starting", "ready", "lost"):
+                self._gateway.fault("failed" if self._gateway.phase == "starting" else "lost", why, now)
+            return
+        worker = self._workers.get(WorkerId(process))
+        if worker is None:
+            return
+        if worker.phase == "draining":
+            self._stop(worker)
+        elif worker.phase in ("ready", "lost"):
+            worker.fault("lost", why, now)
+        elif worker.phase == "starting":
+            worker.fault("failed", why, now)
+
+    # ------------------------------------------------------------ reconcile
+
+    def _expire(self, now: float) -> None:
+        for worker in self._workers.values():
+            if worker.due is None or worker.due > now:
+                continue
+            if worker.phase == "lost" and worker.info is not None:  # it never came back
+                worker.num_faults += 1
+            self._stop(worker)
+        gateway = self._gateway
+        if gateway.due is not None and gateway.due <= now:
+            gateway.enter("stopping")
+            self._out.append(events.StopGateway())
+        is_waiting = any(worker.phase == "lost" for worker in self._workers.values())
+        if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
+            self._adopting_until = None
+
+    def _reconcile(self, now: float) -> None:
+        for pool, size in self._sizes.items():
+            for index in range(size):
+                name = worker_id(pool, index)
+                if name not in self._workers:
+                    self._workers[name] = Worker(name, pool, index)
+                    self._start(self._workers[name])
+        surplus = [worker for worker in self._workers.values() if worker.index >= self._sizes[worker.pool]]
+        for worker in sorted(surplus, key=lambda w: w.index, reverse=True):
+            if worker.phase in ("ready", "lost") and worker.info is not None:
+                self._drain(worker, now)
+            elif worker.phase in ("starting", "lost", "failed"):
+                self._stop(worker)
+        for worker in self._workers.values():
+            if worker.phase == "draining" and self._is_empty(worker):
+                self._stop(worker)
+
+    def _start(self, worker: Worker) -> None:
+        if worker.phase != "starting":
+            worker.enter("starting")
+        worker.num_starts += 1
+        self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index))
+
+    def _drain(self, worker: Worker, now: float) -> None:
+        worker.enter("draining", due=now + self._settings.drain_timeout_s)
+
+    def _stop(self, worker: Worker) -> None:
+        worker.enter("stopping")
+        self._to_stop.append(worker.worker_id)
+        for follower in self._followers.values():
+            follower.empty = {life for life in follower.empty if life[0] != worker.worker_id}
+
+    def _is_empty(self, worker: Worker) -> bool:
+        """Whether no gateway has anything there. One that cannot be asked may have."""
+        if worker.info is None:
+            return True
+        life = (worker.worker_id, worker.info.incarnation)
+        return self._gateway.phase != "lost" and all(life in f.empty for f in self._followers.values())
+
+    def _reconcile_gateway(self, now: float) -> None:
+        if self._gateway.phase is not None:
+            return
+        if not all(self._num_ready(pool) for pool in self._sizes):
+            self._enough_since = None
+            return
+        if self._enough_since is None:
+            self._enough_since = now
+        is_full = all(self._num_ready(pool) >= size for pool, size in self._sizes.items())
+        if is_full or self._gateway.num_starts or now >= self._enough_since + FIRST_SET_S:
+            ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
+            self._gateway.enter("starting")
+            self._gateway.num_starts += 1
+            self._out.append(events.StartGateway(ready, self._gateway.address))
+
+    def _publish(self, force: bool) -> None:
+        if self._adopting_until is not None:
+            return
+        membership = self.membership()
+        if force or membership != self._published:
+            self._published = membership
+            self._out.append(events.Publish())
+
+    def _num_ready(self, pool: PoolName) -> int:
+        return sum(worker.pool == pool and worker.phase == "ready" for worker in self._workers.values())

@@ -1,0 +1,185 @@
+"""What the controller's core is told, and what it answers. Plain frozen data: the server makes the events and executes
+the commands, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from disagg.proto.control import PoolName
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator wants pools this large; checked by `ControlCore.refusal` before."""
+
+    sizes: Mapping[PoolName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator wants a new life of this worker; checked by `ControlCore.refusal` before."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRegistered:
+    """A worker listens. Answered with `Welcome` or `Dismiss`."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStartFailed:
+    """A worker could not start: its own words, or the launcher's."""
+
+    worker_id: WorkerId
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """The line to that life of a worker broke; its process may live."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopped:
+    """The launcher ended these processes."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """A process ended by itself and is not coming back. `name` as in `Launcher`."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartsPending:
+    """What processes wait for that were begun and cannot run yet: all of them, by name."""
+
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayJoined:
+    """A gateway serves and follows. Answered with `Publish`."""
+
+    gateway_id: GatewayId
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStartFailed:
+    """The gateway could not start: its own words, or the launcher's."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLeft:
+    """The line to a gateway broke; its process may live."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStopped:
+    """The launcher ended the gateway's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEmpty:
+    """Nothing of that gateway runs on that draining worker any more."""
+
+    gateway_id: GatewayId
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due at `ControlCore.next_wakeup()`. The first one begins everything."""
+
+
+Event = (
+    Scale
+    | Drain
+    | WorkerRegistered
+    | WorkerStartFailed
+    | WorkerLeft
+    | WorkersStopped
+    | ProcessExited
+    | StartsPending
+    | GatewayJoined
+    | GatewayStartFailed
+    | GatewayLeft
+    | GatewayStopped
+    | WorkerEmpty
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Launch it; may come back as `WorkerStartFailed`."""
+
+    worker_id: WorkerId
+    pool: PoolName
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """End these processes, then say `WorkersStopped`."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartGateway:
+    """Launch the gateway for these workers; may come back as `GatewayStartFailed`."""
+
+    workers: tuple[WorkerInfo, ...]
+    address: str
+    """Where clients know it from an earlier life; empty the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopGateway:
+    """End the gateway's process, then say `GatewayStopped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Tell that life of a worker that it belongs."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Tell that life of a worker to end."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell every gateway the membership: `ControlCore.membership()`."""
+
+
+Command = StartWorker | StopWorkers | StartGateway | StopGateway | Welcome | Dismiss | Publish

@@ -1,0 +1,89 @@
+"""The gateways in the controller's eyes: the one that it starts, and all that follow. Pure.
+
+absent ──StartGateway──> starting ──joined──> ready ──left, exited──> lost ──due──> stopping ──> absent
+                            └──> failed ──due──────────────────────────────────────────^
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.cluster.control.workers import STABLE_S, backoff_s
+from disagg.proto.control import GatewayPhase, GatewayRecord
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+
+GATEWAY = "gateway"
+"""The name of the gateway that the controller starts, among the launcher's processes."""
+
+TRANSITIONS: dict[GatewayPhase | None, frozenset[GatewayPhase | None]] = {
+    None: frozenset({"starting"}),
+    "starting": frozenset({"ready", "failed"}),
+    "ready": frozenset({"ready", "lost"}),
+    "lost": frozenset({"ready", "lost", "stopping"}),
+    "failed": frozenset({"ready", "failed", "stopping"}),
+    "stopping": frozenset({None}),
+}
+"""Phase -> those that may follow; None is absent."""
+
+
+_NOT_KNOWN = GatewayId("")
+
+
+@dataclass(slots=True)
+class Follower:
+    """A gateway that follows the membership."""
+
+    gateway_id: GatewayId
+    address: str
+    pid: int
+    empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
+    """Draining workers on which it has nothing any more."""
+
+
+@dataclass(slots=True)
+class OwnGateway:
+    """The gateway that the controller starts. Owner: the controller's core."""
+
+    phase: GatewayPhase | None = None
+    gateway_id: GatewayId = _NOT_KNOWN
+    address: str = ""
+    """Kept after its end: the next life is to listen there."""
+    pid: int = 0
+    num_starts: int = 0
+    num_faults: int = 0
+    detail: str = ""
+    due: float | None = None
+    """When a lost or failed one is started anew."""
+    ready_since: float = 0.0
+
+    def enter(self, phase: GatewayPhase | None, *, due: float | None = None) -> None:
+        """Go over to `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise ValueError(f"gateway: {self.phase} -> {phase}")
+        self.phase, self.due = phase, due
+
+    def ready(self, follower: Follower, now: float) -> None:
+        """It serves and follows."""
+        self.enter("ready")
+        self.gateway_id, self.address, self.pid = follower.gateway_id, follower.address, follower.pid
+        self.ready_since = now
+
+    def fault(self, phase: GatewayPhase, why: str, now: float) -> None:
+        """Its process is of no use any more; it is started anew after a pause."""
+        is_healthy = self.phase == "ready" and now - self.ready_since >= STABLE_S
+        num_faults = 1 if is_healthy else self.num_faults + 1
+        self.enter(phase, due=now + backoff_s(num_faults))
+        self.num_faults, self.detail = num_faults, why
+
+    def record(self) -> GatewayRecord | None:
+        """As operators see it; None while it is absent and was never there."""
+        if self.phase is None and not self.num_starts:
+            return None
+        address = self.address if self.phase == "ready" else ""
+        return GatewayRecord(
+            gateway_id=self.gateway_id,
+            address=address,
+            pid=self.pid,
+            phase=self.phase or "starting",
+            detail=self.detail,
+        )

@@ -1,0 +1,65 @@
+"""A controller on a thread of this process, with an event loop of its own, for callers that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from disagg.cluster.control.server import Controller
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.launch import LaunchPlan
+from disagg.cluster.launcher import Launcher
+from disagg.proto.control import ControlReply, ControlRequest, ControlState
+
+T = TypeVar("T")
+
+
+class LocalController:
+    """Owner of the thread and its loop."""
+
+    def __init__(self, plan: LaunchPlan, launcher: Launcher) -> None:
+        self._plan = plan
+        self._controller = Controller(plan, launcher, port=plan.config.controller.port)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+
+    def start(self) -> str:
+        """Begin to start the cluster; returns the controller's address. Raises `LaunchError` if its port is taken."""
+        self._thread.start()
+        try:
+            return self._call(self._controller.start())
+        except RuntimeError as error:
+            raise LaunchError(
+                f"controller.port: cannot listen on {self._plan.config.controller.port}: {error}"
+            ) from None
+
+    def stop(self) -> None:
+        """End gateway, workers, controller and thread. Not to be called twice."""
+        self._call(self._controller.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def state(self) -> ControlState:
+        """The cluster now."""
+        return self._controller.state()
+
+    def control(self, request: ControlRequest) -> ControlReply:
+        """What the controller answers."""
+        return self._call(self._controller.control(request))
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            pending = asyncio.all_tasks(self._loop)
+            for task in pending:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()

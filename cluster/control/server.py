@@ -1,0 +1,299 @@
+"""The shell around the controller's core: sockets, clock, and one thread for the launcher.
+
+    Register, Follow, Control ──┐                    ┌──> replies to workers, memberships to gateways
+    launcher: exited, pending ──┼──> ControlCore ────┤
+    time ───────────────────────┘                    └──> launcher: start, stop (one thread, in order)
+
+Everything but the launcher runs on one event loop. Losing the controller costs nothing but this: processes serve on,
+and come back when it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import msgspec
+
+from disagg.cluster.control import events
+from disagg.cluster.control.core import ControlCore, Settings
+from disagg.cluster.control.launching import Launching
+from disagg.cluster.launch import LaunchPlan
+from disagg.cluster.launcher import Launcher
+from disagg.proto.control import (
+    ControllerToWorker,
+    ControlReply,
+    ControlRequest,
+    ControlState,
+    DrainRequest,
+    GatewayFailed,
+    GatewayHello,
+    GatewayToController,
+    Membership,
+    PoolName,
+    ScaleRequest,
+    WorkerDrained,
+    WorkerFailed,
+    WorkerToController,
+    WorkerUnwanted,
+    WorkerWelcome,
+)
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import decoder, encode
+from disagg.proto.services import (
+    CONTROL,
+    CONTROLLER_SERVICE,
+    FOLLOW,
+    REGISTER,
+    SERVER_OPTIONS,
+    service_and_method,
+)
+
+logger = logging.getLogger(__name__)
+
+LOST_GRACE_S = 10.0
+RESTART_GRACE_S = 180.0
+"""The same where the launcher restarts by itself: long enough to load a model."""
+LAUNCHER_POLL_S = 0.2
+CLOSE_GRACE_S = 0.5
+
+_OPTIONS = (
+    *SERVER_OPTIONS,
+    # A node that vanished sends no end: its workers are lost when they do not answer pings.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Life = tuple[WorkerId, Incarnation]
+
+
+class Controller:
+    """Lives on one event loop, that of `start`. Owner of the core, its server and the launcher's thread.
+
+    Args:
+        plan: of the cluster.
+        launcher: starts and ends the processes; called on one thread.
+        host, port: where to listen; port 0 takes any.
+        sizes: desired sizes that an earlier controller had noted; the plan's without.
+        on_scaled: told the desired sizes whenever they change, on the launcher's thread, before the change is made.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        launcher: Launcher,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        sizes: Mapping[PoolName, int] | None = None,
+        on_scaled: Callable[[dict[PoolName, int]], None] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._bind = f"[{host}]" if ":" in host else host
+        self._port = port
+        self._sizes = {**plan.sizes, **(sizes or {})}
+        self._on_scaled = on_scaled
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        self._state = ControlState(pools=(), workers=(), gateways=())
+        self._core: ControlCore | None = None
+        self._launching: Launching | None = None
+        self._server: grpc.aio.Server | None = None
+        self._poller: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._workers: dict[_Life, asyncio.Queue[ControllerToWorker]] = {}
+        self._followers: dict[GatewayId, asyncio.Queue[Membership]] = {}
+        self._stopping = False
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> str:
+        """Listen, and begin to start the cluster; returns host:port at once. How that goes: see `state`.
+
+        Raises:
+            RuntimeError: if the address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        running = await loop.run_in_executor(self._executor, self._launcher.running)
+        grace_s = RESTART_GRACE_S if self._launcher.restarts else LOST_GRACE_S
+        settings = Settings(drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=grace_s)
+        self._core = ControlCore(self._sizes, settings, running)
+        server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers((self._handlers(),))
+        address = f"{self._bind}:{server.add_insecure_port(f'{self._bind}:{self._port}')}"
+        await server.start()
+        self._server = server
+        self._launching = Launching(self._plan, self._launcher, self._executor, address, self._handle)
+        self._handle(events.Tick())
+        self._poller = asyncio.create_task(self._poll(self._launching), name="launcher-poll")
+        return address
+
+    async def stop(self) -> None:
+        """End the gateway, then the workers, then the server. Idempotent."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+            self._poller = None
+        if self._launching is not None and self._core is not None:
+            await self._launching.stop(self._core.worker_ids)
+        if self._server is not None:
+            await self._server.stop(CLOSE_GRACE_S)
+            self._server = None
+        self._executor.shutdown()
+
+    def state(self) -> ControlState:
+        """The cluster now; may be called on any thread."""
+        return self._state
+
+    async def control(self, request: ControlRequest) -> ControlReply:
+        """What CONTROL answers."""
+        assert self._core is not None, "the controller has not started"
+        if (refused := self._core.refusal(request)) is not None:
+            return refused
+        if isinstance(request, ScaleRequest):
+            if self._on_scaled is not None:
+                wanted = {**self._core.sizes, **request.sizes}
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._on_scaled, wanted)
+            self._handle(events.Scale(request.sizes))
+        elif isinstance(request, DrainRequest):
+            self._handle(events.Drain(request.worker_id))
+        return self._state
+
+    # ------------------------------------------------------------ events and commands
+
+    def _handle(self, event: events.Event) -> None:
+        if self._stopping:
+            return
+        assert self._core is not None, "the controller has not started"
+        try:
+            commands = self._core.handle(event, time.monotonic())
+        except Exception:
+            # A fault of ours. This is the barrier: one event is lost, and what it was about is seen again when time
+            # passes or the process speaks again.
+            logger.exception("the controller failed at %s", event)
+            commands = []
+        self._state = self._core.state()
+        for command in commands:
+            self._execute(command, self._core)
+        self._set_timer(self._core.next_wakeup())
+
+    def _execute(self, command: events.Command, core: ControlCore) -> None:
+        match command:
+            case events.Welcome(worker_id=worker_id, incarnation=incarnation):
+                self._reply(worker_id, incarnation, WorkerWelcome())
+            case events.Dismiss(worker_id=worker_id, incarnation=incarnation, reason=reason):
+                logger.warning("%s is not taken in: %s", worker_id, reason)
+                self._reply(worker_id, incarnation, WorkerUnwanted(reason=reason))
+            case events.Publish():
+                membership = core.membership()
+                for follower in self._followers.values():
+                    follower.put_nowait(membership)
+            case _:
+                assert self._launching is not None, "the controller has not started"
+                self._launching.put(command)
+
+    def _reply(self, worker_id: WorkerId, incarnation: Incarnation, reply: ControllerToWorker) -> None:
+        if (replies := self._workers.get((worker_id, incarnation))) is not None:
+            replies.put_nowait(reply)
+
+    def _set_timer(self, due: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            delay_s = max(0.0, due - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, events.Tick())
+
+    async def _poll(self, launching: Launching) -> None:
+        """Ask the launcher what happened by itself, for as long as the controller lives."""
+        pending: Mapping[str, str] = {}
+        while True:
+            await asyncio.sleep(LAUNCHER_POLL_S)
+            exited, now_pending = await launching.look()
+            for name, why in exited.items():
+                logger.warning("%s: %s", name, why)
+                self._handle(events.ProcessExited(name, why))
+            if now_pending != pending:
+                pending = now_pending
+                self._handle(events.StartsPending(pending))
+
+    # ------------------------------------------------------------ handlers
+
+    def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods = {
+            service_and_method(REGISTER)[1]: grpc.unary_stream_rpc_method_handler(self._register),
+            service_and_method(FOLLOW)[1]: grpc.stream_stream_rpc_method_handler(self._follow),
+            service_and_method(CONTROL)[1]: grpc.unary_unary_rpc_method_handler(self._control),
+        }
+        return grpc.method_handlers_generic_handler(CONTROLLER_SERVICE, methods)
+
+    async def _register(self, frame: bytes, context: Context) -> AsyncIterator[bytes]:
+        message = await _decode(frame, WorkerToController, context)
+        if isinstance(message, WorkerFailed):
+            self._handle(events.WorkerStartFailed(message.worker_id, message.error))
+            return
+        info = message.info
+        life = (info.worker_id, info.incarnation)
+        replies = self._workers[life] = asyncio.Queue[ControllerToWorker]()
+        try:
+            self._handle(events.WorkerRegistered(info))
+            while True:
+                reply = await replies.get()
+                yield encode(reply)
+                if isinstance(reply, WorkerUnwanted):
+                    return
+        finally:
+            if self._workers.get(life) is replies:  # not a later stream of the same life
+                del self._workers[life]
+                self._handle(events.WorkerLeft(*life))
+
+    async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        hello = await _decode(await anext(requests, b""), GatewayToController, context)
+        if isinstance(hello, GatewayFailed):
+            self._handle(events.GatewayStartFailed(hello.error))
+            return
+        if not isinstance(hello, GatewayHello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
+        memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
+        reader = asyncio.create_task(self._read_follower(requests, hello), name=f"follow-{hello.gateway_id}")
+        try:
+            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid))
+            while True:
+                yield encode(await memberships.get())
+        finally:
+            reader.cancel()
+            if self._followers.get(hello.gateway_id) is memberships:  # not a later stream of the same gateway
+                del self._followers[hello.gateway_id]
+                self._handle(events.GatewayLeft(hello.gateway_id))
+
+    async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello) -> None:
+        decode = decoder(GatewayToController).decode
+        try:
+            async for frame in requests:
+                message = decode(frame)
+                if isinstance(message, WorkerDrained):
+                    self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
+        except msgspec.MsgspecError as error:
+            logger.warning("gateway %s sent a bad frame: %s", hello.gateway_id, error)
+        except grpc.RpcError as error:
+            logger.debug("the line of gateway %s broke: %s", hello.gateway_id, error)
+
+    async def _control(self, frame: bytes, context: Context) -> bytes:
+        return encode(await self.control(await _decode(frame, ControlRequest, context)))
+
+
+async def _decode(frame: bytes, kind: Any, context: Context) -> Any:
+    try:
+        return decoder(kind).decode(frame)
+    except msgspec.MsgspecError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a bad frame: {error}")
+        raise

@@ -1,0 +1,113 @@
+"""One worker in the controller's eyes: its phases, and which may follow which. Pure.
+
+             registered            Scale, Drain             empty or late
+starting ───────────────> ready ───────────────> draining ───────────────> stopping ──> gone, or starting again
+   │  ^                   │   ^                                              ^
+   │  └── retry ──┐  left │   │ registered                                   │
+   v              │       v   │                                              │
+ failed ──────────┼──>   lost ───────────────────────────────────────────────┘
+                  └── by way of `stopping`, so that nothing of the earlier life is left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from disagg.proto.control import PoolName, WorkerPhase, WorkerRecord
+from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo
+
+TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
+    "starting": frozenset({"ready", "failed", "stopping"}),
+    "ready": frozenset({"ready", "draining", "lost", "failed"}),
+    "draining": frozenset({"stopping"}),
+    "stopping": frozenset({"starting"}),
+    "lost": frozenset({"ready", "lost", "draining", "stopping", "failed"}),
+    "failed": frozenset({"ready", "failed", "stopping"}),
+}
+"""Phase -> those that may follow. A worker is forgotten from `stopping` only."""
+
+
+STABLE_S = 60.0
+"""A process that ran this long is healthy: its next fault is a first one."""
+MAX_BACKOFF_S = 30.0
+
+
+def worker_id(pool: PoolName, index: int) -> WorkerId:
+    """The stable name of a place in a pool, such as `prefill-0`."""
+    return WorkerId(f"{pool}-{index}")
+
+
+def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
+    """Pool and index of a name that `worker_id` made; no pool for any other name."""
+    text, _, index = name.rpartition("-")
+    pool: PoolName | None = next((known for known in get_args(PoolName) if known == text), None)
+    return (pool, int(index)) if pool is not None and index.isdecimal() else (None, 0)
+
+
+def backoff_s(num_faults: int) -> float:
+    """The pause before the next start, after so many faults in a row: 1, 2, 4 .. 30 s."""
+    return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One place in a pool, taken or to be taken. Owner: the controller's core."""
+
+    worker_id: WorkerId
+    pool: PoolName
+    index: int
+    phase: WorkerPhase = "starting"
+    info: WorkerInfo | None = None
+    """Of its present life, until its process is known to be gone."""
+    num_starts: int = 0
+    num_faults: int = 0
+    """Failed starts and losses in a row."""
+    detail: str = ""
+    """Why it was lost or failed, the last time."""
+    pending: str = ""
+    """What its start waits for."""
+    due: float | None = None
+    """When `lost` or `failed` is started anew, or `draining` is stopped, if nothing happens before."""
+    ready_since: float = 0.0
+
+    def enter(self, phase: WorkerPhase, *, due: float | None = None) -> None:
+        """Go over to `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise ValueError(f"{self.worker_id}: {self.phase} -> {phase}")
+        self.phase, self.due = phase, due
+
+    def ready(self, info: WorkerInfo, now: float) -> None:
+        """That life of it can be used."""
+        if self.phase != "starting" and not self.is_life(info.incarnation):
+            self.num_starts += 1  # by Ray, not by us
+        self.enter("ready")
+        self.info, self.ready_since = info, now
+
+    def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
+        """Its process is of no use any more; it is started anew after a pause."""
+        is_healthy = self.phase == "ready" and now - self.ready_since >= STABLE_S
+        num_faults = 1 if is_healthy else self.num_faults + 1
+        self.enter(phase, due=now + backoff_s(num_faults))
+        self.num_faults, self.detail, self.info = num_faults, why, None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether gateways should know it. A lost one may live: its own sessions tell them better than we can."""
+        return self.info is not None and self.phase in ("ready", "lost", "draining")
+
+    def is_life(self, incarnation: Incarnation) -> bool:
+        """Whether that is its present life."""
+        return self.info is not None and self.info.incarnation == incarnation
+
+    def record(self) -> WorkerRecord:
+        """As operators see it."""
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            pool=self.pool,
+            phase=self.phase,
+            info=self.info,
+            num_starts=self.num_starts,
+            detail=(self.pending if self.phase == "starting" else "") or self.detail,
+        )

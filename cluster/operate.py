@@ -1,0 +1,153 @@
+"""`disagg status`, `scale` and `drain`: what an operator sees of a running cluster and changes about it, by way of its
+gateway."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from disagg.client import Client, ClusterState
+from disagg.cluster.address import check_address
+from disagg.cluster.errors import LaunchError
+from disagg.proto.errors import ConfigError, UnavailableError
+
+POLL_INTERVAL_S = 0.2
+
+_Workers = dict[str, tuple[str, str]]
+"""Worker id -> phase and incarnation."""
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """Sizes from `prefill=3`. Raises `ConfigError`."""
+    sizes: dict[str, int] = {}
+    for text in texts:
+        match = re.fullmatch(r"([a-z]+)=(\d{1,9})", text)
+        if match is None:
+            raise ConfigError(f"{text}: expected POOL=SIZE, such as decode=2")
+        if match[1] in sizes:
+            raise ConfigError(f"{text}: {match[1]} is named twice")
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def run_status(address: str, console: Console) -> None:
+    """Print pools and workers. Raises `LaunchError` if there is no gateway."""
+    with open_client(address) as client:
+        show_state(_state(client, address), console)
+
+
+def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: float | None) -> None:
+    """Set the sizes; with `wait_s`, wait until the pools have them and tell what happens.
+
+    Raises:
+        DisaggError: if the sizes are refused.
+        LaunchError: if there is no gateway, or the pools are not that large after `wait_s` seconds.
+    """
+    with open_client(address) as client:
+        before = _state(client, address)
+        client.scale(sizes)
+        if wait_s is not None:
+            wait_settled(lambda: _state(client, address), before, console, wait_s)
+
+
+def run_drain(address: str, worker_id: str, console: Console, wait_s: float | None) -> None:
+    """Replace a worker; with `wait_s`, wait until the new one is there. Raises as `run_scale` does."""
+    with open_client(address) as client:
+        before = _state(client, address)
+        client.drain(worker_id)
+        if wait_s is not None:
+            wait_settled(lambda: _state(client, address), before, console, wait_s)
+
+
+def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console: Console, wait_s: float) -> None:
+    """Until every pool is as large as it should be and every worker is ready; a line for each change on the way."""
+    deadline = time.monotonic() + wait_s
+    known = _workers(before)
+    while True:
+        state = look()
+        workers = _workers(state)
+        details = {worker.worker_id: worker.detail for worker in state.workers}
+        for line in _news(known, workers, details):
+            console.print(line, highlight=False, soft_wrap=True)
+        if is_settled(state):
+            return
+        if time.monotonic() >= deadline:
+            missing = ", ".join(f"{name} is {phase}" for name, (phase, _) in workers.items() if phase != "ready")
+            raise LaunchError(f"not done after {wait_s:g} s: {missing or 'workers are missing'}; it goes on")
+        known = workers
+        time.sleep(POLL_INTERVAL_S)
+
+
+def is_settled(state: ClusterState) -> bool:
+    """Whether there is what was asked for, and nothing else."""
+    return (
+        len(state.pools) > 0
+        and all(pool.ready == pool.desired for pool in state.pools)
+        and all(worker.phase == "ready" for worker in state.workers)
+    )
+
+
+def _workers(state: ClusterState) -> _Workers:
+    return {worker.worker_id: (worker.phase, worker.incarnation) for worker in state.workers}
+
+
+def _news(before: _Workers, after: _Workers, details: dict[str, str]) -> list[str]:
+    lines = []
+    for name, (phase, incarnation) in after.items():
+        earlier_phase, earlier_incarnation = before.get(name, ("", ""))
+        if phase != earlier_phase or (phase == "ready" and incarnation != earlier_incarnation):
+            why = f" ({escape(details[name])})" if phase in ("lost", "failed") and details[name] else ""
+            lines.append(f"  {phase:<9} {escape(name)}{why}")
+    return lines + [f"  {'gone':<9} {escape(name)}" for name in before if name not in after]
+
+
+def show_state(state: ClusterState, console: Console) -> None:
+    """Two small tables."""
+    pools = _table("pool", "ready", "desired")
+    for pool in state.pools:
+        pools.add_row(pool.name, str(pool.ready), str(pool.desired))
+    workers = _table("worker", "phase", "pid", "address", "sequences", "KV blocks", "starts")
+    for worker in state.workers:
+        workers.add_row(
+            escape(worker.worker_id),
+            escape(worker.phase or "unknown"),
+            str(worker.pid or ""),
+            worker.address,
+            str(worker.sequences),
+            f"{worker.kv_blocks_active} of {worker.kv_blocks_total}" if worker.kv_blocks_total else "",
+            str(worker.starts or ""),
+        )
+    if state.pools:
+        console.print(pools)
+        console.print()
+    else:
+        console.print("the controller cannot be asked; this is what the gateway sees\n")
+    console.print(workers)
+    for worker in state.workers:
+        if worker.detail and worker.phase != "ready":
+            console.print(f"{escape(worker.worker_id)}: {escape(worker.detail)}", highlight=False, soft_wrap=True)
+    console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def open_client(address: str) -> Client:
+    """A client for an address from the command line. Raises `ConfigError`."""
+    return Client(check_address(address))
+
+
+def _state(client: Client, address: str) -> ClusterState:
+    try:
+        return client.cluster_state()
+    except UnavailableError as error:
+        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error

@@ -1,0 +1,66 @@
+"""Failed calls as the errors of `disagg.proto.errors`, by their status and the details that came with it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from disagg.proto.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DisaggError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestNotFoundError,
+    UnavailableError,
+)
+
+
+def error_of(error: grpc.RpcError) -> DisaggError:
+    """The error behind a failed call, by its status and the details that came with it."""
+    call = cast(grpc.Call, error)
+    code, message = call.code().name, call.details() or call.code().name
+    found = _details(call)
+    info = cast(error_details_pb2.ErrorInfo, found.get("ErrorInfo", error_details_pb2.ErrorInfo()))
+    if code == UnavailableError.grpc_code:
+        return UnavailableError(message, info.reason or "unreachable")
+    if isinstance(bad := found.get("BadRequest"), error_details_pb2.BadRequest) and bad.field_violations:
+        kind = ContextLengthError if info.reason == ContextLengthError.code else InvalidRequestError
+        return kind(bad.field_violations[0].field, bad.field_violations[0].description)
+    if isinstance(retry := found.get("RetryInfo"), error_details_pb2.RetryInfo):
+        return OverloadedError(message, retry.retry_delay.ToMilliseconds() / 1000)
+    if known := _BY_REASON.get(info.reason) or _BY_CODE.get(code):
+        other = known.__new__(known)
+        DisaggError.__init__(other, message)  # the server's words, whatever the class would make its own from
+        return other
+    other = DisaggError(message)
+    other.grpc_code, other.code = code, info.reason or code.lower()
+    return other
+
+
+_BY_CODE: dict[str, type[DisaggError]] = {
+    kind.grpc_code: kind for kind in (DeadlineError, RequestCancelledError, InternalError)
+}
+_BY_REASON: dict[str, type[DisaggError]] = {kind.code: kind for kind in (ModelNotFoundError, RequestNotFoundError)}
+
+
+def _details(call: grpc.Call) -> dict[str, ProtoMessage]:
+    """The `google.rpc` details that we know, by name; empty where gRPC itself or a proxy made the status."""
+    try:
+        status = rpc_status.from_call(call)
+    except (ValueError, DecodeError):
+        return {}
+    found: dict[str, ProtoMessage] = {}
+    for packed in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            if packed.Is(kind.DESCRIPTOR):
+                found[kind.DESCRIPTOR.name] = kind.FromString(packed.value)
+    return found

@@ -1,0 +1,89 @@
+"""Between the client's types and protobuf; no connection is needed for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from disagg.client.types import Answer, Delta, Finished, Message, Options, Prompt, Usage
+from disagg.proto.errors import UnavailableError
+from disagg.v1 import inference_pb2 as pb
+
+
+def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The request without its model. Raises `TypeError` or `ValueError` for what cannot be written as one."""
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(_chat(cast(Sequence[Message], prompt)))
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(cast(Sequence[int], prompt))
+    for name, value in options.items():
+        if name not in Options.__annotations__:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(Options.__annotations__)}")
+        try:
+            _set_option(request, name, value)
+        except (TypeError, ValueError) as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
+    return request
+
+
+def _set_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if name in ("stop", "stop_token_ids"):
+        getattr(request.stopping, name).extend([value] if isinstance(value, str) else value)
+    else:
+        is_stopping = name in request.stopping.DESCRIPTOR.fields_by_name
+        setattr(request.stopping if is_stopping else request.sampling, name, value)
+
+
+def _chat(messages: Sequence[Message]) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(**message) for message in messages])
+
+
+def tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
+    """Of a text or a chat."""
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(model=model, text=prompt)
+    return pb.TokenizeRequest(model=model, chat=_chat(prompt))
+
+
+def sizes_request(sizes: Mapping[str, int]) -> pb.SetPoolSizesRequest:
+    """New sizes by pool. Raises `ValueError` for one that cannot be sent."""
+    request = pb.SetPoolSizesRequest()
+    for pool, size in sizes.items():
+        try:
+            request.sizes.add(pool=pool, size=size)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{pool}: {error}") from error
+    return request
+
+
+def first_name(answer: pb.ListModelsResponse) -> str:
+    """The model that is used when none is named. Raises `UnavailableError` if there is none."""
+    if not answer.models:
+        raise UnavailableError("the gateway serves no model", "no_model")
+    return answer.models[0].name
+
+
+def delta_of(response: pb.GenerateResponse) -> Delta:
+    """One message of a stream."""
+    if response.HasField("finished"):
+        return Delta("", (), _finished(response.finished))
+    return Delta(response.delta.text, tuple(response.delta.token_ids))
+
+
+def answer_of(response: pb.GenerateOnceResponse) -> Answer:
+    """A whole answer."""
+    end = _finished(response.finished)
+    return Answer(response.text, tuple(response.token_ids), end.reason, end.usage, end.request_id)
+
+
+def _finished(finished: pb.Finished) -> Finished:
+    usage = finished.usage
+    return Finished(
+        "stop" if finished.reason == pb.FINISH_REASON_STOP else "length",
+        Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        finished.request_id,
+    )

@@ -1,0 +1,115 @@
+"""The controller's server with real processes: it may go and come back, and nobody minds."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from disagg.client import Client
+from disagg.cluster.config import parse_config
+from disagg.cluster.control.control_link import ask
+from disagg.cluster.control.local import LocalController
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.launch import LaunchPlan, plan_launch
+from disagg.cluster.processes import ProcessLauncher
+from disagg.engine.fake import fake_generate
+from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import WorkerId
+from tests.integration.test_processes import FAKE, PROMPT, wait_until
+
+NUM_TOKENS = 2000
+
+
+class LastingLauncher(ProcessLauncher):
+    """Its processes outlive controllers for as long as `keep` is set, as Ray's do."""
+
+    keep = False
+
+    def running(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._children)
+
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        if not self.keep:
+            super().stop_workers(worker_ids)
+
+    def stop_gateway(self) -> None:
+        if not self.keep:
+            super().stop_gateway()
+
+
+def make_plan(**controller: object) -> LaunchPlan:
+    return plan_launch(parse_config({**FAKE, "controller": controller}))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(plan: LaunchPlan, launcher: ProcessLauncher) -> Iterator[tuple[LocalController, str]]:
+    """A controller whose cluster is complete, and its address."""
+    controller = LocalController(plan, launcher)
+    address = controller.start()
+    try:
+        assert wait_until(lambda: controller.state().is_settled), controller.state()
+        yield controller, address
+    finally:
+        controller.stop()
+
+
+def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_path: Path) -> None:
+    plan, launcher = make_plan(port=free_port()), LastingLauncher(tmp_path)
+    names = ("prefill-0", "decode-0", "gateway")
+    with running(plan, launcher) as (first, address):
+        pids = [launcher.pid(name) for name in names]
+        client = Client(first.state().gateways[0].address)
+        stream = client.stream(PROMPT, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        tokens = list(next(stream).token_ids)
+        launcher.keep = True
+    with client:
+        with pytest.raises(UnavailableError, match=r"^the controller does not answer") as caught:
+            client.scale({"decode": 2})
+        assert caught.value.code == "controller_away"
+        with pytest.raises(UnavailableError, match=f"^the controller at {address} does not answer"):
+            ask(address, StateRequest(), timeout_s=1)
+        state = client.cluster_state()
+        assert ([w.worker_id for w in state.workers], len(state.pools)) == (["decode-0", "prefill-0"], 0)
+        with running(plan, launcher) as (second, _):
+            launcher.keep = False
+            assert [launcher.pid(name) for name in names] == pids
+            assert [record.num_starts for record in second.state().workers] == [1, 1]
+            client.scale({"decode": 2})
+            assert wait_until(lambda: second.state().is_settled)
+            tokens += [token for delta in stream for token in delta.token_ids]
+    assert tokens == fake_generate(PROMPT, NUM_TOKENS)
+    assert launcher.killed == []
+
+
+def test_control_over_grpc(tmp_path: Path) -> None:
+    with running(make_plan(), ProcessLauncher(tmp_path)) as (_, address):
+        state = ask(address, StateRequest())
+        assert isinstance(state, ControlState)
+        assert state.is_settled
+        refused = ask(address, ScaleRequest(sizes={"colocated": 3}))
+        assert refused == ControlRefused(field="sizes.colocated", message="there are the pools prefill, decode")
+        assert isinstance(ask(address, DrainRequest(worker_id=WorkerId("x"))), ControlRefused)
+        assert ask(address, ScaleRequest(sizes={"decode": 1})) == state
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        controller = LocalController(make_plan(port=port), ProcessLauncher(tmp_path))
+        with pytest.raises(LaunchError, match=rf"^controller\.port: cannot listen on {port}"):
+            controller.start()
+        controller.stop()

@@ -1,0 +1,191 @@
+"""Pools that grow, shrink and heal under load: child processes, the deterministic model, every answer compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from disagg.client import Client
+from disagg.cluster.config import parse_config
+from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.fake import fake_generate
+from disagg.proto.control import ScaleRequest
+from disagg.proto.errors import InvalidRequestError
+from tests.integration.test_processes import FAKE, PROMPT, wait_until
+
+NUM_STREAMS = 20
+NUM_TOKENS = 400
+
+
+@contextmanager
+def endless_streams(address: str) -> Iterator[Callable[[], None]]:
+    """So many streams at a time, each followed by another one until the block ends; yields a call that waits until
+    each has ended and begun anew. All answers must be whole and right."""
+    stop = threading.Event()
+    counts = [0] * NUM_STREAMS
+
+    def stream(index: int) -> None:
+        prompt = (*range(index, index + 40),)
+        expected = fake_generate(prompt, NUM_TOKENS)
+        with Client(address) as client:
+            while not stop.is_set():
+                deltas = client.stream(prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=60)
+                assert [token for delta in deltas for token in delta.token_ids] == expected
+                counts[index] += 1
+
+    def wait_for_all() -> None:
+        before = list(counts)
+
+        def are_done() -> bool:
+            return all(now > then for now, then in zip(counts, before, strict=True))
+
+        assert wait_until(lambda: are_done() or any(future.done() for future in futures), timeout_s=60)
+
+    futures: list[Future[None]] = []
+    with ThreadPoolExecutor(NUM_STREAMS) as executor:
+        futures += [executor.submit(stream, index) for index in range(NUM_STREAMS)]
+        try:
+            yield wait_for_all
+        finally:
+            stop.set()
+    for future in futures:
+        future.result()
+
+
+def settled(cluster: ProcessCluster) -> bool:
+    return cluster.state().is_settled
+
+
+def names(cluster: ProcessCluster) -> list[str]:
+    return [record.worker_id for record in cluster.state().workers]
+
+
+def test_scaling_cuts_no_stream_and_leaves_nothing() -> None:
+    with ProcessCluster(parse_config(FAKE)) as cluster, Client(cluster.address) as client:
+        with endless_streams(cluster.address) as wait_for_all:
+            wait_for_all()
+            client.scale({"decode": 2, "prefill": 2})
+            assert names(cluster) == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+            assert wait_until(lambda: settled(cluster))
+            added = [ProcessRef.of(cluster.pid(name)) for name in ("prefill-1", "decode-1")]
+            wait_for_all()
+            served = {worker.worker_id: worker.sequences for worker in client.cluster_state().workers}
+            assert served["decode-1"] > 0
+            client.scale({"decode": 1, "prefill": 1})
+            assert wait_until(lambda: settled(cluster))
+            assert names(cluster) == ["prefill-0", "decode-0"]
+            assert [process for process in added if process.is_alive()] == []
+            wait_for_all()
+        state = client.cluster_state()
+        assert [(pool.name, pool.desired, pool.ready) for pool in state.pools] == [("prefill", 1, 1), ("decode", 1, 1)]
+        assert [(w.worker_id, w.phase, w.starts) for w in state.workers] == [
+            ("prefill-0", "ready", 1),
+            ("decode-0", "ready", 1),
+        ]
+    assert cluster.killed == []
+
+
+def test_a_drain_that_takes_too_long_moves_the_streams() -> None:
+    config = parse_config({**FAKE, "controller": {"drain_timeout_s": 0.05}, "pools": {"decode": {"size": 2}}})
+    with ProcessCluster(config) as cluster, endless_streams(cluster.address) as wait_for_all:
+        wait_for_all()
+        cluster.control(ScaleRequest(sizes={"decode": 1}))
+        assert wait_until(lambda: settled(cluster))
+        wait_for_all()
+    assert cluster.killed == []
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-1", "gateway"])
+def test_a_killed_process_is_started_again_and_serves(name: str) -> None:
+    with ProcessCluster(parse_config({**FAKE, "pools": {"decode": {"size": 2}}})) as cluster:
+        address, pid = cluster.address, cluster.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not settled(cluster))
+        assert wait_until(lambda: settled(cluster))
+        assert cluster.pid(name) != pid
+        assert cluster.address == address
+        details = {str(record.worker_id): record.detail for record in cluster.state().workers}
+        details["gateway"] = cluster.state().gateways[0].detail
+        assert details[name] == "killed by SIGKILL"
+        with Client(cluster.address) as client:
+            for _ in range(4):
+                answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+    assert cluster.killed == []
+
+
+def test_a_worker_that_dies_under_load_costs_no_answer() -> None:
+    config = parse_config({**FAKE, "pools": {"prefill": {"size": 2}, "decode": {"size": 2}}})
+    with ProcessCluster(config) as cluster, endless_streams(cluster.address) as wait_for_all:
+        wait_for_all()
+        os.kill(cluster.pid("decode-1"), signal.SIGKILL)
+        assert wait_until(lambda: not settled(cluster))
+        assert wait_until(lambda: settled(cluster))
+        wait_for_all()
+
+
+def test_a_worker_can_be_replaced() -> None:
+    config = parse_config({**FAKE, "pools": {"decode": {"size": 2}}})
+    with ProcessCluster(config) as cluster, Client(cluster.address) as client:
+        with endless_streams(cluster.address) as wait_for_all:
+            wait_for_all()
+            before = ProcessRef.of(cluster.pid("decode-0"))
+            client.drain("decode-0")
+            assert wait_until(lambda: settled(cluster))
+            assert cluster.pid("decode-0") != before.pid
+            assert not before.is_alive()
+            wait_for_all()
+        assert cluster.state().workers[1].num_starts == 2
+
+
+def test_requests_that_cannot_be_followed_name_the_field() -> None:
+    with ProcessCluster(parse_config(FAKE)) as cluster, Client(cluster.address) as client:
+        for sizes, field in (
+            ({"decode": 0}, "sizes.decode"),
+            ({"colocated": 1}, "sizes.colocated"),
+            ({"gpu": 1}, "sizes.pool"),
+            ({}, "sizes"),
+        ):
+            with pytest.raises(InvalidRequestError) as caught:
+                client.scale(sizes)
+            assert caught.value.field == field
+        with pytest.raises(
+            InvalidRequestError, match=r"^worker_id: there is no decode-7; there is prefill-0, decode-0$"
+        ):
+            client.drain("decode-7")
+        with pytest.raises(InvalidRequestError, match=r"^worker_id: decode-0 is the only ready worker of its pool"):
+            client.drain("decode-0")
+
+
+def test_the_command_line_scales_and_shows() -> None:
+    with ProcessCluster(parse_config(FAKE)) as cluster:
+
+        def disagg(*arguments: str) -> tuple[int, str, str]:
+            command = [sys.executable, "-m", "disagg.cluster", *arguments, "--address", cluster.address]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            return done.returncode, done.stdout, done.stderr
+
+        status, out, err = disagg("scale", "decode=2")
+        assert (status, err) == (0, "")
+        assert [line.split() for line in out.splitlines()] == [["starting", "decode-1"], ["ready", "decode-1"]]
+        status, out, err = disagg("status")
+        rows = [line.split() for line in out.splitlines()]
+        assert (status, err) == (0, "")
+        assert ["decode", "2", "2"] in rows
+        assert [row[:3] for row in rows if row and row[0] == "decode-1"] == [
+            ["decode-1", "ready", str(cluster.pid("decode-1"))]
+        ]
+        assert disagg("scale", "decode=0") == (
+            1,
+            "",
+            "error: sizes.decode: expected 1 to 1024 workers; got 0\n",
+        )

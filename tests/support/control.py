@@ -1,0 +1,123 @@
+"""Drives the controller's core by hand: workers and a launcher that do what the test says, time that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from disagg.cluster.control import events
+from disagg.cluster.control.core import ControlCore, Settings
+from disagg.cluster.control.events import Command, Event
+from disagg.proto.control import PoolName, WorkerRecord
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import KvLayout, WorkerInfo
+
+GATEWAY_ID = GatewayId("g1")
+ADDRESS = "127.0.0.1:8470"
+DRAIN_TIMEOUT_S = 300.0
+LOST_GRACE_S = 10.0
+
+
+def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1) -> WorkerInfo:
+    """What a worker registers; its incarnation is `name.life`."""
+    layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
+    return WorkerInfo(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}.{life}"),
+        roles=("prefill",),
+        address="127.0.0.1:1",
+        pid=life,
+        fingerprint=fingerprint,
+        kv_layout=layout,
+        num_blocks=1,
+        block_size=16,
+        max_num_seqs=1,
+        token_budget=1,
+        max_model_len=100,
+    )
+
+
+class Driver:
+    """A core, its clock, and short names for what happens to it. Commands are given back as short lines:
+    `start prefill-0`, `stop prefill-0 decode-0`, `welcome x`, `dismiss x: why`, `gateway prefill-0 decode-0`,
+    `stop gateway`, `publish prefill-0 decode-0(draining)`."""
+
+    def __init__(self, sizes: Mapping[PoolName, int], running: Collection[str] = ()) -> None:
+        settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S)
+        self.core = ControlCore(sizes, settings, running)
+        self.now = 1000.0
+
+    def __call__(self, event: Event) -> list[str]:
+        return [self._line(command) for command in self.core.handle(event, self.now)]
+
+    def tick(self, after_s: float = 0.0) -> list[str]:
+        self.now += after_s
+        return self(events.Tick())
+
+    def register(self, name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1) -> list[str]:
+        return self(events.WorkerRegistered(make_info(name, life, fingerprint, num_layers)))
+
+    def left(self, name: str, life: int = 1) -> list[str]:
+        return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{life}")))
+
+    def exited(self, name: str, why: str = "killed by SIGKILL") -> list[str]:
+        return self(events.ProcessExited(name, why))
+
+    def failed(self, name: str, error: str = "no weights") -> list[str]:
+        return self(events.WorkerStartFailed(WorkerId(name), error))
+
+    def stopped(self, *names: str) -> list[str]:
+        return self(events.WorkersStopped(tuple(WorkerId(name) for name in names)))
+
+    def joined(self, address: str = ADDRESS) -> list[str]:
+        return self(events.GatewayJoined(GATEWAY_ID, address, 7))
+
+    def empty(self, name: str, life: int = 1) -> list[str]:
+        return self(events.WorkerEmpty(GATEWAY_ID, WorkerId(name), Incarnation(f"{name}.{life}")))
+
+    def scale(self, **sizes: int) -> list[str]:
+        return self(events.Scale(sizes))  # type: ignore[arg-type]
+
+    def record(self, name: str) -> WorkerRecord:
+        (record,) = [record for record in self.core.state().workers if record.worker_id == name]
+        return record
+
+    def phases(self) -> dict[str, str]:
+        """Of all workers and, once it was started, the gateway."""
+        state = self.core.state()
+        return dict(
+            [
+                *((str(w.worker_id), str(w.phase)) for w in state.workers),
+                *(("gateway", g.phase) for g in state.gateways),
+            ]
+        )
+
+    def _line(self, command: Command) -> str:
+        match command:
+            case events.StartWorker(worker_id=name):
+                return f"start {name}"
+            case events.StopWorkers(worker_ids=names):
+                return f"stop {' '.join(names)}"
+            case events.Welcome(worker_id=name):
+                return f"welcome {name}"
+            case events.Dismiss(worker_id=name, reason=reason):
+                return f"dismiss {name}: {reason}"
+            case events.StartGateway(workers=workers, address=address):
+                return f"gateway {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
+            case events.StopGateway():
+                return "stop gateway"
+            case events.Publish():
+                members = self.core.membership().members
+                shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]
+                return f"publish {' '.join(shown)}".rstrip()
+
+
+def settled(sizes: Mapping[PoolName, int]) -> Driver:
+    """A cluster that runs."""
+    driver = Driver(sizes)
+    driver.tick()
+    for name, size in sizes.items():
+        for index in range(size):
+            driver.register(f"{name}-{index}")
+    driver.joined()
+    assert driver.core.state().is_settled
+    return driver

@@ -1,0 +1,453 @@
+"""The controller's core as transcripts: an event, and the commands that follow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.cluster.control import events
+from disagg.cluster.control.core import ADOPT_GRACE_S, FIRST_SET_S
+from disagg.cluster.control.workers import MAX_BACKOFF_S, STABLE_S, Worker, backoff_s
+from disagg.proto.control import ControlRequest, DrainRequest, ScaleRequest, StateRequest
+from disagg.proto.ids import GatewayId, WorkerId
+from tests.support.control import ADDRESS, DRAIN_TIMEOUT_S, GATEWAY_ID, LOST_GRACE_S, Driver, settled
+
+# ---------------------------------------------------------------- start
+
+
+def test_a_cluster_comes_up_workers_first() -> None:
+    control = Driver({"prefill": 1, "decode": 2})
+    assert control.tick() == ["start prefill-0", "start decode-0", "start decode-1", "publish"]
+    assert control.register("decode-1") == ["welcome decode-1", "publish decode-1"]
+    assert control.register("prefill-0") == ["welcome prefill-0", "publish prefill-0 decode-1"]
+    assert control.register("decode-0") == [
+        "welcome decode-0",
+        "gateway prefill-0 decode-0 decode-1",
+        "publish prefill-0 decode-0 decode-1",
+    ]
+    assert not control.core.state().is_settled
+    assert control.joined() == ["publish prefill-0 decode-0 decode-1"]
+    assert control.core.state().is_settled
+    assert control.core.next_wakeup() is None
+
+
+def test_the_gateway_does_not_wait_for_ever_for_the_whole_first_set() -> None:
+    control = Driver({"prefill": 1, "decode": 2})
+    control.tick()
+    control.register("prefill-0")
+    control.register("decode-0")
+    assert control.core.next_wakeup() == control.now + FIRST_SET_S
+    assert control.tick(FIRST_SET_S) == ["gateway prefill-0 decode-0"]
+
+
+def test_a_failed_start_is_told_and_tried_again() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    assert control.failed("colocated-0") == []
+    record = control.record("colocated-0")
+    assert (record.phase, record.detail, record.num_starts) == ("failed", "no weights", 1)
+    assert control.exited("colocated-0", "exit status 1") == []
+    assert control.record("colocated-0").detail == "no weights"
+    assert control.core.next_wakeup() == control.now + 1
+    assert control.tick(1) == ["stop colocated-0"]
+    assert control.stopped("colocated-0") == ["start colocated-0"]
+    assert control.register("colocated-0", 2)[0] == "welcome colocated-0"
+    assert control.record("colocated-0").num_starts == 2
+
+
+def test_the_pause_grows_with_faults_in_a_row_and_a_healthy_life_ends_the_row() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    for pause_s in (1, 2, 4, 8, 16, 30, 30):
+        control.exited("colocated-0", "exit status 1")
+        assert control.tick(pause_s - 0.01) == []
+        assert control.tick(0.01) == ["stop colocated-0"]
+        assert control.stopped("colocated-0") == ["start colocated-0"]
+    control.register("colocated-0")
+    control.now += STABLE_S
+    control.exited("colocated-0")
+    assert control.core.next_wakeup() == control.now + 1
+    assert [backoff_s(n) for n in (1, 5, 6, 100)] == [1, 16, MAX_BACKOFF_S, MAX_BACKOFF_S]
+
+
+def test_a_worker_that_runs_another_model_is_refused() -> None:
+    control = Driver({"prefill": 1, "decode": 1})
+    control.tick()
+    control.register("prefill-0", fingerprint="a")
+    why = "it runs another model (b) than prefill-0 (a)"
+    assert control.register("decode-0", fingerprint="b") == [f"dismiss decode-0: {why}"]
+    assert (control.record("decode-0").phase, control.record("decode-0").detail) == ("failed", why)
+    assert control.exited("decode-0", "exit status 0") == []
+    assert control.record("decode-0").detail == why
+    control.tick(1)
+    control.stopped("decode-0")
+    (line,) = control.register("decode-0", fingerprint="a", num_layers=2)
+    assert line.startswith("dismiss decode-0: its KV layout (")
+
+
+def test_what_a_start_waits_for_is_shown_and_is_no_failure() -> None:
+    control = Driver({"prefill": 1, "decode": 1})
+    control.tick()
+    assert control(events.StartsPending({"decode-0": "no node with disagg.role: decode"})) == []
+    assert control.record("decode-0").phase == "starting"
+    assert control.record("decode-0").detail == "no node with disagg.role: decode"
+    control(events.StartsPending({}))
+    assert control.record("decode-0").detail == ""
+
+
+def test_strangers_are_sent_away() -> None:
+    control = settled({"colocated": 1})
+    assert control.register("colocated-1") == ["dismiss colocated-1: nobody asked for colocated-1"]
+    assert control.register("x") == ["dismiss x: nobody asked for x"]
+
+
+# ---------------------------------------------------------------- scale
+
+
+def test_scaling_up_starts_and_publishes() -> None:
+    control = settled({"prefill": 1, "decode": 1})
+    assert control.scale(decode=3, prefill=1) == ["start decode-1", "start decode-2"]
+    assert not control.core.state().is_settled
+    assert control.register("decode-2") == ["welcome decode-2", "publish prefill-0 decode-0 decode-2"]
+    assert control.register("decode-1") == ["welcome decode-1", "publish prefill-0 decode-0 decode-1 decode-2"]
+    assert control.core.state().is_settled
+    assert control.core.sizes == {"prefill": 1, "decode": 3}
+
+
+def test_scaling_down_drains_the_highest_first_and_then_stops() -> None:
+    control = settled({"prefill": 1, "decode": 3})
+    assert control.scale(decode=1) == ["publish prefill-0 decode-0 decode-1(draining) decode-2(draining)"]
+    assert [pool.ready for pool in control.core.state().pools] == [1, 1]
+    assert control.empty("decode-1") == ["publish prefill-0 decode-0 decode-2(draining)", "stop decode-1"]
+    assert control.left("decode-1") == []
+    assert control.stopped("decode-1") == []
+    assert control.empty("decode-2") == ["publish prefill-0 decode-0", "stop decode-2"]
+    assert control.phases() == {"prefill-0": "ready", "decode-0": "ready", "decode-2": "stopping", "gateway": "ready"}
+    assert control.exited("decode-2", "exit status 0") == []
+    assert control.stopped("decode-2") == []
+    assert control.core.state().is_settled
+
+
+def test_every_gateway_must_be_empty() -> None:
+    control = settled({"decode": 2})
+    other = GatewayId("g2")
+    control(events.GatewayJoined(other, "127.0.0.1:8471", 8))
+    control.scale(decode=1)
+    assert control.empty("decode-1") == []
+    life = control.core.membership().members[1].info.incarnation
+    assert control(events.WorkerEmpty(GatewayId("unknown"), WorkerId("decode-1"), life)) == []
+    assert control(events.WorkerEmpty(other, WorkerId("decode-1"), life)) == ["publish decode-0", "stop decode-1"]
+
+
+def test_a_drain_that_takes_too_long_ends() -> None:
+    control = settled({"decode": 2})
+    control.scale(decode=1)
+    assert control.core.next_wakeup() == control.now + DRAIN_TIMEOUT_S
+    assert control.tick(DRAIN_TIMEOUT_S) == ["publish decode-0", "stop decode-1"]
+
+
+def test_a_worker_that_is_wanted_again_while_it_drains_comes_back_as_a_new_life() -> None:
+    control = settled({"decode": 2})
+    control.scale(decode=1)
+    assert control.scale(decode=2) == []
+    assert control.record("decode-1").phase == "draining"
+    assert control.empty("decode-1") == ["publish decode-0", "stop decode-1"]
+    assert control.stopped("decode-1") == ["start decode-1"]
+    assert control.register("decode-1", 2) == ["welcome decode-1", "publish decode-0 decode-1"]
+
+
+def test_a_worker_that_is_wanted_again_while_it_stops_is_started_again() -> None:
+    control = settled({"decode": 2})
+    control.scale(decode=1)
+    control.empty("decode-1")
+    assert control.scale(decode=2) == []
+    assert control.stopped("decode-1") == ["start decode-1"]
+
+
+def test_a_worker_that_does_not_run_is_not_drained() -> None:
+    control = settled({"decode": 1})
+    control.scale(decode=3)
+    control.failed("decode-2")
+    assert control.scale(decode=1) == ["stop decode-2 decode-1"]
+    assert control.register("decode-1") == ["dismiss decode-1: it was told to stop"]
+    assert control.stopped("decode-2", "decode-1") == []
+    assert control.phases() == {"decode-0": "ready", "gateway": "ready"}
+
+
+def test_an_operator_s_drain_replaces_the_worker() -> None:
+    control = settled({"decode": 2})
+    assert control(events.Drain(WorkerId("decode-0"))) == ["publish decode-0(draining) decode-1"]
+    assert control.empty("decode-0") == ["publish decode-1", "stop decode-0"]
+    assert control.stopped("decode-0") == ["start decode-0"]
+
+
+def test_a_draining_worker_that_dies_is_gone() -> None:
+    control = settled({"decode": 2})
+    control.scale(decode=1)
+    assert control.left("decode-1") == []
+    assert control.exited("decode-1") == ["publish decode-0", "stop decode-1"]
+    assert control.stopped("decode-1") == []
+
+
+def test_a_draining_worker_whose_line_broke_drains_on() -> None:
+    control = settled({"decode": 2})
+    control.scale(decode=1)
+    control.left("decode-1")
+    assert control.register("decode-1") == ["welcome decode-1"]
+    assert control.record("decode-1").phase == "draining"
+    assert control.register("decode-1", 2) == [
+        "dismiss decode-1: its earlier life was to leave",
+        "publish decode-0",
+        "stop decode-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "message"),
+    [
+        (ScaleRequest(sizes={"decode": 0}), "sizes.decode", "expected 1 to 1024 workers; got 0"),
+        (ScaleRequest(sizes={"decode": 1025}), "sizes.decode", "expected 1 to 1024 workers; got 1025"),
+        (ScaleRequest(sizes={"decode": 2, "colocated": 1}), "sizes.colocated", "there are the pools prefill, decode"),
+        (ScaleRequest(sizes={}), "sizes", "name at least one pool of prefill, decode"),
+        (DrainRequest(worker_id=WorkerId("x")), "worker_id", "there is no x; there is prefill-0, decode-0, decode-1"),
+        (
+            DrainRequest(worker_id=WorkerId("decode-1")),
+            "worker_id",
+            "decode-1 is lost; only a worker that is ready can be drained",
+        ),
+        (
+            DrainRequest(worker_id=WorkerId("prefill-0")),
+            "worker_id",
+            "prefill-0 is the only ready worker of its pool; make the pool larger first",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_field(request_: ControlRequest, field: str, message: str) -> None:
+    control = settled({"prefill": 1, "decode": 2})
+    control.exited("decode-1")
+    refused = control.core.refusal(request_)
+    assert refused is not None
+    assert (refused.field, refused.message) == (field, message)
+
+
+def test_what_can_be_followed_is_not_refused() -> None:
+    control = settled({"prefill": 1, "decode": 2})
+    for request in (ScaleRequest(sizes={"decode": 1}), DrainRequest(worker_id=WorkerId("decode-0")), StateRequest()):
+        assert control.core.refusal(request) is None
+
+
+# ---------------------------------------------------------------- losses
+
+
+def test_a_worker_that_dies_leaves_the_membership_and_is_started_again() -> None:
+    control = settled({"prefill": 1, "decode": 1})
+    assert control.left("decode-0") == []
+    assert control.exited("decode-0") == ["publish prefill-0"]
+    record = control.record("decode-0")
+    assert (record.phase, record.detail) == ("lost", "killed by SIGKILL")
+    assert control.tick(1) == ["stop decode-0"]
+    assert control.stopped("decode-0") == ["start decode-0"]
+    assert control.register("decode-0", 2) == ["welcome decode-0", "publish prefill-0 decode-0"]
+    assert control.core.state().is_settled
+
+
+def test_a_worker_whose_line_broke_stays_a_member_and_may_come_back() -> None:
+    control = settled({"decode": 1})
+    assert control.left("decode-0") == []
+    assert control.record("decode-0").phase == "lost"
+    assert control.register("decode-0") == ["welcome decode-0"]
+    assert control.record("decode-0").num_starts == 1
+    assert control.core.next_wakeup() is None
+
+
+def test_a_worker_that_does_not_come_back_is_stopped_and_started_anew() -> None:
+    control = settled({"decode": 1})
+    control.left("decode-0")
+    assert control.tick(LOST_GRACE_S) == ["publish", "stop decode-0"]
+    assert control.stopped("decode-0") == ["start decode-0"]
+
+
+def test_a_life_that_the_launcher_started_replaces_the_lost_one() -> None:
+    control = settled({"decode": 1})
+    control.left("decode-0")
+    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0"]
+    assert control.record("decode-0").num_starts == 2
+    assert control.left("decode-0", 1) == []
+    assert control.record("decode-0").phase == "ready"
+
+
+def test_a_new_life_may_be_seen_before_the_end_of_the_old_one() -> None:
+    control = settled({"decode": 1})
+    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0"]
+    assert control.left("decode-0", 1) == []
+    assert control.core.state().is_settled
+
+
+def test_a_lost_worker_that_is_not_wanted_any_more_drains() -> None:
+    """It may live, and gateways may have sequences there."""
+    control = settled({"decode": 3})
+    control.left("decode-1")
+    control.exited("decode-2")
+    assert control.scale(decode=1) == ["publish decode-0 decode-1(draining)", "stop decode-2"]
+
+
+# ---------------------------------------------------------------- the gateway
+
+
+def test_a_gateway_that_dies_is_started_again_where_clients_know_it() -> None:
+    control = settled({"prefill": 1, "decode": 2})
+    control.exited("decode-1")
+    assert control(events.GatewayLeft(GATEWAY_ID)) == []
+    assert control.exited("gateway", "exit status 3") == []
+    assert control.phases()["gateway"] == "lost"
+    assert control.core.state().gateways[0].detail == "exit status 3"
+    assert control.tick(1) == ["stop gateway", "stop decode-1"]
+    assert control(events.GatewayStopped()) == [f"gateway prefill-0 decode-0 at {ADDRESS}"]
+    assert control.joined() == ["publish prefill-0 decode-0"]
+
+
+def test_a_gateway_whose_line_broke_may_come_back() -> None:
+    control = settled({"decode": 2})
+    control(events.GatewayLeft(GATEWAY_ID))
+    control.scale(decode=1)
+    assert control.record("decode-1").phase == "draining", "it cannot be asked, and may have sequences there"
+    assert control.joined() == ["publish decode-0 decode-1(draining)"]
+    assert control.empty("decode-1") == ["publish decode-0", "stop decode-1"]
+
+
+def test_a_gateway_that_cannot_start_is_told_and_tried_again() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    control.register("colocated-0")
+    control(events.GatewayStartFailed("port 1 is taken"))
+    (gateway,) = control.core.state().gateways
+    assert (gateway.phase, gateway.detail, gateway.address) == ("failed", "port 1 is taken", "")
+    assert control.exited("gateway", "exit status 1") == []
+    assert control.tick(1) == ["stop gateway"]
+    assert control(events.GatewayStopped()) == ["gateway colocated-0"]
+
+
+def test_without_a_gateway_nothing_needs_to_drain() -> None:
+    control = Driver({"decode": 2})
+    control.tick()
+    control.register("decode-0")
+    control.register("decode-1")
+    assert control.scale(decode=1)[-1] == "stop decode-1"
+
+
+# ---------------------------------------------------------------- a controller that comes back
+
+
+def test_running_processes_are_adopted_and_gateways_keep_what_they_know_until_then() -> None:
+    control = Driver({"prefill": 1, "decode": 2}, running={"prefill-0", "decode-0", "decode-5", "gateway"})
+    assert control.tick() == ["start decode-1", "stop decode-5"]
+    assert control.phases() == {
+        "prefill-0": "lost",
+        "decode-0": "lost",
+        "decode-1": "starting",
+        "decode-5": "stopping",
+        "gateway": "lost",
+    }
+    assert control.joined() == []
+    assert control.register("prefill-0") == ["welcome prefill-0"]
+    assert control.register("decode-0") == ["welcome decode-0", "publish prefill-0 decode-0"]
+    assert control.stopped("decode-5") == []
+    assert control.register("decode-1") == ["welcome decode-1", "publish prefill-0 decode-0 decode-1"]
+    assert control.core.state().is_settled
+    assert [record.num_starts for record in control.core.state().workers] == [1, 1, 1]
+
+
+def test_adopting_ends_and_who_did_not_register_is_started_anew() -> None:
+    control = Driver({"decode": 2}, running={"decode-0", "decode-1", "gateway"})
+    control.tick()
+    control.joined()
+    control.register("decode-0")
+    assert control.tick(ADOPT_GRACE_S) == ["publish decode-0", "stop decode-1"]
+    assert control.stopped("decode-1") == ["start decode-1"]
+
+
+def test_an_adopted_gateway_that_does_not_follow_is_started_anew() -> None:
+    control = Driver({"decode": 1}, running={"decode-0", "gateway"})
+    control.tick()
+    control.register("decode-0")
+    assert control.tick(LOST_GRACE_S) == ["stop gateway"]
+    assert control(events.GatewayStopped()) == ["gateway decode-0"]
+
+
+# ---------------------------------------------------------------- always
+
+
+def test_a_transition_that_is_not_in_the_table_changes_nothing() -> None:
+    worker = Worker(WorkerId("w"), "decode", 0)
+    with pytest.raises(ValueError, match=r"^w: starting -> draining$"):
+        worker.enter("draining")
+    assert worker.phase == "starting"
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("register"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("left"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("empty"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["exited", "failed"]), st.integers(0, 2)),
+    st.tuples(st.just("scale"), st.integers(1, 3)),
+    st.tuples(st.just("tick"), st.sampled_from([0.0, 1.0, 30.0, 400.0])),
+    st.tuples(st.sampled_from(["joined", "gateway left", "gateway exited", "launcher"])),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=40), st.sets(st.sampled_from(["decode-0", "decode-2", "gateway"])))
+def test_whatever_happens_it_settles_when_things_work_again(
+    happens: list[tuple[object, ...]], running: set[str]
+) -> None:
+    control = Driver({"decode": 2}, running)
+    asked: list[str] = control.tick()
+
+    def happen(what: object, *arguments: object) -> list[str]:
+        match what:
+            case "register" | "left" | "empty":
+                return list(getattr(control, str(what))(f"decode-{arguments[0]}", arguments[1]))
+            case "exited" | "failed":
+                return list(getattr(control, str(what))(f"decode-{arguments[0]}"))
+            case "scale":
+                return control.scale(decode=int(str(arguments[0])))
+            case "tick":
+                return control.tick(float(str(arguments[0])))
+            case "joined":
+                return control.joined()
+            case "gateway left":
+                return control(events.GatewayLeft(GATEWAY_ID))
+            case "gateway exited":
+                return control.exited("gateway")
+            case _:
+                return launch()
+
+    def launch() -> list[str]:
+        """The launcher does what it was asked."""
+        answers: list[str] = []
+        for line in list(asked):
+            asked.remove(line)
+            if line == "stop gateway":
+                answers += control(events.GatewayStopped())
+            elif line.startswith("stop "):
+                answers += control.stopped(*line.split()[1:])
+        return answers
+
+    for event in happens:
+        asked += happen(*event)
+    life = 10
+    for _ in range(20):
+        while any(line.startswith("stop ") for line in asked):
+            asked += launch()
+        life += 1
+        for name, phase in control.phases().items():
+            if phase in ("starting", "lost", "failed"):
+                asked += control.joined() if name == "gateway" else control.register(name, life)
+            elif phase == "draining":
+                asked += control.tick(DRAIN_TIMEOUT_S)
+        asked += control.tick(MAX_BACKOFF_S)
+    state = control.core.state()
+    assert state.is_settled, control.phases()
+    assert [pool.ready for pool in state.pools] == [control.core.sizes["decode"]]
+    assert len(control.core.membership().members) == control.core.sizes["decode"]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from disagg.client import ClusterState
+from disagg.cluster import operate
+from disagg.cluster.errors import LaunchError
+from disagg.proto.errors import ConfigError
+from disagg.v1 import inference_pb2 as pb
+
+
+def make_state(desired: int, **workers: str) -> ClusterState:
+    """Workers of one pool: id -> phase."""
+    found = [
+        pb.WorkerState(worker_id=name.replace("_", "-"), phase=phase, incarnation=f"{name}.1")
+        for name, phase in workers.items()
+    ]
+    ready = sum(phase == "ready" for phase in workers.values())
+    return pb.GetClusterStateResponse(workers=found, pools=[pb.PoolState(name="decode", desired=desired, ready=ready)])
+
+
+def test_sizes_of_a_command_line() -> None:
+    assert operate.parse_sizes(["prefill=3", "decode=0"]) == {"prefill": 3, "decode": 0}
+
+
+@pytest.mark.parametrize("texts", [["decode"], ["decode=x"], ["decode=-1"], ["=2"], ["decode=1", "decode=2"]])
+def test_what_is_no_size_is_a_mistake(texts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"^{texts[-1]}: "):
+        operate.parse_sizes(texts)
+
+
+def test_an_address_without_a_port_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"^--address: expected host:port; got 'x'$"):
+        operate.open_client("x")
+
+
+def test_waiting_tells_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "POLL_INTERVAL_S", 0)
+    before = make_state(1, decode_0="ready", decode_1="lost")
+    failed = make_state(2, decode_0="ready", decode_1="failed")
+    failed.workers[1].detail = "no [weights]"
+    again = make_state(2, decode_0="ready", decode_1="ready")
+    again.workers[0].incarnation = "another"
+    states: Iterator[ClusterState] = iter([failed, failed, make_state(2, decode_0="ready", decode_1="starting"), again])
+    out = io.StringIO()
+    operate.wait_settled(lambda: next(states), before, Console(file=out, width=80), wait_s=100)
+    assert out.getvalue() == (
+        "  failed    decode-1 (no [weights])\n  starting  decode-1\n  ready     decode-0\n  ready     decode-1\n"
+    )
+
+
+def test_who_left_is_told() -> None:
+    out = io.StringIO()
+    before, after = make_state(1, decode_0="ready", decode_1="stopping"), make_state(1, decode_0="ready")
+    operate.wait_settled(lambda: after, before, Console(file=out), wait_s=0)
+    assert out.getvalue() == "  gone      decode-1\n"
+
+
+def test_waiting_ends() -> None:
+    state = make_state(2, decode_0="ready", decode_1="starting")
+    with pytest.raises(LaunchError, match=r"^not done after 0 s: decode-1 is starting; it goes on$"):
+        operate.wait_settled(lambda: state, state, Console(file=io.StringIO()), wait_s=0)
+
+
+def test_a_cluster_whose_controller_is_away_is_not_settled() -> None:
+    assert not operate.is_settled(pb.GetClusterStateResponse(workers=[pb.WorkerState(worker_id="decode-0")]))
+
+
+def test_the_tables() -> None:
+    state = make_state(2, decode_0="ready", decode_1="starting")
+    state.workers[1].detail = "no node with [disagg.role]"
+    state.queued_requests, state.running_requests = 1, 2
+    out = io.StringIO()
+    operate.show_state(state, Console(file=out, width=100))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["decode", "1", "2"] in lines
+    assert ["decode-1", "starting", "0"] in lines
+    assert "decode-1: no node with [disagg.role]" in out.getvalue()
+    assert out.getvalue().endswith("2 requests run, 1 wait\n")
