@@ -18,11 +18,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test lint format check bench proto clean
+.PHONY: help install model demo serve test test-cluster lint format check bench proto wheel clean
 
 help: ## what can be made
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ -x $(BIN)/python ] || $(QUIET) "Creating $(VENV)" build/venv.log $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
-	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev]'
+	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev,load]'
 	@touch $@
 
 install: $(STAMP) ## the virtual environment with everything in it
@@ -50,6 +50,11 @@ test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
 	@echo "Testing (about five minutes on two cores)"
 	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+test-cluster: export OMP_NUM_THREADS = 1
+test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a streamed token, to `ray down`
+	@echo "Testing ray up (about a minute)"
+	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy (strict) and buf
 	@echo "ruff check";  $(BIN)/ruff check .
@@ -78,6 +83,13 @@ $(PROTO_TOOLS)/.install-stamp: Makefile
 proto: $(PROTO_TOOLS)/.install-stamp ## regenerate the gRPC stubs from proto/disagg/v1/*.proto
 	@echo "Generating stubs"
 	@$(PROTO_TOOLS)/bin/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+
+wheel: $(STAMP) ## dist/disagg-*.whl, which `ray up` brings to its nodes
+	@rm -rf dist build/lib
+	@mkdir -p build
+	@$(QUIET) "Building the wheel" build/wheel.log \
+	  $(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
+	@ls dist/*.whl
 
 clean: ## remove everything that make created here (imported models stay in their cache)
 	@echo "Removing $(VENV), build products and caches"
