@@ -1,4 +1,4 @@
-"""The launcher with Ray, with a real private Ray and the deterministic model."""
+"""A cluster that lives with this process, under a real private Ray, with the deterministic model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -18,14 +19,17 @@ from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef, end_processes
-from disagg.cluster.ray_actors import RayCluster
-from disagg.cluster.ray_private import MARK, MAX_TEMP_DIR_CHARS
+from disagg.cluster.ray_cluster import RayCluster
+from disagg.cluster.ray_private import MAX_TEMP_DIR_CHARS
 from disagg.engine.fake import fake_generate
+from disagg.proto.control import ControlState, ScaleRequest, WorkerRecord
+from disagg.proto.errors import DisaggError
 from tests.support.processes import mentioning
 
 pytestmark = pytest.mark.ray
 
 PROMPT = tuple(range(40))
+HEAL_TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -39,9 +43,36 @@ def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder.rmdir()
 
 
-def make_config(temp_dir: Path, **sections: object) -> object:
+def make_config(temp_dir: Path, **sections: object) -> dict[str, object]:
     base = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
     return {**base, "ray": {"temp_dir": str(temp_dir)}, **sections}
+
+
+def serve(cluster: RayCluster) -> tuple[str, str]:
+    """One right answer, and which workers computed it."""
+    with Client(cluster.address) as client:
+        answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+        assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+        route = client.explain(answer.request_id)
+        assert route.kv_bytes > 0
+        return route.prefill_worker, route.decode_worker
+
+
+def wait_for(cluster: RayCluster, is_there: Callable[[ControlState], bool]) -> ControlState:
+    """The first settled state that is as it should be."""
+    deadline = time.monotonic() + HEAL_TIMEOUT_S
+    while not ((state := cluster.state()).is_settled and is_there(state)):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.05)
+    return state
+
+
+def records(state: ControlState) -> dict[str, WorkerRecord]:
+    return {record.worker_id: record for record in state.workers}
+
+
+def pids(cluster: RayCluster) -> dict[str, int]:
+    return {info.worker_id: info.pid for info in cluster.workers}
 
 
 def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,22 +90,16 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         assert len({worker.pid for worker in workers} | {os.getpid()}) == 4
         for info, worker in zip(cluster.workers, cluster.plan.workers, strict=True):
             assert os.sched_getaffinity(info.pid) == set(worker.cores)
-        assert cluster.lost() == []
-        with Client(cluster.address) as client:
-            answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
-            assert list(answer.token_ids) == fake_generate(PROMPT, 20)
-            route = client.explain(answer.request_id)
-            assert route.prefill_worker == "prefill-0"
-            assert route.decode_worker in {"decode-0", "decode-1"}
-            assert route.kv_bytes > 0
+        (gateway,) = cluster.state().gateways
+        assert os.sched_getaffinity(gateway.pid) == set(cluster.plan.cores.gateway)
+        prefill, decode = serve(cluster)
+        assert (prefill, decode in {"decode-0", "decode-1"}) == ("prefill-0", True)
         refuse_strangers()
-        end_processes([workers[2]], grace_s=0)
-        assert cluster.lost() == ["decode-1"]
-        assert cluster.why_lost("decode-1") == "its process ended"
-        family = ProcessRef.family(f"{MARK}={cluster._mark}")
+        family = cluster._session.family()  # type: ignore[attr-defined]
         assert len(family) > len(workers)
     assert [process for process in (*workers, *family) if process.is_alive()] == []
     assert [name for name, state in seen if state == "starting"] == ["ray", *names, "gateway"]
+    assert sorted(name for name, state in seen if state == "stopped") == sorted([*names, "gateway"])
     assert not (Path(os.environ["HOME"]) / ".ray").exists()
     assert "RAY_AUTH_TOKEN" not in os.environ
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -92,6 +117,81 @@ def refuse_strangers() -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 call(b"", metadata=metadata, timeout=10)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_what_is_killed_comes_back_and_pools_grow_and_shrink(temp_dir: Path) -> None:
+    with RayCluster(parse_config(make_config(temp_dir))) as cluster:
+        address, before = cluster.address, pids(cluster)
+        first = records(cluster.state())["decode-0"]
+
+        kill(before["decode-0"])
+        healed = wait_for(cluster, lambda state: is_another(records(state)["decode-0"], first))
+        assert records(healed)["decode-0"].num_starts == 2
+        assert serve(cluster) == ("prefill-0", "decode-0")
+
+        now = pids(cluster)
+        kill(controller_pid(cluster))
+        assert wait_until_asked(cluster, ScaleRequest(sizes={"decode": 2})).pools[1].desired == 2
+        wait_for(cluster, lambda state: "decode-1" in records(state))
+        assert {name: pid for name, pid in pids(cluster).items() if name != "decode-1"} == now
+        assert (cluster.address, serve(cluster)[0]) == (address, "prefill-0")
+
+        gateway, added = cluster.state().gateways[0], records(cluster.state())["decode-1"]
+        kill(gateway.pid)
+        give_up("decode-1")
+        wait_for(
+            cluster,
+            lambda state: state.gateways[0].pid != gateway.pid and is_another(records(state)["decode-1"], added),
+        )
+        assert records(cluster.state())["decode-1"].detail.startswith("its actor ended: The actor is dead because")
+        assert cluster.address == address
+        serve(cluster)
+
+        leaving = ProcessRef.of(pids(cluster)["decode-1"])
+        cluster.control(ScaleRequest(sizes={"decode": 1}))
+        wait_for(cluster, lambda state: "decode-1" not in records(state))
+        assert not leaving.is_alive()
+        assert pids(cluster) == now
+        assert serve(cluster) == ("prefill-0", "decode-0")
+
+
+def kill(pid: int) -> None:
+    end_processes([ProcessRef.of(pid)], grace_s=0)
+
+
+def give_up(name: str) -> None:
+    """End an actor in a way after which Ray does not start it again."""
+    import ray
+
+    from disagg.cluster.ray_launcher import find_actor
+
+    ray.kill(find_actor(name), no_restart=True)
+
+
+def is_another(record: WorkerRecord, life: WorkerRecord) -> bool:
+    assert life.info is not None
+    return record.info is not None and record.info.incarnation != life.info.incarnation
+
+
+def controller_pid(cluster: RayCluster) -> int:
+    from disagg.cluster.ray_launcher import actor_info
+
+    pid: int = actor_info(cluster._controller)["Pid"]
+    return pid
+
+
+def wait_until_asked(cluster: RayCluster, request: ScaleRequest) -> ControlState:
+    """The answer of a controller that is coming back."""
+    deadline = time.monotonic() + HEAL_TIMEOUT_S
+    while True:
+        try:
+            reply = cluster.control(request)
+        except (LaunchError, DisaggError):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            assert isinstance(reply, ControlState)
+            return reply
 
 
 def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path: Path) -> None:

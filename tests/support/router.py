@@ -156,7 +156,12 @@ def end_update(
 
 
 def worker_report(
-    worker_id: str, sequence: int, *events: KvEvent, incarnation: str = "1", load: Load | None = None
+    worker_id: str,
+    sequence: int,
+    *events: KvEvent,
+    incarnation: str = "1",
+    load: Load | None = None,
+    steps: tuple[StepSample, ...] = (),
 ) -> WorkerReport:
     """A report; the first one of a stream needs a `BlocksSnapshot`."""
     return WorkerReport(
@@ -165,6 +170,7 @@ def worker_report(
         sequence=sequence,
         load=load or Load(),
         kv_events=events,
+        steps=steps,
     )
 
 
@@ -204,9 +210,9 @@ class Scenario:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(DrainWorker(WorkerId(worker_id), Incarnation(life)))
 
-    def submit(self, request: RoutedRequest | str) -> list[str]:
+    def submit(self, request: RoutedRequest | str, arrival: float | None = None) -> list[str]:
         routed = routed_request(request) if isinstance(request, str) else request
-        return self.handle(Submit(routed, self.now))
+        return self.handle(Submit(routed, self.now if arrival is None else arrival))
 
     def cancel(self, request_id: str) -> list[str]:
         return self.handle(CancelRequest(RequestId(request_id)))

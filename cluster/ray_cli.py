@@ -1,0 +1,59 @@
+"""`disagg cluster`: commands for a node of a running Ray cluster. Every command loads what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(help="A cluster that stands in a Ray cluster: start, stop, status.", no_args_is_help=True)
+
+RayAddressOption = Annotated[
+    str | None,
+    typer.Option(help="host:port of Ray's head, or 'auto'; by default the file's, or the Ray that this node is in."),
+]
+
+
+@app.command()
+def start(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration.")] = None,
+    ray_address: RayAddressOption = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when everything serves.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.", min=0)] = 600,
+) -> None:
+    """Start controller and gateway on this node and the workers where Ray has room; changes the sizes of one that
+    runs."""
+    from disagg.cluster import ray_operate
+    from disagg.cluster.config import load_config
+
+    settings = load_config(config)
+    address = ray_operate.ray_address(settings, ray_address)
+    ray_operate.run_start(settings, address, _console(), timeout if wait else None)
+
+
+@app.command()
+def stop(ray_address: RayAddressOption = None) -> None:
+    """End everything of ours in the Ray cluster; Ray itself stays."""
+    from disagg.cluster import ray_operate
+    from disagg.cluster.ray_session import AUTO
+
+    ray_operate.run_stop(ray_address or AUTO, _console())
+
+
+@app.command()
+def status(ray_address: RayAddressOption = None) -> None:
+    """Show pools, workers and gateway, also while no gateway serves."""
+    from disagg.cluster import ray_operate
+    from disagg.cluster.ray_session import AUTO
+
+    ray_operate.run_status(ray_address or AUTO, _console())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()

@@ -1,0 +1,167 @@
+"""`disagg cluster`: a cluster that stands in somebody's Ray, on nodes with labels, with the deterministic model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from disagg.client import Client, ClusterState
+from disagg.cluster.process_tools import ProcessRef
+from disagg.engine.fake import fake_generate
+from disagg.proto.errors import DisaggError
+from tests.support.processes import mentioning
+from tests.support.ray_nodes import RayNodes, ray_nodes
+
+pytestmark = pytest.mark.ray
+
+PROMPT = tuple(range(40))
+TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 60.0
+NODES = [
+    {"resources": {"disagg_slot": 1}, "labels": {"disagg.role": "prefill"}},
+    {"resources": {"disagg_slot": 1}, "labels": {"disagg.role": "decode"}},
+]
+HEAD, PREFILL_NODE, DECODE_NODE = 0, 1, 2
+POOLS: dict[str, dict[str, object]] = {
+    "prefill": {"node_labels": {"disagg.role": "prefill"}},
+    "decode": {"node_labels": {"disagg.role": "decode"}},
+}
+CONFIG: dict[str, object] = {
+    "model": {"path": "fake"},
+    "gateway": {"port": 0},
+    "placement": {"local_prefill": "never"},
+    "network": {"bind": "node"},
+    "pools": POOLS,
+}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of ours whose path is short enough for Ray."""
+    folder = Path("/tmp") / f"ds{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    assert mentioning(str(folder)) == []
+    shutil.rmtree(folder)
+
+
+def cluster_command(nodes: RayNodes, *arguments: str, without: str = "", **variables: str) -> tuple[int, str]:
+    """Exit status and output of `disagg cluster`, run on a node."""
+    environment = {name: value for name, value in {**nodes.environment, **variables}.items() if name != without}
+    command = [sys.executable, "-m", "disagg.cluster", "cluster", *arguments]
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    return done.returncode, done.stdout
+
+
+def write_config(folder: Path, **sections: Mapping[str, object]) -> str:
+    file = folder / "disagg.yaml"
+    file.write_text(yaml.safe_dump({**CONFIG, **sections}))
+    return str(file)
+
+
+def gateway_address(output: str) -> str:
+    (line,) = (line for line in output.splitlines() if line.startswith("gateway: "))
+    return line.removeprefix("gateway: ")
+
+
+def wait_for(client: Client, is_there: Callable[[ClusterState], bool]) -> ClusterState:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            if is_there(state := client.cluster_state()):
+                return state
+        except DisaggError:
+            pass  # between two gateways
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
+    token = secrets.token_hex(32)
+    with ray_nodes(folder, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "HOME": str(folder)}, NODES) as nodes:
+        refusal = f"error: ray.address: the Ray cluster at {nodes.address} "
+        assert cluster_command(nodes, "status", without="RAY_AUTH_TOKEN", RAY_AUTH_MODE="disabled") == (
+            1,
+            f"{refusal}asks for a token. RAY_AUTH_MODE=disabled is set, so none was sent. Put the cluster's own into "
+            "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token\n",
+        )
+        status, output = cluster_command(nodes, "status", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        assert (status, output.startswith(f"{refusal}refused our token")) == (1, True)
+        assert cluster_command(nodes, "status")[1].startswith("error: no cluster runs here")
+
+        status, output = cluster_command(nodes, "start", "--config", write_config(folder), "--wait")
+        assert status == 0, output
+        with Client(gateway_address(output)) as client:
+            use(nodes, client, folder)
+
+        processes = [ProcessRef.of(pid) for pid in actors(nodes)]
+        assert len(processes) == 4
+        assert cluster_command(nodes, "stop") == (0, "stopped\n")
+        assert [process for process in processes if process.is_alive()] == []
+        assert cluster_command(nodes, "stop") == (0, "nothing was running\n")
+        lose_the_owner(nodes, folder)
+
+
+def use(nodes: RayNodes, client: Client, folder: Path) -> None:
+    workers = {worker.worker_id: worker for worker in client.cluster_state().workers}
+    places = {name: nodes.raylets.index(parent_of(worker.pid)) for name, worker in workers.items()}
+    assert places == {"prefill-0": PREFILL_NODE, "decode-0": DECODE_NODE}
+    assert {worker.address.rpartition(":")[0] for worker in workers.values()} == {nodes.host}
+    answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+
+    assert cluster_command(nodes, "start", "--config", write_config(folder))[1].startswith("runs already\n")
+    other = write_config(folder, placement={"policy": "random"})
+    assert "placement.local_prefill, placement.policy differ" in cluster_command(nodes, "start", "--config", other)[1]
+    larger = write_config(folder, pools={**POOLS, "decode": {**POOLS["decode"], "size": 2}})
+    status, output = cluster_command(nodes, "start", "--config", larger)
+    assert (status, output.startswith("runs already; sizes are now decode=2\n")) == (0, True)
+    waiting = "waits for a Ray node with 1 disagg_slot and the labels disagg.role=decode"
+    state = wait_for(client, lambda state: any(worker.detail == waiting for worker in state.workers))
+    assert [worker.worker_id for worker in state.workers if worker.detail] == ["decode-1"]
+    assert f"decode-1: {waiting}\n" in cluster_command(nodes, "status")[1]
+
+
+def lose_the_owner(nodes: RayNodes, folder: Path) -> None:
+    """A cluster that belongs to a process ends soon after it, also when that could end nothing itself."""
+    command = [sys.executable, "-m", "disagg.cluster", "up", "--config", write_config(folder, ray={"address": "auto"})]
+    with subprocess.Popen(command, env=nodes.environment, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        assert any("Ctrl-C stops" in line for line in up.stdout)
+        processes = [ProcessRef.of(pid) for pid in actors(nodes)]
+        assert len(processes) == 4
+        status, output = cluster_command(nodes, "start", "--config", write_config(folder))
+        assert (status, "another configuration (ray.address differ)" in output) == (1, True)
+        up.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    while [process for process in processes if process.is_alive()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert cluster_command(nodes, "stop") == (0, "nothing was running\n")
+
+
+def actors(nodes: RayNodes) -> list[int]:
+    """Our actors' processes."""
+    titles = ("ray::HostActor", "ray::ControllerActor")
+    return [pid for title in titles for pid in mentioning(title) if parent_of(pid) in nodes.raylets]
