@@ -15,6 +15,7 @@ import msgspec
 
 from disagg.engine.engine_thread import EngineStoppedError
 from disagg.engine.mailbox import Mailbox
+from disagg.engine.step_sampler import StepSampler
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
     AuditRequest,
@@ -51,33 +52,25 @@ MAX_PENDING_UPDATES = 10_000
 MAX_PENDING_KV_EVENTS = 10_000
 """A router that is this many KV events behind gets a snapshot instead of them."""
 
-MAX_STEPS_PER_REPORT = 4
-"""The first steps after a report go into the next one: enough to fit a line, whatever their length."""
-
 
 class _Watch:
     """One report stream: KV events and some measured steps wait here until the next report."""
 
     def __init__(self) -> None:
         self.kv_events: list[KvEvent] = []
-        self.steps: list[StepSample] = []
+        self.steps = StepSampler()
         self.needs_snapshot = True
         self.changed = asyncio.Event()
 
     def note(self, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
         """Something changed."""
-        if step is not None and len(self.steps) < MAX_STEPS_PER_REPORT:
-            self.steps.append(step)
+        if step is not None:
+            self.steps.offer(step)
         if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
             self.needs_snapshot = True
         else:
             self.kv_events += kv_events
         self.changed.set()
-
-    def take_steps(self) -> tuple[StepSample, ...]:
-        """What the next report carries of them."""
-        steps, self.steps = tuple(self.steps), []
-        return steps
 
     async def take_events(self, snapshot: Callable[[], Awaitable[BlocksSnapshot]]) -> tuple[KvEvent, ...]:
         """What the next report carries. Events that come while the snapshot is taken follow it: that one may hold them
@@ -212,7 +205,7 @@ class WorkerService:
                     sequence=sequence,
                     load=self._load,
                     kv_events=kv_events,
-                    steps=watch.take_steps(),
+                    steps=watch.steps.take(),
                 )
                 yield encode(report)
                 sequence += 1

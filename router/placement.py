@@ -64,6 +64,8 @@ class Candidate:
     """Leading tokens of the request whose KV it has; always less than all of them."""
     num_blocks: int = 0
     """KV blocks that the request would take of it in that role."""
+    as_decode: Weight | None = None
+    """What speaks against it as the D of a pair, where that is known already."""
 
 
 class Weight(NamedTuple):
@@ -230,16 +232,18 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         return 0
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
     weigh_link = policy.weigh_link
+    least = best.least
     for prefill in prefills:
         p_misses, p_cost, is_closed, _, _, p_candidate = prefill
         for decode in decodes:
             d_misses, d_cost, _, _, _, d_candidate = decode
-            if (p_misses + d_misses, p_cost + d_cost, False) > best.least:
+            if (p_misses + d_misses, p_cost + d_cost, False) > least:
                 break  # Links cost something or nothing, and those that follow are no better.
             link = weigh_link(demand, p_candidate, d_candidate)
             key = (p_misses + d_misses, p_cost + d_cost + link, is_closed)
-            if key <= best.least:
+            if key <= least:
                 best.offer(key, (prefill, decode, link))
+                least = key
     return len(prefills) * len(decodes)
 
 

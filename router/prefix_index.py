@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
@@ -45,8 +45,9 @@ class _Holder:
     incarnation: Incarnation
     slot: int
     bit: WorkerSet
-    hashes: set[BlockHash] = field(default_factory=set)
-    """Blocks that it reported."""
+    hashes: dict[BlockHash, None] = field(default_factory=dict)
+    """Blocks that it reported. Not a set: the garbage collector walks through sets, and leaves a dict of such plain
+    things alone, which for 10 million blocks saves pauses of seconds."""
     predicted: dict[BlockHash, float] = field(default_factory=dict)
     """Blocks that it should have soon, and until when that counts."""
     next_sequence: int | None = None
@@ -96,7 +97,7 @@ class PrefixIndex:
         holder = self._workers.pop(worker_id, None)
         if holder is None:
             return
-        self._unmark(holder.bit, holder.hashes.union(holder.predicted))
+        self._unmark(holder.bit, {**holder.hashes, **holder.predicted})
         holder.predicted.clear()  # What waits to expire finds nothing.
         del self._bits[worker_id]
         del self._single[holder.bit]
@@ -182,7 +183,7 @@ class PrefixIndex:
         """What does not fit together; empty when all is well."""
         expected: list[dict[BlockHash, WorkerSet]] = [{} for _ in self._shards]
         for holder in self._workers.values():
-            for block_hash in holder.hashes.union(holder.predicted):
+            for block_hash in {**holder.hashes, **holder.predicted}:
                 shard = expected[block_hash[0]]
                 shard[block_hash] = shard.get(block_hash, 0) | holder.bit
         problems = [] if expected == self._shards else ["prefix index: hashes and holders differ"]
@@ -200,7 +201,7 @@ class PrefixIndex:
     def _apply_event(self, holder: _Holder, event: KvEvent) -> None:
         match event:
             case BlocksSnapshot(hashes=hashes):
-                self._discard(holder, list(holder.hashes.difference(hashes)))
+                self._discard(holder, list(holder.hashes.keys() - hashes))
                 self._store(holder, hashes)
             case BlocksStored(hashes=hashes):
                 self._store(holder, hashes)
@@ -209,7 +210,7 @@ class PrefixIndex:
 
     def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
         self._mark(holder.bit, hashes)
-        holder.hashes.update(hashes)
+        holder.hashes.update(dict.fromkeys(hashes))
         if holder.predicted:
             for block_hash in hashes:
                 holder.predicted.pop(block_hash, None)
@@ -220,7 +221,7 @@ class PrefixIndex:
         gone = []
         for block_hash in hashes:
             if block_hash in held:
-                held.remove(block_hash)
+                del held[block_hash]
                 if block_hash not in predicted:
                     gone.append(block_hash)
         self._unmark(holder.bit, gone)
@@ -253,7 +254,7 @@ class PrefixIndex:
                 del shard[block_hash]
 
 
-def _num_leading(held: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
+def _num_leading(held: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
     """How many leading blocks of a chain are in a prefix-closed set."""
     first, last = 0, len(hashes)
     while first < last:

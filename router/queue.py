@@ -8,7 +8,6 @@ a TTFT target is due a fixed horizon after its arrival, so that it waits behind 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,7 +68,3 @@ class RequestQueue:
         assert self._order[position] == entry, "the order and the map of urgencies differ"
         del self._order[position]
         del self._work_ms[position]
-
-    def ids(self) -> Sequence[RequestId]:
-        """All of them, in order."""
-        return [request_id for _, request_id in self._order]

@@ -18,9 +18,8 @@ def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
 
 def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
     """The same without what the steps cost anyway: what these tokens add to the steps of the others."""
-    speed = worker.speed
-    pairs = num_pairs(cached_tokens, num_tokens)
-    return (num_tokens - cached_tokens) * speed.prefill_token_ms + pairs * speed.attended_ms
+    _, token_ms, pair_ms, _, _ = worker.speed
+    return (num_tokens - cached_tokens) * token_ms + num_pairs(cached_tokens, num_tokens) * pair_ms
 
 
 def num_pairs(cached_tokens: int, num_tokens: int) -> int:

@@ -101,6 +101,8 @@ class Waiting:
     def workers_changed(self, now: float) -> None:
         """A worker came, went or drains."""
         self._must_look = True
+        if not self._aside:
+            return
         longest = self._fleet.longest_new_sequence
         for record in [record for record in self._aside.values() if record.num_tokens < longest]:
             del self._aside[record.request_id]

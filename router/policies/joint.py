@@ -75,7 +75,8 @@ class Joint:
         delay = num_steps * joining * worker.num_decodes
         barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
         misses = 1 if step > demand.tpot_ms else 0
-        return Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
+        weight = candidate.as_decode = Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
+        return weight
 
     def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
         """All of it. The others wait for the prefill too, but for what a step costs anyway."""
@@ -84,7 +85,7 @@ class Joint:
         wait = worker.backlog_ms
         compute = compute_ms(worker, candidate.cached_tokens, demand.num_tokens)
         prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
-        _, misses, _, _, decode, delay, barrier, step = self.weigh_decode(demand, candidate)
+        _, misses, _, _, decode, delay, barrier, step = candidate.as_decode or self.weigh_decode(demand, candidate)
         delay += worker.num_decodes * compute + pushed_out_ms(demand, worker, num_new)
         misses += wait + prefill > demand.ttft_left_ms
         return Weight(wait + prefill + decode + delay + barrier, misses, wait, prefill, decode, delay, barrier, step)
@@ -96,7 +97,9 @@ class Joint:
         return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
 
     def _barrier(self, used_blocks: int, num_blocks: int) -> float:
-        k = min(_MOST_FULL, used_blocks / num_blocks)
+        k = used_blocks / num_blocks
+        if k > _MOST_FULL:
+            k = _MOST_FULL
         return self._barrier_ms * k / (1 - k)
 
 

@@ -2,7 +2,7 @@
 
 Every worker has its own stream of updates, delivered whenever, so that tokens of P and D overtake each other. What must
 hold: no token is lost, doubled or made up; every request ends exactly once; a worker that is given up on is told;
-nothing is held when all is over.
+a draining one gets nothing new; nothing is held when all is over.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from disagg.router.events import (
     Command,
     ConnectPair,
     Dispatch,
+    DrainWorker,
     Emit,
     Event,
     Fail,
@@ -32,6 +33,7 @@ from disagg.router.events import (
     FromWorker,
     Submit,
     Tick,
+    WorkerIsDrained,
     WorkerLost,
     WorkerReported,
     WorkerUp,
@@ -71,6 +73,8 @@ class Part:
 class FakeWorker:
     life: int = 0
     is_up: bool = False
+    is_draining: bool = False
+    is_drained: bool = False
     stream: deque[StepUpdate] = field(default_factory=deque)
     parts: dict[AttemptKey, Part] = field(default_factory=dict)
 
@@ -85,9 +89,11 @@ class Client:
 
 
 class RouterMachine(RuleBasedStateMachine):
+    config = RouterConfig(max_refusals=4, max_queued=12)
+
     def __init__(self) -> None:
         super().__init__()
-        self.core = RouterCore(RouterConfig(max_refusals=4, max_queued=12), GatewayId("g0"))
+        self.core = RouterCore(self.config, GatewayId("g0"))
         self.now = 0.0
         self.workers = {name: FakeWorker() for name in NAMES}
         self.clients: dict[str, Client] = {}
@@ -116,6 +122,8 @@ class RouterMachine(RuleBasedStateMachine):
                 peer = message.decode_peer
                 assert (peer is None) == (worker_id[0] != "p")
                 assert peer is None or peer.incarnation == str(self.workers[peer.worker_id].life)
+                assert not worker.is_draining
+                assert peer is None or not self.workers[peer.worker_id].is_draining
                 part = Part(
                     spec,
                     peer.worker_id if peer else None,
@@ -145,6 +153,13 @@ class RouterMachine(RuleBasedStateMachine):
             case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
                 assert self.workers[prefill_id].is_up
                 assert peer.incarnation == str(self.workers[peer.worker_id].life)
+            case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
+                worker = self.workers[worker_id]
+                assert worker.is_draining
+                assert not worker.is_drained
+                assert str(worker.life) == incarnation
+                assert not worker.parts
+                worker.is_drained = True
             case _:
                 raise AssertionError(command)
 
@@ -211,6 +226,7 @@ class RouterMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         worker.life += 1
         worker.is_up = True
+        worker.is_draining = worker.is_drained = False
         self.handle(WorkerUp(worker_info(name, incarnation=str(worker.life), token_budget=64, max_num_seqs=3)))
 
     # ------------------------------------------------------------ rules
@@ -277,6 +293,12 @@ class RouterMachine(RuleBasedStateMachine):
         worker.parts.clear()
         self.handle(WorkerLost(WorkerId(name), Incarnation(str(worker.life))))
 
+    @rule(name=st.sampled_from(NAMES))
+    def drain(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.is_draining = worker.is_draining or worker.is_up
+        self.handle(DrainWorker(WorkerId(name), Incarnation(str(worker.life))))
+
     @precondition(lambda self: self.clients)
     @rule(pick=st.integers(0, 99))
     def cancel(self, pick: int) -> None:
@@ -312,6 +334,13 @@ class RouterMachine(RuleBasedStateMachine):
         assert {(WorkerId(name), key) for name, key in self.parts()} <= set(self.core._fleet.books.entries())
 
     @invariant()
+    def a_draining_worker_is_drained_when_nothing_is_booked_on_it(self) -> None:
+        booked = {worker_id for worker_id, _ in self.core._fleet.books.entries()}
+        for name, worker in self.workers.items():
+            if worker.is_up and worker.is_draining:
+                assert worker.is_drained == (name not in booked)
+
+    @invariant()
     def wakeups_lie_ahead(self) -> None:
         wakeup = self.core.next_wakeup()
         assert wakeup is None or wakeup > self.now
@@ -319,6 +348,8 @@ class RouterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everybody is well and goes on until all is said."""
         for name in NAMES:
+            if self.workers[name].is_up and self.workers[name].is_draining:
+                self.lose_or_return(name)
             if not self.workers[name].is_up:
                 self.come_up(name)
         for _ in range(10_000):
@@ -336,5 +367,17 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.parts() == []
 
 
+class PairsOnlyMachine(RouterMachine):
+    config = RouterConfig(max_refusals=4, max_queued=12, local_prefill="never", policy="prefix")
+
+
+class RandomMachine(RouterMachine):
+    config = RouterConfig(max_refusals=4, max_queued=12, policy="random")
+
+
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestRouter.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestPairsOnly = PairsOnlyMachine.TestCase
+TestPairsOnly.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestRandom = RandomMachine.TestCase
+TestRandom.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -171,6 +172,14 @@ def test_blocks_of_one_chain_with_the_same_holders_share_one_set() -> None:
     it.remove_worker(A)
     assert holder_objects(it) == {id(it._single[1])}
     assert it.check_integrity() == []
+
+
+def test_the_garbage_collector_does_not_walk_through_the_blocks() -> None:
+    it = index(a="uvw", b="uv")
+    it.predict(A, blocks("uvwx"), now=0.0)
+    assert it.apply(worker_report("a", 1, BlocksStored(hashes=blocks("yz")), BlocksRemoved(hashes=blocks("z"))))
+    tables = [*it._shards, *(table for holder in it._workers.values() for table in (holder.hashes, holder.predicted))]
+    assert not any(map(gc.is_tracked, tables))
 
 
 class TestPredictions:

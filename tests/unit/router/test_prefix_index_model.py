@@ -66,14 +66,18 @@ class IndexMachine(RuleBasedStateMachine):
         held = set(self.known.get(worker, ()))
         has_snapshot = any(kind == "snapshot" for kind, _ in changes)
         counts = worker in self.known and (has_snapshot or (expected is not None and not skipped))
-        events = [self.change(worker, held, kind, text, counts) for kind, text in changes]
+        last_snapshot = max((position for position, (kind, _) in enumerate(changes) if kind == "snapshot"), default=0)
+        events = [
+            self.change(worker, held, kind, text, confirms=counts and position >= last_snapshot)
+            for position, (kind, text) in enumerate(changes)
+        ]
         fine = self.index.apply(worker_report(worker, sequence, *events))
         assert fine == (counts or worker not in self.known or expected is None)
         if worker in self.known:
             self.known[worker] = held if counts else set()
             self.next[worker] = sequence + 1 if counts else None
 
-    def change(self, worker: str, held: set[str], kind: str, text: str, counts: bool) -> KvEvent:
+    def change(self, worker: str, held: set[str], kind: str, text: str, *, confirms: bool) -> KvEvent:
         """An event as the engine would send it; `held` becomes what holds after it."""
         if kind == "removed":
             gone = sorted((block for block in held if block.startswith(text)), key=len, reverse=True)
@@ -82,7 +86,7 @@ class IndexMachine(RuleBasedStateMachine):
         if kind == "snapshot":
             held.clear()
         held.update(chain(text))
-        if counts:
+        if confirms:
             for block in chain(text):
                 self.predicted[worker].pop(block, None)
         return (

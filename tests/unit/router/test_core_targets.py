@@ -1,0 +1,243 @@
+"""The core's answers, word for word: targets, refusals by prediction, waiting for the right worker, explanations.
+
+Workers take 1 ms a prompt token and 0.5 ms a decoding sequence; a step costs nothing otherwise.
+"""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from disagg.proto.errors import OverloadedError
+from disagg.proto.messages import Load, WorkerInfo
+from disagg.router.api import RoutedRequest
+from disagg.router.config import RouterConfig
+from tests.support.placing import samples
+from tests.support.router import (
+    EMPTY,
+    Scenario,
+    end_update,
+    prefilled_update,
+    routed_request,
+    tokens_update,
+    worker_info,
+    worker_report,
+)
+
+SPEED = samples(base_ms=0.0, prefill_token_ms=1.0, decode_ms=0.5)
+NEVER = RouterConfig(local_prefill="never")
+
+
+def measured(name: str, token_budget: int = 128) -> WorkerInfo:
+    return worker_info(
+        name, calibration=SPEED, token_budget=token_budget, num_blocks=1024, max_num_seqs=64, max_model_len=8192
+    )
+
+
+def wanted(name: str, num_tokens: int, ttft_s: float | None = None, *, priority: int = 0) -> RoutedRequest:
+    return dataclasses.replace(routed_request(name, num_tokens, priority=priority), ttft_slo_s=ttft_s)
+
+
+def retry_after_s(it: Scenario, name: str) -> float:
+    error = it.errors[name]
+    assert isinstance(error, OverloadedError)
+    return error.retry_after_s
+
+
+# ---------------------------------------------------------------- admission
+
+
+def test_what_would_miss_its_target_is_refused_and_told_when_to_come_back() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    it.start(wanted("r0", 200), "p0", "d0")
+    # 200 ms in front, 100 of its own.
+    assert it.submit(wanted("r1", 100, 0.31)) == ["dispatch p0 r1/0 -> d0"]
+    assert it.submit(wanted("r2", 100, 0.31)) == ["fail r2 OverloadedError"]
+    assert str(it.errors["r2"]) == "the first token is expected after 0.4 s, the target is 0.31 s"
+    assert retry_after_s(it, "r2") == pytest.approx(0.09, abs=0.002)
+    assert it.core.holdings()["requests"] == 2
+    assert it.core.trace(wanted("r2", 1).request_id) is None
+
+
+def test_the_queue_in_front_counts_too() -> None:
+    """Two P with 300 tokens each, and 400 more in the queue, all due after 0.2 s."""
+    config = msgspec.structs.replace(NEVER, queue_horizon_s=0.2)
+    it = Scenario(measured("p0"), measured("p1"), measured("d0"), config=config)
+    for name in ("r0", "r1"):
+        assert it.submit(wanted(name, 300))[0].startswith("dispatch")
+    assert [it.submit(wanted(name, 200)) for name in ("r2", "r3")] == [[], []]
+    # Behind them: (600 + 400) / 2 + 100 ms.
+    assert it.submit(wanted("r4", 100, 0.5)) == ["fail r4 OverloadedError"]
+    assert retry_after_s(it, "r4") == pytest.approx(0.1, abs=0.002)
+    assert it.submit(wanted("r5", 100, 0.65)) == []
+    # In front of them all: 300 + 100 ms.
+    assert it.submit(wanted("r6", 100, 0.45, priority=1)) == []
+    assert it.submit(wanted("r7", 100, 0.45, priority=2)) == []
+    assert it.submit(wanted("r8", 100, 0.35, priority=3)) == ["fail r8 OverloadedError"]
+    # Behind r7 and r6 as well: (600 + 600) / 2 + 100 ms.
+    assert it.submit(wanted("r9", 100, 0.65)) == ["fail r9 OverloadedError"]
+
+
+def test_a_target_that_idle_workers_would_miss_is_refused_with_the_configured_pause() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=msgspec.structs.replace(NEVER, retry_after_s=7.0))
+    assert it.submit(wanted("r0", 500, 0.4)) == ["fail r0 OverloadedError"]
+    assert retry_after_s(it, "r0") == 7.0
+
+
+def test_a_cached_prefix_lets_a_request_in() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    request = wanted("r0", 500, 0.4)
+    it.holds("p0", request, 10)
+    assert it.submit(request) == ["dispatch p0 r0/0 -> d0"]
+
+
+def test_time_that_passed_before_counts() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    it.now = 1.0
+    assert it.submit(wanted("r0", 100, 0.11), arrival=0.95) == ["fail r0 OverloadedError"]
+    assert it.submit(wanted("r0", 100, 0.16), arrival=0.95) == ["dispatch p0 r0/0 -> d0"]
+
+
+@pytest.mark.parametrize(
+    "config", [msgspec.structs.replace(NEVER, ttft_slo_s=0.05), msgspec.structs.replace(NEVER, ttft_slo_s=0.2)]
+)
+def test_the_configured_target_is_for_those_that_bring_none(config: RouterConfig) -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=config)
+    refused = config.ttft_slo_s == 0.05
+    assert it.submit(wanted("r0", 100)) == (["fail r0 OverloadedError"] if refused else ["dispatch p0 r0/0 -> d0"])
+    assert it.submit(wanted("r1", 100, 9.0)) == ["dispatch p0 r1/0 -> d0"]
+
+
+def test_nothing_is_refused_by_prediction_without_a_target_a_measurement_or_when_told_not_to() -> None:
+    without_admission = msgspec.structs.replace(NEVER, admission=False)
+    assert Scenario(measured("p0"), measured("d0"), config=without_admission).submit(wanted("r0", 100, 0.001)) == [
+        "dispatch p0 r0/0 -> d0"
+    ]
+    unmeasured = Scenario("p0", "d0", config=NEVER)
+    assert unmeasured.submit(wanted("r0", 100, 0.001)) == ["dispatch p0 r0/0 -> d0"]
+    busy = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    busy.start(wanted("r0", 5000), "p0", "d0")
+    assert busy.submit(wanted("r1", 5000)) == []
+
+
+def test_a_worker_that_was_measured_only_at_work_counts_as_measured() -> None:
+    it = Scenario("p0", "d0", config=NEVER)
+    it.report(worker_report("p0", 0, steps=SPEED))
+    assert it.submit(wanted("r0", 100, 0.001)) == ["fail r0 OverloadedError"]
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def test_the_earlier_first_token_is_due_the_earlier_it_is_placed() -> None:
+    it = Scenario(measured("p0", token_budget=32), measured("d0"), config=NEVER)
+    it.start(wanted("r0", 64), "p0", "d0")
+    for request in (
+        wanted("none", 64),
+        wanted("late", 64, 9.0),
+        wanted("soon", 64, 5.0),
+        wanted("low", 64, 5.0, priority=-1),
+    ):
+        assert it.submit(request) == []
+    it.now = 4.5
+    assert it.submit(wanted("fresh", 64, 5.2)) == []  # Due at 9.7: the one without a target is due at 10.
+    order, running = [], "r0"
+    for _ in range(5):
+        (line,) = it.update("p0", prefilled_update(running, 0))
+        running = line.split()[2].split("/")[0]
+        order.append(running)
+    assert order == ["soon", "late", "fresh", "none", "low"]
+
+
+def test_a_request_without_a_target_is_not_starved_by_those_with_one() -> None:
+    it = Scenario(measured("p0", token_budget=32), measured("d0"), config=NEVER)
+    it.start(wanted("r0", 64), "p0", "d0")
+    assert it.submit(wanted("patient", 64)) == []
+    it.now = 9.5
+    assert it.submit(wanted("hurried", 64, 1.0)) == []
+    assert it.update("p0", prefilled_update("r0", 0)) == ["dispatch p0 patient/0 -> d0"]
+
+
+def test_a_request_waits_for_the_holder_of_its_prefix_and_lets_others_pass() -> None:
+    it = Scenario(measured("p0"), measured("p1"), measured("d0"), config=NEVER)
+    hot = wanted("hot", 2000)
+    it.holds("p0", hot, 120)
+    it.start(wanted("r0", 300), "p0", "d0")
+    it.start(wanted("r1", 200), "p1", "d0")
+    # P0 has no slot for 300 ms; P1 has one, and would compute for 2 s.
+    assert it.submit(hot) == []
+    assert it.submit(wanted("r2", 40)) == ["dispatch p1 r2/0 -> d0"]
+    assert it.update("p0", prefilled_update("r0", 0)) == ["dispatch p0 hot/0 -> d0"]
+
+
+def test_a_slot_that_opens_within_a_prompt_is_seen_in_the_report() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    it.start(wanted("r0", 600), "p0", "d0")
+    assert it.submit(wanted("r1", 64)) == []
+    assert it.report(worker_report("p0", 0, load=Load(uncomputed_prompt_tokens=600))) == []
+    assert it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=300))) == []
+    assert it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=200))) == ["dispatch p0 r1/0 -> d0"]
+
+
+def test_a_blocked_queue_costs_no_look_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    it.start(wanted("r0", 300), "p0", "d0")
+    for number in range(200):
+        assert it.submit(wanted(f"q{number}", 300)) == []
+    looks: list[object] = []
+    try_start = it.core._attempts.try_start
+
+    def counting(*args: object) -> object:
+        looks.append(args)
+        return try_start(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(it.core._attempts, "try_start", counting)
+    it.update("d0", tokens_update("r0", 0, 0, 7))
+    it.report(worker_report("d0", 0))
+    assert it.submit(wanted("more", 300)) == []
+    assert len(looks) == 0
+    assert len(it.update("p0", prefilled_update("r0", 0))) == 1
+    assert len(looks) == 1
+
+
+# ---------------------------------------------------------------- targets and explanations
+
+
+def test_a_trace_explains_the_placement() -> None:
+    it = Scenario(measured("p0"), measured("p1"), measured("d0"), config=RouterConfig(local_prefill="never"))
+    it.start(wanted("r0", 100), "p0", "d0")
+    assert it.submit(routed_request("r1", 100, max_tokens=11)) == ["dispatch p1 r1/0 -> d0"]
+    trace = it.core.trace(wanted("r1", 1).request_id)
+    assert trace is not None
+    why = trace.decision
+    assert why is not None
+    assert (why.policy, why.num_options) == ("joint", 2)
+    assert why.ttft_ms == pytest.approx(100, rel=0.01)
+    assert why.tpot_ms == pytest.approx(1.0, rel=0.01)
+    assert (why.wait_ms, why.prefill_ms) == (0.0, why.ttft_ms)
+    assert why.decode_ms == pytest.approx(10, rel=0.01)
+    assert why.delay_ms == pytest.approx(5, rel=0.01)
+    assert why.cost == pytest.approx(
+        why.wait_ms + why.prefill_ms + why.transfer_ms + why.decode_ms + why.delay_ms + why.barrier_ms
+    )
+
+
+def test_a_policy_without_times_explains_no_times() -> None:
+    it = Scenario("p0", "d0")
+    it.start("r0", "p0", "d0")
+    trace = it.core.trace(routed_request("r0").request_id)
+    assert trace is not None
+    assert trace.decision is not None
+    assert (trace.decision.policy, trace.decision.ttft_ms, trace.decision.tpot_ms) == ("least_loaded", None, None)
+    assert (trace.decision.num_options, trace.decision.cost) == (1, 64 + 5 / 64)
+
+
+def test_a_retry_after_the_first_token_has_no_ttft_target_any_more() -> None:
+    it = Scenario(measured("p0"), measured("d0"), measured("d1"), config=NEVER)
+    it.start(wanted("r0", 100, 0.2), "p0", "d0")
+    it.hand_over("r0", "p0", "d0", 7)
+    it.now = 50.0
+    assert it.update("d0", end_update("r0", 0, "failed")) == ["dispatch p0 r0/1 -> d1"]
+    assert it.update("p0", tokens_update("r0", 1, 1, 8)) == ["emit r0 [8]"]
+    assert it.cancel("r0")[-1] == "fail r0 RequestCancelledError"
+    assert it.core.holdings() == EMPTY
