@@ -4,7 +4,7 @@
 
 Prompt chunks of several lengths, alone and behind a context, and, where the worker decodes, batches of several sizes
 and contexts. Short steps run several times and the quickest run counts: at start-up the others are disturbed by the
-start of other processes. The deterministic runner has no time of its own worth measuring and is left out.
+start of other processes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def calibrate(runner: ModelRunner, config: WorkerConfig, clock: Clock) -> tuple[
 
     To be called before any sequence: the KV of the first blocks is overwritten.
     """
-    if config.is_fake:
-        return ()
     plans = list(_plans(runner, config))
     _clear(runner, max((_num_blocks_used(plan) for plan in plans), default=0))
     end = clock() + LIMIT_S

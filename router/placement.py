@@ -122,6 +122,11 @@ class Policy(Protocol):
     weighs_local: bool
     """Whether local prefill is an option beside pairs. Else it is the way out where there is no prefill worker."""
 
+    def equal_up_to(self, cost: float) -> float:
+        """Up to which cost an option is as good as one of this cost: predictions are not that exact. Among equals the
+        one with the fewest sequences is taken, where this is more than `cost`."""
+        ...
+
     def rank(self, worker: Worker) -> float:
         """Who is looked at first, before the request is known. Changes only with the worker's books and reports."""
         ...
@@ -178,20 +183,21 @@ def decode_booking(demand: Demand, candidate: Candidate, *, computes_prompt: boo
 
 
 def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw: Draw) -> Choice | None:
-    """The option that misses the fewest targets and, among these, costs least; ties are drawn."""
-    best = _Best()
+    """The option that misses the fewest targets and, among these, costs least; among equals one that has a slot and few
+    sequences, then the draw decides."""
+    best = _Best(policy.equal_up_to)
     num_options = 0
     for shortlist in shortlists:
         num_options += _weigh_pairs(policy, demand, shortlist, best)
         num_options += _weigh_alone(policy, demand, shortlist, best)
-    if not best.ties:
+    if not best.options:
         return None
-    ties = best.ties
+    is_closed, ties = best.ties()
     prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
     return Choice(
         prefill=prefill[5] if prefill else None,
         decode=decode[5],
-        has_slot=not best.least[2],
+        has_slot=not is_closed,
         prefill_weight=prefill[4] if prefill else None,
         decode_weight=decode[4],
         link_ms=link,
@@ -199,30 +205,56 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
     )
 
 
-_Key = tuple[int, float, bool]
-"""(missed targets, cost, has no slot now): less is better."""
-
-
 _Side = tuple[int, float, bool, int, Weight, Candidate]
 """One candidate in one role: (missed targets, cost, has no slot now, a number that makes it unique, weight,
 candidate)."""
 
 
+_Option = tuple["_Side | None", "_Side", float]
+"""(P or none, D, cost of the link)."""
+
+
 class _Best:
-    """The best options so far: (P or none, D, cost of the link), all equally good."""
+    """The best options so far, and those that are as good as the best."""
 
-    __slots__ = ("least", "ties")
+    __slots__ = ("_equal_up_to", "limit", "misses", "options")
 
-    def __init__(self) -> None:
-        self.least: _Key = (_MAX_MISSES, math.inf, True)
-        self.ties: list[tuple[_Side | None, _Side, float]] = []
+    def __init__(self, equal_up_to: Callable[[float], float]) -> None:
+        self._equal_up_to = equal_up_to
+        self.misses = _MAX_MISSES
+        self.limit = math.inf
+        """Of the cost; dearer options are not as good."""
+        self.options: list[tuple[float, bool, _Option]] = []
+        """(cost, has no slot now, option): those that were within the limit when they came."""
 
-    def offer(self, key: _Key, option: tuple[_Side | None, _Side, float]) -> None:
-        """Take an option that is no worse than the best."""
-        if key < self.least:
-            self.least = key
-            self.ties.clear()
-        self.ties.append(option)
+    def offer(self, misses: int, cost: float, is_closed: bool, option: _Option) -> None:
+        """Take an option if it is as good as the best so far."""
+        if misses > self.misses or (misses == self.misses and cost > self.limit):
+            return
+        if misses < self.misses:
+            self.misses, self.limit = misses, math.inf
+            self.options.clear()
+        limit = self._equal_up_to(cost)
+        if limit < self.limit:
+            self.limit = limit
+        self.options.append((cost, is_closed, option))
+
+    def ties(self) -> tuple[bool, list[_Option]]:
+        """Whether the best have no slot, and the best."""
+        near = [entry for entry in self.options if entry[0] <= self.limit]
+        is_closed = all(entry[1] for entry in near)
+        near = [entry for entry in near if entry[1] == is_closed]
+        if len(near) > 1 and self.limit > min(entry[0] for entry in near):
+            fewest = min(_num_sequences(entry[2]) for entry in near)
+            near = [entry for entry in near if _num_sequences(entry[2]) == fewest]
+        return is_closed, [entry[2] for entry in near]
+
+
+def _num_sequences(option: _Option) -> int:
+    """Those that would be booked on the workers of an option: of two idle ones, one worker alone has fewer."""
+    prefill, decode, _ = option
+    booked = len(decode[5].worker.account.bookings) + 1
+    return booked if prefill is None else booked + len(prefill[5].worker.account.bookings) + 1
 
 
 def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> int:
@@ -232,18 +264,14 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         return 0
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
     weigh_link = policy.weigh_link
-    least = best.least
     for prefill in prefills:
         p_misses, p_cost, is_closed, _, _, p_candidate = prefill
         for decode in decodes:
-            d_misses, d_cost, _, _, _, d_candidate = decode
-            if (p_misses + d_misses, p_cost + d_cost, False) > least:
+            misses, cost = p_misses + decode[0], p_cost + decode[1]
+            if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links cost something or nothing, and those that follow are no better.
-            link = weigh_link(demand, p_candidate, d_candidate)
-            key = (p_misses + d_misses, p_cost + d_cost + link, is_closed)
-            if key <= least:
-                best.offer(key, (prefill, decode, link))
-                least = key
+            link = weigh_link(demand, p_candidate, decode[5])
+            best.offer(misses, cost + link, is_closed, (prefill, decode, link))
     return len(prefills) * len(decodes)
 
 
@@ -252,9 +280,7 @@ def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     candidates = shortlist.wholes + shortlist.decodes if shortlist.local else shortlist.wholes
     sides = _sides(policy.weigh_alone, demand, candidates, takes_closed=policy.waits, has_slots=True)
     for side in sides:
-        key = side[:3]
-        if key <= best.least:
-            best.offer(key, (None, side, 0.0))
+        best.offer(side[0], side[1], side[2], (None, side, 0.0))
     return len(sides)
 
 

@@ -18,6 +18,10 @@ class Simple:
     waits = False
     weighs_local = False
 
+    def equal_up_to(self, cost: float) -> float:
+        """Costs are exact."""
+        return cost
+
     def rank(self, worker: Worker) -> float:
         """Who is looked at first: those with a slot, in the order of `rank_open`."""
         return self.rank_open(worker) if worker.has_slot else math.inf

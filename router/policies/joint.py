@@ -22,6 +22,10 @@ from disagg.router.placement import Candidate, Demand, Weight
 from disagg.router.times import compute_ms
 from disagg.router.worker import Worker
 
+_SLACK_SHARE = 0.02
+_SLACK_MS = 0.5
+"""Costs that differ by less are equal. Else a worker whose steps were once measured a little shorter would get all that
+comes, and the others would never be measured again."""
 _MOST_FULL = 0.99
 """Where the barrier stops growing: a worker that has room may always be taken."""
 
@@ -42,6 +46,10 @@ class Joint:
     def __init__(self, barrier_ms: float, links: LinkModel) -> None:
         self._barrier_ms = barrier_ms
         self._links = links
+
+    def equal_up_to(self, cost: float) -> float:
+        """See `_SLACK_SHARE`."""
+        return cost * (1 + _SLACK_SHARE) + _SLACK_MS
 
     def rank(self, worker: Worker) -> float:
         """The wait, what one more sequence costs all on the worker in each step, and the barrier."""

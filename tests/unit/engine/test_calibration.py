@@ -81,13 +81,6 @@ def test_a_slow_worker_measures_for_a_limited_time() -> None:
     assert very_slow == [(3200.0, 16, 136, 0, 0)]
 
 
-def test_the_deterministic_model_is_left_alone() -> None:
-    runner = TimedRunner(64)
-    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="fake")
-    assert calibrate(runner, config, lambda: 0.0) == ()
-    assert runner.plans == []
-
-
 def test_a_plan_says_what_it_computed() -> None:
     runner = TimedRunner(1024)
     config = WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path="real")

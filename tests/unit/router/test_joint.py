@@ -188,3 +188,12 @@ def test_an_answer_of_one_token_costs_d_nothing_but_room() -> None:
     assert choice is not None
     assert (choice.decode_weight.decode_ms, choice.decode_weight.delay_ms) == (0.0, 0.0)
     assert math.isfinite(choice.decode_weight.cost)
+
+
+def test_a_speed_that_differs_by_noise_does_not_draw_all_requests_to_one_worker() -> None:
+    flat = samples(base_ms=10.0, prefill_token_ms=1.0, decode_ms=0.0)
+    quicker = samples(base_ms=9.95, prefill_token_ms=1.0, decode_ms=0.0)
+    quick, other = worker("d0", quicker, seqs=3), worker("d1", flat, seqs=1)
+    assert Placing("joint", worker("p0"), quick, other, config=NEVER).where() == "p0 d1"
+    much_quicker = worker("d0", samples(base_ms=5.0, prefill_token_ms=1.0, decode_ms=0.0), seqs=3)
+    assert Placing("joint", worker("p0"), much_quicker, other, config=NEVER).where() == "p0 d0"
