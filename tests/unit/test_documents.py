@@ -1,0 +1,182 @@
+"""What the documents say is there: links, named files, commands, make targets, configuration."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from disagg.cluster.cli import app
+from disagg.cluster.config import parse_config
+from disagg.proto.errors import ConfigError
+from tests.support.architecture import REPOSITORY
+
+DOCUMENTS = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md")
+    for path in REPOSITORY.glob(pattern)
+)
+MAP = "docs/architecture.md"
+CODE_TOPS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefill_worker", "proto", "router")
+TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "scripts", "src/disagg", "tests")
+
+
+@cache
+def read(path: str) -> str:
+    return (REPOSITORY / path).read_text(encoding="utf-8")
+
+
+@cache
+def file_names() -> frozenset[str]:
+    """Every source file by its path, and by each end of its path."""
+    names: set[str] = set()
+    for tree in TREES:
+        for path in (REPOSITORY / tree).rglob("*"):
+            parts = path.relative_to(REPOSITORY).parts
+            names |= {"/".join(parts[first:]) for first in range(len(parts))}
+    return frozenset(names)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that headings get."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: str, text: str) -> list[str]:
+    """Targets of relative links that are not there."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (REPOSITORY / path).parent / name if name else REPOSITORY / path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            found.append(target)
+    return found
+
+
+def missing_files(text: str) -> list[str]:
+    """Names of Python and protobuf files that no source file has. `*` stands for any characters."""
+    named = re.findall(r"(?<![\w./*<-])[\w./*-]+\.(?:py|proto)(?!\w)", text)
+    return [name for name in named if not any(_pattern(name).fullmatch(known) for known in _with_suffix(name))]
+
+
+def _with_suffix(name: str) -> list[str]:
+    return [known for known in file_names() if known.endswith(Path(name).suffix)]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, name.split("*"))))
+
+
+def code_blocks(text: str, language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def command_findings(text: str) -> list[str]:
+    """`disagg ...` lines with a sub-command or an option that the command line does not have."""
+    return [
+        line
+        for block in code_blocks(text)
+        for line in re.findall(r"^(?:\S*/)?disagg [^#\n]*", block, re.MULTILINE)
+        if not _is_command(line.split("disagg ", 1)[1].split())
+    ]
+
+
+def _is_command(words: list[str]) -> bool:
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        if not words or words[0] not in command.commands:
+            return False
+        command, words = command.commands[words[0]], words[1:]
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return all(word.split("=")[0] in options for word in words if word.startswith("-"))
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
+
+
+def test_there_are_documents() -> None:
+    assert {"README.md", "CONTRIBUTING.md", MAP, "docs/glossary.md", "deploy/README.md"} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_lead_somewhere(path: str) -> None:
+    assert broken_links(path, read(path)) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_named_files_exist(path: str) -> None:
+    assert missing_files(read(path)) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_shown_commands_exist(path: str) -> None:
+    assert command_findings(read(path)) == []
+
+
+def test_every_code_folder_is_on_the_map() -> None:
+    house = code_blocks(read(MAP))[0]
+    lines = [line.split()[0] for line in house.splitlines() if line and not line.startswith(" ")]
+    assert set(lines) >= {f"{top}/" for top in (*CODE_TOPS, "src/disagg", "tests", "benchmarks", "deploy")}
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    files = sorted(path.name for path in (REPOSITORY / "docs" / "adr").iterdir())
+    assert [int(name[:4]) for name in files] == list(range(1, len(files) + 1))
+    titles = [read(f"docs/adr/{name}").splitlines()[0] for name in files]
+    assert [title.split(" ")[:2] for title in titles] == [["#", f"{n}."] for n in range(1, len(files) + 1)]
+
+
+def test_a_decision_has_context_decision_and_consequences() -> None:
+    for path in DOCUMENTS:
+        if path.startswith("docs/adr/"):
+            parts = re.findall(r"^\*\*(Context|Decision|Consequences)\.\*\*", read(path), re.MULTILINE)
+            assert parts == ["Context", "Decision", "Consequences"], path
+
+
+def test_make_targets_are_explained() -> None:
+    recipes = read("CONTRIBUTING.md").split("## Before you write")[0]
+    assert set(re.findall(r"`make ([a-z-]+)`", recipes)) == make_targets() - {"help"}
+
+
+def test_shown_configurations_are_valid() -> None:
+    shown = code_blocks(read("README.md"), "yaml")
+    assert shown
+    for block in shown:
+        parse_config(yaml.safe_load(block))
+
+
+def test_words_are_explained_once() -> None:
+    words = [
+        word.strip()
+        for row in re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.MULTILINE)
+        if row != "word"
+        for word in row.split(",")
+    ]
+    assert [word for word in words if words.count(word) > 1] == []
+
+
+# ---------------------------------------------------------------- the checks themselves
+
+
+def test_planted_faults_are_found() -> None:
+    assert broken_links(MAP, "[a](adr/9999-none.md) [b](glossary.md) [c](#the-house) [d](#nowhere)") == [
+        "adr/9999-none.md",
+        "#nowhere",
+    ]
+    assert missing_files("`router/core.py`, core.py and `engine/nothing.py`; cluster/ray_*.py, x_*.py") == [
+        "engine/nothing.py",
+        "x_*.py",
+    ]
+    lines = "```\ndisagg up --port 0\ndisagg fly\ndisagg load run --wings 2\n.venv/bin/disagg status # now\n```\n"
+    assert command_findings(lines) == ["disagg fly", "disagg load run --wings 2"]
+    with pytest.raises(ConfigError, match=r"pools\.prefil"):
+        parse_config({"pools": {"prefil": {}}})
