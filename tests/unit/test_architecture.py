@@ -76,6 +76,7 @@ PURE = (
     "cluster/control/events.py",
     "cluster/control/gateways.py",
     "cluster/control/workers.py",
+    "loadtests/fake_timing.py",
     "loadtests/arrivals.py",
     "loadtests/comparison.py",
     "loadtests/goodput.py",

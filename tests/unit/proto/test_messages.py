@@ -196,3 +196,10 @@ def test_tokens_of_a_step_are_compact() -> None:
     """One message per step for a whole batch: a token costs its id, its index and its request, and no field names."""
     tokens = tuple(m.TokenOut(RequestId(f"{i:016d}"), 0, 100, (42,)) for i in range(256))
     assert len(m.encode(m.StepUpdate(tokens=tokens))) <= 256 * 24
+
+
+@pytest.mark.parametrize("kind", [m.BlocksStored, m.BlocksRemoved, m.BlocksSnapshot])
+def test_a_block_without_a_hash_is_refused(kind: type[m.BlocksStored | m.BlocksRemoved | m.BlocksSnapshot]) -> None:
+    frame = m.encode(kind(hashes=(BlockHash(b"a"), BlockHash(b""))))
+    with pytest.raises(msgspec.ValidationError, match="length >= 1"):
+        m.decoder(kind).decode(frame)

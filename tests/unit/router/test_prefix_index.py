@@ -171,6 +171,12 @@ def test_blocks_of_one_chain_with_the_same_holders_share_one_set() -> None:
     assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uvwpqr"))))
     it.remove_worker(A)
     assert holder_objects(it) == {id(it._single[1])}
+    last = WorkerId("last")
+    for worker_id in (*map(WorkerId, workers[1:]), last):
+        it.add_worker(worker_id, Incarnation("1"))
+    assert it.apply(worker_report("last", 0, BlocksSnapshot(hashes=blocks("upvqwr"))))
+    it.predict(last, blocks("upst"), now=0.0)
+    assert len(holder_objects(it)) == 1 + 3 + 1, "one of the first, one each of u, v and w, one of the last"
     assert it.check_integrity() == []
 
 

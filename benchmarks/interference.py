@@ -1,0 +1,269 @@
+"""Gaps between the tokens of running streams while long prompts arrive, in clusters of several shapes.
+
+python benchmarks/interference.py --json FILE
+
+Some streams run; each second a long prompt with a short answer comes in. Measured is every gap between two tokens of
+the streams, in the client. Each shape is compared with itself at rest: the same streams, of the same lengths, with
+nothing else. Prompts always go through a prefill worker where there is one (`local_prefill: never`). On the two cores
+that the default shapes need, the client shares the first one with the gateway and the first worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import load
+from benchmarks.common import percentile, print_table, report, write_json
+from benchmarks.launch import LAUNCHERS, launched
+from benchmarks.serving import positive
+from disagg.cluster.process_tools import available_cores, pin_process
+from disagg.v1 import inference_pb2 as pb
+from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+
+SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "disaggregated": ("disaggregated", {}),
+    "chunked": ("colocated", {"scheduling": "decode_first"}),
+    "prefill_first": ("colocated", {"scheduling": "prefill_first"}),
+}
+"""Name -> mode and what is special about its colocated pool; each shape has two workers of one core."""
+STREAM_SEED = 1 << 41
+ARRIVAL_SEED = 1 << 42
+REPORTED = (50, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One shape, at rest or with arrivals."""
+
+    shape: str
+    with_arrivals: bool
+    repeat: int
+    gaps_ms: tuple[float, ...]
+    """Between the tokens of the streams, all streams together; tokens of one message have gaps of 0."""
+    num_arrivals: int
+    """Long prompts that were answered while the streams ran."""
+    arrival_ttft_ms: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """For tables and keys."""
+        return f"{self.shape} {'with arrivals' if self.with_arrivals else 'at rest'}"
+
+
+def base_config(options: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """The cluster's configuration, but for mode and port."""
+    base: dict[str, Any] = yaml.safe_load(options.config.read_text(encoding="utf-8")) or {} if options.config else {}
+    special = {"token_budget": options.token_budget, **SHAPES[shape][1]}
+    pools = base.get("pools", {})
+    return {
+        **base,
+        "placement": {**base.get("placement", {}), "local_prefill": "never", "admission": False},
+        "pools": {**pools, "colocated": {"size": 2, **pools.get("colocated", {}), **special}},
+    }
+
+
+def generate_request(model: pb.Model, seed: int, num_input: int, num_output: int) -> pb.GenerateRequest:
+    """A greedy request with a prompt of its own."""
+    return next(load.requests(model, load.Shape(input_tokens=num_input, output_tokens=num_output), seed, 1))
+
+
+async def token_times(stub: InferenceServiceStub, request: pb.GenerateRequest) -> list[float]:
+    """When each token of an answer came in, on `time.perf_counter`."""
+    times: list[float] = []
+    async for response in stub.Generate(request):
+        times += [time.perf_counter()] * len(response.delta.token_ids)
+    return times
+
+
+async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateRequest], ttfts_ms: list[float]) -> None:
+    """Send a prompt each second, whatever became of the last one, until cancelled."""
+
+    async def one(request: pb.GenerateRequest) -> None:
+        sent = time.perf_counter()
+        times = await token_times(stub, request)
+        ttfts_ms.append((times[0] - sent) * 1e3)
+
+    async with asyncio.TaskGroup() as group:
+        due = time.perf_counter()
+        for request in prompts:
+            group.create_task(one(request))
+            due += 1.0
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+
+async def measure(
+    address: str, shape: str, repeat: int, with_arrivals: bool, options: argparse.Namespace
+) -> Measurement:
+    """All streams from start to end, with or without arrivals."""
+    kind = 2 * repeat + with_arrivals
+    async with load.channel(address) as channel:
+        stub = load.service(channel)
+        model = await load.only_model(stub)
+        first_seed = STREAM_SEED + kind * options.streams
+        streams = [
+            generate_request(model, first_seed + index, options.stream_input_tokens, options.stream_output_tokens)
+            for index in range(options.streams)
+        ]
+        long = load.Shape(input_tokens=options.arrival_input_tokens, output_tokens=options.arrival_output_tokens)
+        prompts = load.requests(model, long, ARRIVAL_SEED + (kind << 20), 1 << 20)
+        ttfts_ms: list[float] = []
+        running = [asyncio.create_task(token_times(stub, request)) for request in streams]
+        arrivals = asyncio.create_task(arrive(stub, prompts, ttfts_ms)) if with_arrivals else None
+        times = await asyncio.gather(*running)
+        if arrivals is not None:
+            arrivals.cancel()
+            await asyncio.gather(arrivals, return_exceptions=True)
+    gaps_ms = tuple((after - before) * 1e3 for stream in times for before, after in pairwise(stream))
+    return Measurement(
+        shape=shape,
+        with_arrivals=with_arrivals,
+        repeat=repeat,
+        gaps_ms=gaps_ms,
+        num_arrivals=len(ttfts_ms),
+        arrival_ttft_ms=tuple(ttfts_ms),
+    )
+
+
+def measure_all(options: argparse.Namespace) -> list[Measurement]:
+    """Each shape in a cluster of its own, at rest and with arrivals in turn."""
+    found = []
+    for shape in options.shapes:
+        print(f"{shape}: starting a cluster ...", file=sys.stderr, flush=True)
+        with launched(SHAPES[shape][0], base_config(options, shape), options.launcher) as address, on_first_core():
+            asyncio.run(measure(address, shape, options.repeats, False, warm_up_options(options)))
+            for repeat in range(options.repeats):
+                order = (False, True) if repeat % 2 == 0 else (True, False)
+                for with_arrivals in order:
+                    measured = asyncio.run(measure(address, shape, repeat, with_arrivals, options))
+                    p99 = percentile(measured.gaps_ms, 99)
+                    print(f"{measured.name}, repeat {repeat}: P99 {p99:.1f} ms", file=sys.stderr, flush=True)
+                    found.append(measured)
+    return found
+
+
+@contextmanager
+def on_first_core() -> Iterator[None]:
+    """Pin this process to the core that the gateway has; clusters are started with all cores."""
+    cores = available_cores()
+    pin_process(cores[:1])
+    try:
+        yield
+    finally:
+        pin_process(cores)
+
+
+def warm_up_options(options: argparse.Namespace) -> argparse.Namespace:
+    """The same, short."""
+    return argparse.Namespace(**{**vars(options), "stream_output_tokens": 16})
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def gaps_of(measurements: Sequence[Measurement], shape: str, with_arrivals: bool) -> list[float]:
+    """The gaps of all repeats."""
+    return [
+        gap
+        for measured in measurements
+        if (measured.shape, measured.with_arrivals) == (shape, with_arrivals)
+        for gap in measured.gaps_ms
+    ]
+
+
+def summary(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """`itl_p99_ms_<shape>`, `itl_p99_idle_ms_<shape>`, and their quotient `itl_p99_over_idle_<shape>`."""
+    flat: dict[str, float] = {}
+    for shape in dict.fromkeys(measured.shape for measured in measurements):
+        busy = percentile(gaps_of(measurements, shape, True), 99)
+        idle = percentile(gaps_of(measurements, shape, False), 99)
+        flat[f"itl_p99_ms_{shape}"] = round(busy, 3)
+        flat[f"itl_p99_idle_ms_{shape}"] = round(idle, 3)
+        flat[f"itl_p99_over_idle_{shape}"] = round(busy / idle, 3)
+    return flat
+
+
+def row(measured: Measurement) -> dict[str, Any]:
+    """A measurement as one JSON row."""
+    return {
+        "shape": measured.shape,
+        "with_arrivals": measured.with_arrivals,
+        "repeat": measured.repeat,
+        "gaps": len(measured.gaps_ms),
+        "arrivals": measured.num_arrivals,
+        **{f"itl_p{percent}_ms": round(percentile(measured.gaps_ms, percent), 3) for percent in REPORTED},
+        "itl_max_ms": round(max(measured.gaps_ms), 3),
+        "arrival_ttft_ms": [round(ttft, 1) for ttft in measured.arrival_ttft_ms],
+    }
+
+
+def table(measurements: Sequence[Measurement]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Column titles and one line a shape, at rest and with arrivals."""
+    columns = ("streams", "gaps", "ITL ms p50", "p90", "p99", "max", "p99 over rest", "arrivals", "their TTFT p50 ms")
+    lines = []
+    for shape in dict.fromkeys(measured.shape for measured in measurements):
+        idle_p99 = percentile(gaps_of(measurements, shape, False), 99)
+        for with_arrivals in (False, True):
+            gaps = gaps_of(measurements, shape, with_arrivals)
+            ttfts = [t for m in measurements if m.shape == shape for t in m.arrival_ttft_ms] if with_arrivals else []
+            lines.append(
+                (
+                    f"{shape} {'with arrivals' if with_arrivals else 'at rest'}",
+                    str(len(gaps)),
+                    *(f"{percentile(gaps, percent):.1f}" for percent in REPORTED),
+                    f"{max(gaps):.1f}",
+                    f"{percentile(gaps, 99) / idle_p99:.2f}",
+                    str(len(ttfts)),
+                    f"{percentile(ttfts, 50):.0f}" if ttfts else "-",
+                )
+            )
+    return columns, lines
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="processes", help="what starts the processes")
+    parser.add_argument("--config", type=Path, help="cluster configuration that all shapes share")
+    parser.add_argument("--token-budget", type=positive, default=512, help="tokens of a step of a colocated worker")
+    parser.add_argument("--streams", type=positive, default=8)
+    parser.add_argument("--stream-input-tokens", type=positive, default=128)
+    parser.add_argument("--stream-output-tokens", type=positive, default=1536)
+    parser.add_argument("--arrival-input-tokens", type=positive, default=2000)
+    parser.add_argument("--arrival-output-tokens", type=positive, default=32)
+    parser.add_argument("--repeats", type=positive, default=2)
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure, print the table, write the report."""
+    options = parse_arguments()
+    measurements = measure_all(options)
+    columns, lines = table(measurements)
+    title = (
+        f"gaps of {options.streams} streams while {options.arrival_input_tokens} tokens in, "
+        f"{options.arrival_output_tokens} out arrive each second"
+    )
+    print_table(title, columns, lines)
+    if options.json:
+        write_json(options.json, report([row(measured) for measured in measurements], summary(measurements)))
+        print(f"report: {options.json}")
+
+
+if __name__ == "__main__":
+    main()

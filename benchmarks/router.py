@@ -1,0 +1,147 @@
+"""How many requests per second the router core places, and how fast it finds prefixes; both on one core, without I/O.
+
+    python benchmarks/router.py [--workers 10 100 1000] [--blocks 100000 1000000 10000000] [--json FILE]
+
+Placements (router_placements.py): whole lives of requests through `RouterCore.handle`, for each number of workers (half
+P, half D) and of indexed blocks, each in a process of its own. The aim is 10,000 per second with 1,000 workers.
+
+Lookups (router_lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package
+`ai-dynamo-runtime` can be imported. It may be in another environment, which needs `msgspec` and `rich` too:
+
+    python benchmarks/router.py --part lookups --dynamo-python /path/to/environment/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, get_args
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import REPOSITORY, print_table, report, write_json
+from benchmarks.router_lookups import compare_lookups, load_radix_tree
+from benchmarks.router_placements import CLOCKS, measure_placements
+from disagg.router.config import PolicyName
+
+Row = dict[str, Any]
+
+
+def placements(options: argparse.Namespace) -> list[Row]:
+    """One row per number of workers and of blocks. Every one has a process of its own, for the sake of its memory."""
+    rows: list[Row] = []
+    for num_workers in options.workers:
+        for num_blocks in options.blocks:
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                arguments = (options.requests, options.repeats, options.policy, options.clock)
+                rows.append(pool.submit(measure_placements, num_workers, num_blocks, *arguments).result())
+    return rows
+
+
+def lookups(options: argparse.Namespace) -> list[Row]:
+    """One row per length of chains, measured here or by the interpreter that has the package."""
+    if options.dynamo_python is None:
+        radix_tree = load_radix_tree()
+        if radix_tree is None:
+            print("ai-dynamo-runtime is not installed: lookups are measured without the radix tree", file=sys.stderr)
+        return compare_lookups(radix_tree, options.turn_blocks, options.sessions, options.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [options.dynamo_python, __file__, "--part", "lookups", "--json", str(path)]
+        command += ["--sessions", str(options.sessions), "--repeats", str(options.repeats)]
+        command += ["--turn-blocks", *map(str, options.turn_blocks)]
+        subprocess.run(
+            command, check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}, stdout=subprocess.DEVNULL
+        )
+        rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """The figures that matter: placements per second and p99 of a placement with most blocks, by number of workers; the
+    least ratio of lookups per second over the radix tree."""
+    figures: dict[str, float] = {}
+    for row in sorted((row for row in rows if row["part"] == "placements"), key=lambda row: row["indexed_blocks"]):
+        figures[f"placements_per_s_{row['workers']}"] = row["placements_per_s"]
+        figures[f"submit_p99_us_{row['workers']}"] = row["submit_p99_us"]
+    ratios = [row["over_radix_tree"] for row in rows if "over_radix_tree" in row]
+    if ratios:
+        figures["lookups_over_radixtree"] = min(ratios)
+    return figures
+
+
+PLACEMENT_COLUMNS = (
+    "workers",
+    "indexed_blocks",
+    "placements_per_s",
+    "submits_per_s",
+    "submit_p50_us",
+    "submit_p99_us",
+    "longest_event_ms",
+    "placed_alone",
+    "resident_mib",
+)
+LOOKUP_COLUMNS = (
+    "mean_matched_blocks",
+    "chain_blocks",
+    "disagg_per_s",
+    "disagg_best_per_s",
+    "radix_tree_per_s",
+    "over_radix_tree",
+)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """One table of these columns; `-` where a row has no such value."""
+    if rows:
+        cells = [[str(row.get(column, "-")) for column in columns] for row in rows]
+        print_table(title, [column.replace("_", " ") for column in columns], cells)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["both", "placements", "lookups"], default="both")
+    parser.add_argument("--workers", type=positive, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--blocks", type=positive, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--requests", type=positive, default=3000, help="requests of one repeat")
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="joint")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: leave out what others take")
+    parser.add_argument("--sessions", type=positive, default=1000, help="chains that are looked up")
+    parser.add_argument("--turn-blocks", type=positive, nargs="+", default=[7, 36, 110, 230], help="mean growth a turn")
+    parser.add_argument("--dynamo-python", metavar="PYTHON", help="interpreter that has ai-dynamo-runtime, for lookups")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def main() -> None:
+    """Measure, print, and write the report."""
+    options = parse_arguments()
+    rows = lookups(options) if options.part != "placements" else []
+    rows += placements(options) if options.part != "lookups" else []
+    show("Lookups per second, 16 workers", LOOKUP_COLUMNS, [row for row in rows if row["part"] == "lookups"])
+    show("Placements on one core", PLACEMENT_COLUMNS, [row for row in rows if row["part"] == "placements"])
+    if options.json is not None:
+        write_json(options.json, report(rows, summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""The router core under a stream of requests, on one core and without any I/O: how long each event takes it.
+
+    workers with chains of blocks -> RouterCore -> requests that live through all their stages, many at a time -> times
+
+A request's life here is a `Submit`, which places it; P's first token with the end of its prefill; D's hand-over; the
+other tokens, one update each; the end; and one report of P and one of D, each with the blocks that it stored and those
+that it evicted for them. A request that is placed on one worker alone skips the hand-over and has one report.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import percentile
+from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.messages import (
+    BlocksRemoved,
+    BlocksSnapshot,
+    BlocksStored,
+    End,
+    HandedOver,
+    KvLayout,
+    Load,
+    PrefillDone,
+    RoleName,
+    Sampling,
+    StepSample,
+    StepUpdate,
+    TokenOut,
+    WorkerInfo,
+    WorkerReport,
+)
+from disagg.router import events
+from disagg.router.api import RoutedRequest
+from disagg.router.config import PolicyName, RouterConfig
+from disagg.router.core import RouterCore
+
+BLOCK_TOKENS = 16
+NUM_PROMPTS = 16
+"""System prompts. Every worker has all of them."""
+PROMPT_BLOCKS = 64
+SESSION_BLOCKS = (64, 192)
+"""Shortest and longest session that a pair of workers has, system prompt included."""
+TURN_BLOCKS = 4
+"""What a session that comes back adds."""
+NEW_BLOCKS = 16
+"""What a new session has beside its system prompt."""
+OUTPUT_TOKENS = 4
+REQUEST_INTERVAL_S = 1e-4
+"""Time goes by as if the aim, 10,000 requests per second, were met."""
+IN_FLIGHT_PER_WORKER = 2
+CACHED_TURNS = 8
+"""Sessions beside the first ones that a worker keeps."""
+
+_LIFE = Incarnation("1")
+_ROOT = BlockHash(b"root")
+_LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
+_STEP = StepSample(14.0, 512, 512 * 600, 8, 8 * 1200)
+_CALIBRATION = tuple(
+    StepSample(
+        3.0 + 0.02 * prefill + 2e-6 * attended + 0.2 * decodes + 1e-4 * context, prefill, attended, decodes, context
+    )
+    for prefill, attended, decodes, context in [
+        (64, 64 * 32, 0, 0),
+        (512, 512 * 256, 0, 0),
+        (512, 512 * 1280, 0, 0),
+        (0, 0, 1, 512),
+        (0, 0, 16, 16 * 512),
+        (0, 0, 16, 16 * 2048),
+        (256, 256 * 512, 8, 8 * 512),
+    ]
+)
+
+
+class Holdings:
+    """What the workers of one cluster have: the system prompts, first sessions that stay, and the latest turns."""
+
+    def __init__(self, num_workers: int, num_blocks: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.prefills = [WorkerId(f"p{number}") for number in range(num_workers // 2)]
+        self.decodes = [WorkerId(f"d{number}") for number in range(num_workers - num_workers // 2)]
+        self.prompts = [self.blocks(PROMPT_BLOCKS) for _ in range(NUM_PROMPTS)]
+        self.sessions: list[tuple[BlockHash, ...]] = []
+        self.first_of: dict[WorkerId, set[int]] = {worker_id: set() for worker_id in self.prefills + self.decodes}
+        """The sessions that a worker has from the beginning."""
+        self.latest_of: dict[WorkerId, OrderedDict[int, list[tuple[BlockHash, ...]]]] = defaultdict(OrderedDict)
+        num_made = NUM_PROMPTS * PROMPT_BLOCKS
+        while num_made < num_blocks:
+            own = self.blocks(self.rng.randint(*SESSION_BLOCKS) - PROMPT_BLOCKS + 1)
+            for workers in (self.prefills, self.decodes):
+                self.first_of[self.rng.choice(workers)].add(len(self.sessions))
+            self.sessions.append(self.rng.choice(self.prompts) + own)
+            num_made += len(own)
+        self.num_blocks = num_made
+
+    def blocks(self, count: int) -> tuple[BlockHash, ...]:
+        """New ones."""
+        return tuple(BlockHash(self.rng.randbytes(16)) for _ in range(count))
+
+    def snapshot(self, worker_id: WorkerId) -> BlocksSnapshot:
+        """What a worker has at first."""
+        chains = [*self.prompts, *(self.sessions[number][PROMPT_BLOCKS:] for number in self.first_of[worker_id])]
+        return BlocksSnapshot(hashes=tuple(block for chain in chains for block in chain))
+
+    def store(
+        self, worker_id: WorkerId, session: int, hashes: tuple[BlockHash, ...], num_old: int
+    ) -> tuple[int, BlocksStored, BlocksRemoved]:
+        """A worker computed or got the chain `hashes`, whose first `num_old` blocks were those of the session: how many
+        it had, what it stored, and what it evicted: the oldest sessions, last block first."""
+        latest = self.latest_of[worker_id]
+        has_session = session in latest or session in self.first_of[worker_id]
+        num_cached = num_old if has_session else PROMPT_BLOCKS
+        latest.setdefault(session, []).append(hashes[num_cached:])
+        latest.move_to_end(session)
+        evicted: list[BlockHash] = []
+        if len(latest) > CACHED_TURNS:
+            _, pieces = latest.popitem(last=False)
+            for piece in reversed(pieces):
+                evicted += reversed(piece)
+        return num_cached, BlocksStored(hashes=hashes[num_cached:]), BlocksRemoved(hashes=tuple(evicted))
+
+
+@dataclass(slots=True)
+class Life:
+    """One request on its way."""
+
+    request: RoutedRequest
+    session: int
+    num_old: int
+    first: WorkerId | None = None
+    """Computes the prompt."""
+    decode: WorkerId | None = None
+    """Takes over; None where `first` does all."""
+    attempt: int = 0
+
+
+class Traffic:
+    """A core and the requests in it. Owner of the clock that both see."""
+
+    def __init__(
+        self, num_workers: int, num_blocks: int, policy: PolicyName, clock_ns: Callable[[], int], seed: int = 0
+    ) -> None:
+        self.holdings = Holdings(num_workers, num_blocks, seed)
+        self.core = RouterCore(RouterConfig(policy=policy, num_traces=1000), GatewayId("g0"))
+        self.now = 0.0
+        self.times_ns: defaultdict[str, list[int]] = defaultdict(list)
+        """What `handle` took, by kind of event."""
+        self._clock_ns = clock_ns
+        self.num_finished = 0
+        self.num_placed_alone = 0
+        self._num_requests = 0
+        self._sequences: defaultdict[WorkerId, int] = defaultdict(int)
+        self._lives: dict[RequestId, Life] = {}
+        self._under_way: deque[Iterator[None]] = deque()
+        self._in_flight = IN_FLIGHT_PER_WORKER * num_workers
+        self._tokens = tuple(range(BLOCK_TOKENS * (SESSION_BLOCKS[1] + TURN_BLOCKS + NEW_BLOCKS + 2)))
+        for worker_id in self.holdings.prefills:
+            self._start_worker(worker_id, "prefill", 4 * num_blocks // num_workers)
+        for worker_id in self.holdings.decodes:
+            self._start_worker(worker_id, "decode", 4 * num_blocks // num_workers)
+
+    def run(self, num_requests: int) -> None:
+        """Send so many requests, one after the other. Every request that is under way takes its next step as often as
+        it takes for `IN_FLIGHT_PER_WORKER` requests a worker to be in flight."""
+        for _ in range(num_requests):
+            self.now += REQUEST_INTERVAL_S
+            self._submit()
+            while len(self._lives) > self._in_flight and self._under_way:
+                self._advance()
+
+    def finish(self) -> None:
+        """Let all end.
+
+        Raises:
+            RuntimeError: if something is left, or a request failed.
+        """
+        while self._under_way:
+            self._advance()
+        if self.num_finished != self._num_requests or any(self.core.holdings().values()):
+            raise RuntimeError(f"{self.num_finished} of {self._num_requests} finished: {self.core.counters}")
+
+    def _advance(self) -> None:
+        """One step of the life whose turn it is."""
+        life = self._under_way.popleft()
+        for _ in life:
+            self._under_way.append(life)
+            return
+
+    # ------------------------------------------------------------ events
+
+    def _handle(self, kind: str, event: events.Event) -> None:
+        started = self._clock_ns()
+        commands = self.core.handle(event, self.now)
+        self.times_ns[kind].append(self._clock_ns() - started)
+        for command in commands:
+            if isinstance(command, events.Dispatch):
+                spec, peer = command.message.spec, command.message.decode_peer
+                life = self._lives[spec.request_id]
+                life.first, life.attempt = command.worker_id, spec.attempt
+                life.decode = None if peer is None else peer.worker_id
+                self.num_placed_alone += peer is None
+                self._under_way.append(self._steps(life))
+            elif isinstance(command, events.Finish):
+                del self._lives[command.request_id]
+                self.num_finished += 1
+            elif isinstance(command, events.Fail):
+                raise RuntimeError(f"{command.request_id} failed: {command.error}")
+
+    def _start_worker(self, worker_id: WorkerId, role: RoleName, num_cache_blocks: int) -> None:
+        info = WorkerInfo(
+            worker_id=worker_id,
+            incarnation=_LIFE,
+            roles=(role,),
+            address=f"{worker_id}:1",
+            pid=1,
+            fingerprint="model",
+            kv_layout=_LAYOUT,
+            num_blocks=num_cache_blocks + 16384,
+            block_size=BLOCK_TOKENS,
+            max_num_seqs=256,
+            token_budget=2048,
+            max_model_len=16384,
+            calibration=_CALIBRATION,
+        )
+        self._handle("up", events.WorkerUp(info))
+        self._report("snapshot", worker_id, self.holdings.snapshot(worker_id))
+
+    def _submit(self) -> None:
+        holdings, rng = self.holdings, self.holdings.rng
+        number = self._num_requests
+        if holdings.sessions and rng.random() < 0.5:
+            session = rng.randrange(len(holdings.sessions))
+            old, own = holdings.sessions[session], holdings.blocks(TURN_BLOCKS)
+        else:
+            session = len(holdings.sessions) + number
+            old, own = rng.choice(holdings.prompts), holdings.blocks(NEW_BLOCKS)
+        hashes = old + own
+        request = RoutedRequest(
+            request_id=RequestId(f"r{number}"),
+            prompt_token_ids=self._tokens[: BLOCK_TOKENS * len(hashes) + BLOCK_TOKENS // 2],
+            block_hashes=hashes,
+            root_hash=_ROOT,
+            sampling=Sampling(max_tokens=OUTPUT_TOKENS),
+        )
+        self._num_requests += 1
+        self._lives[request.request_id] = Life(request, session, len(old))
+        self._handle("submit", events.Submit(request, self.now))
+
+    def _steps(self, life: Life) -> Iterator[None]:
+        """The life of a request from its dispatch on, an event or two at a time."""
+        request_id, attempt, first = life.request.request_id, life.attempt, life.first
+        assert first is not None
+        yield
+        cached = self._store(first, life)
+        token = (TokenOut(request_id, attempt, 0, (7,)),)
+        done = PrefillDone(request_id=request_id, attempt=attempt, cached_tokens=cached)
+        self._update("prefilled", first, StepUpdate(tokens=token, prefilled=(done,)))
+        yield
+        last = first
+        if life.decode is not None:
+            last = life.decode
+            moved = HandedOver(
+                request_id=request_id, attempt=attempt, kv_bytes=1 << 20, cached_tokens=0, transport="fake"
+            )
+            self._update("handed_over", last, StepUpdate(tokens=token, handed_over=(moved,)))
+            self._store(last, life)
+            yield
+        for index in range(1, OUTPUT_TOKENS):
+            ends = (End(request_id=request_id, attempt=attempt, reason="length"),) if index == OUTPUT_TOKENS - 1 else ()
+            token = (TokenOut(request_id, attempt, index, (7,)),)
+            self._update("end" if ends else "token", last, StepUpdate(tokens=token, ends=ends))
+            yield
+
+    def _store(self, worker_id: WorkerId, life: Life) -> int:
+        """A worker reports the blocks of a prompt. Returns how many of its tokens it had."""
+        cached, stored, removed = self.holdings.store(worker_id, life.session, life.request.block_hashes, life.num_old)
+        self._report("report", worker_id, stored, removed)
+        return cached * BLOCK_TOKENS
+
+    def _update(self, kind: str, worker_id: WorkerId, update: StepUpdate) -> None:
+        self._handle(kind, events.FromWorker(worker_id, _LIFE, update))
+
+    def _report(
+        self, kind: str, worker_id: WorkerId, *kv_events: BlocksSnapshot | BlocksStored | BlocksRemoved
+    ) -> None:
+        report = WorkerReport(
+            worker_id=worker_id,
+            incarnation=_LIFE,
+            sequence=self._sequences[worker_id],
+            load=Load(num_running=4, steps=self._sequences[worker_id]),
+            kv_events=kv_events,
+            steps=(_STEP,),
+        )
+        self._sequences[worker_id] += 1
+        self._handle(kind, events.WorkerReported(report))
+
+
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
+"""`cpu` leaves out what other processes take from this core; reading it costs more."""
+
+
+def measure_placements(
+    num_workers: int, num_blocks: int, num_requests: int, repeats: int, policy: PolicyName, clock: str
+) -> dict[str, Any]:
+    """One row: rates over whole lives (median of `repeats` runs of `num_requests`), and what one event of each kind
+    takes. The first run is not counted."""
+    before_mib = _resident_mib()
+    started = time.perf_counter()
+    traffic = Traffic(num_workers, num_blocks, policy, CLOCKS[clock])
+    setup_s, resident_mib = time.perf_counter() - started, _resident_mib() - before_mib
+    traffic.run(num_requests)
+    rates, calls = [], []
+    all_times: defaultdict[str, list[int]] = defaultdict(list)
+    for _ in range(repeats):
+        traffic.times_ns.clear()
+        num_before = traffic.num_finished
+        traffic.run(num_requests)
+        rates.append((traffic.num_finished - num_before) / (sum(map(sum, traffic.times_ns.values())) / 1e9))
+        calls.append(len(traffic.times_ns["submit"]) / (sum(traffic.times_ns["submit"]) / 1e9))
+        for kind, times in traffic.times_ns.items():
+            all_times[kind] += times
+    traffic.finish()
+    submit_us = [ns / 1e3 for ns in all_times["submit"]]
+    return {
+        "part": "placements",
+        "policy": policy,
+        "clock": clock,
+        "workers": num_workers,
+        "indexed_blocks": traffic.holdings.num_blocks,
+        "requests": num_requests * repeats,
+        "placements_per_s": round(statistics.median(rates)),
+        "least_placements_per_s": round(min(rates)),
+        "submits_per_s": round(statistics.median(calls)),
+        "submit_p50_us": round(percentile(submit_us, 50), 1),
+        "submit_p99_us": round(percentile(submit_us, 99), 1),
+        "longest_event_ms": round(max(map(max, all_times.values())) / 1e6, 1),
+        "placed_alone": round(traffic.num_placed_alone / traffic.num_finished, 3),
+        "resident_mib": round(resident_mib),
+        "setup_s": round(setup_s, 1),
+        "us_per_request": us_per_request(all_times, num_requests * repeats),
+    }
+
+
+def us_per_request(times_ns: dict[str, list[int]], num_requests: int) -> dict[str, float]:
+    """Where a request's time goes, in microseconds by kind of event."""
+    return {kind: round(sum(times) / num_requests / 1e3, 1) for kind, times in sorted(times_ns.items())}
+
+
+def _resident_mib() -> float:
+    """Memory of this process, what the requests' own prompts take included; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines: Sequence[str] = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)

@@ -1,0 +1,220 @@
+"""`disagg load compare`: shapes of a cluster under the same requests at the same times, over rates, for every SLO.
+
+    measure_all   each shape at each rate, forwards and backwards (A B B A), into a folder; goes on where it was
+    compare       the folder's recordings -> the largest served rate of each shape for each pair of limits, ratios,
+                  and how many answers differ between the shapes
+
+Nothing about limits is known while it measures: the requests carry no targets and nothing is refused, so that each
+recording serves all limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from disagg.cluster.load_points import Measurer
+from disagg.cluster.load_shapes import DISAGGREGATED, Shape
+from disagg.loadtests.comparison import Curve, Ratio, curves, ratio, rows
+from disagg.loadtests.goodput import Slo
+from disagg.loadtests.recordings import Point, Recording
+from disagg.loadtests.scenario import Scenario
+from disagg.loadtests.search import Turn, balanced_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How many requests were answered differently by two clusters, or by one twice."""
+
+    num_compared: int
+    num_different: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers compared; 0 without any."""
+        return self.num_different / self.num_compared if self.num_compared else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a folder of recordings says."""
+
+    curves: Mapping[str, Curve]
+    slos: Sequence[Slo]
+    """The first is the scenario's own."""
+    ratios: Mapping[str, Sequence[Ratio | None]]
+    """The subject's served rate over the best shape of a kind, for each pair of limits; by kind."""
+    difference: Difference
+    invalid: Sequence[str]
+    """Runs that must not be quoted, and why."""
+
+
+def plan_points(
+    shapes: Sequence[Shape], scenario: Scenario, rates_per_s: Sequence[float], repeats: int
+) -> list[tuple[Shape, Point]]:
+    """What is to be measured, in order; raises `ValueError` without shapes or rates, or for one that comes twice.
+
+    Every repeat has arrival times of its own, the same for all shapes.
+    """
+    by_name = {shape.name: shape for shape in shapes}
+    turns = balanced_order(list(by_name), rates_per_s, repeats)
+    return [(by_name[turn.shape], _point(by_name[turn.shape], scenario, turn)) for turn in turns]
+
+
+def _point(shape: Shape, scenario: Scenario, turn: Turn) -> Point:
+    arrivals = msgspec.structs.replace(
+        scenario.arrivals, rate_per_s=turn.rate_per_s, seed=scenario.arrivals.seed + turn.repeat
+    )
+    return Point(
+        shape=shape.name,
+        shape_config=shape.raw,
+        workload=scenario.workload,
+        arrivals=arrivals,
+        repeat=turn.repeat,
+    )
+
+
+def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> list[Recording]:
+    """All points, measured or found; raises `LaunchError` at the first that cannot be."""
+    found = []
+    for number, (shape, point) in enumerate(points, start=1):
+        measurer.say(f"[{number}/{len(points)}]")
+        found.append(measurer.get(shape, point))
+    return found
+
+
+def compare(
+    recordings: Sequence[Recording], shapes: Sequence[Shape], slos: Sequence[Slo], min_attainment: float
+) -> Comparison:
+    """Score recordings. The first shape is the subject; the others are compared with by kind, and all together."""
+    by_shape = curves(recordings)
+    subject, *others = shapes
+    kinds: dict[str, list[str]] = {}
+    for shape in others:
+        kinds.setdefault(shape.kind, []).append(shape.name)
+        if shape.kind != DISAGGREGATED:
+            kinds.setdefault("colocated", []).append(shape.name)
+    ratios = {
+        kind: [_ratio(by_shape, subject.name, names, slo, min_attainment) for slo in slos]
+        for kind, names in kinds.items()
+    }
+    return Comparison(
+        curves=by_shape,
+        slos=slos,
+        ratios=ratios,
+        difference=difference(recordings),
+        invalid=[
+            f"{curve.shape} at {point.rate_per_s:g}/s, repeat {point.repeat}: {reason}"
+            for curve in by_shape.values()
+            for point in curve.points
+            for reason in point.outcomes.overall.invalid_reasons
+        ],
+    )
+
+
+def _ratio(
+    by_shape: Mapping[str, Curve], subject: str, others: Sequence[str], slo: Slo, min_attainment: float
+) -> Ratio | None:
+    served = {name: by_shape[name].served(slo, min_attainment) for name in (subject, *others)}
+    numerator = served.pop(subject)
+    return ratio(numerator, served)
+
+
+def difference(recordings: Sequence[Recording]) -> Difference:
+    """Compare every whole answer with the first one that any recording has to the same request.
+
+    Recordings must be of one workload: then a request's prompt is a function of its index.
+    """
+    first: dict[int, str] = {}
+    num_compared = num_different = 0
+    for recording in recordings:
+        for record in recording.records:
+            if record.status != "ok":
+                continue
+            if record.index in first:
+                num_compared += 1
+                num_different += record.output_digest != first[record.index]
+            else:
+                first[record.index] = record.output_digest
+    return Difference(num_compared=num_compared, num_different=num_different)
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def json_rows(comparison: Comparison, min_attainment: float) -> list[dict[str, Any]]:
+    """One row a shape and pair of limits."""
+    return [
+        {
+            "shape": row.shape,
+            **_limits(row.slo),
+            "served_per_s": round(row.served.rate_per_s, 4),
+            "served_bound": row.served.bound,
+            "peak_goodput_per_s": round(row.peak_goodput_per_s, 4),
+            "peak_rate_per_s": row.peak_rate_per_s,
+        }
+        for row in rows(comparison.curves, comparison.slos, min_attainment)
+    ]
+
+
+def point_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """One row a recording: what it says without any limit."""
+    return [
+        {
+            "shape": curve.shape,
+            "rate_per_s": point.rate_per_s,
+            "repeat": point.repeat,
+            "num_requests": overall.num_sent,
+            "num_ok": overall.num_ok,
+            "output_tokens_per_s": round(overall.output_tokens_per_s, 2),
+            **_quantiles_ms("ttft", overall.ttft),
+            **_quantiles_ms("tpot", overall.tpot),
+            **_quantiles_ms("itl", overall.itl),
+            **_quantiles_ms("lateness", overall.lateness),
+            "is_valid": overall.is_valid,
+        }
+        for curve in comparison.curves.values()
+        for point in curve.points
+        for overall in (point.outcomes.overall,)
+    ]
+
+
+def _quantiles_ms(name: str, found: Any) -> dict[str, float]:
+    return {f"{name}_{key}_ms": round(getattr(found, key) * 1e3, 3) for key in ("p50", "p90", "p99", "max")}
+
+
+def summary(comparison: Comparison, workload: str) -> dict[str, float]:
+    """Flat figures: `goodput_over_chunked`, `goodput_over_prefill_first`, ... for the scenario's own limits, and each
+    again for every pair of limits with the workload's name and the limits behind it.
+
+    A ratio is left out where the measured rates cannot tell. One that is only a bound ends in `_at_least` or
+    `_at_most`.
+    """
+    found: dict[str, float] = {}
+    for kind, ratios in comparison.ratios.items():
+        for index, (slo, value) in enumerate(zip(comparison.slos, ratios, strict=True)):
+            if value is None:
+                continue
+            bound = {"=": "", ">=": "_at_least", "<=": "_at_most"}[value.relation]
+            rounded = round(value.value, 4)
+            if index == 0:
+                found[f"goodput_over_{kind}{bound}"] = rounded
+            found[f"goodput_over_{kind}_{workload}_{_slo_key(slo)}{bound}"] = rounded
+    found["differing_answers"] = round(comparison.difference.rate, 6)
+    found["invalid_runs"] = len(comparison.invalid)
+    return found
+
+
+def _slo_key(slo: Slo) -> str:
+    limits = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s))
+    return "_".join(f"{name}{limit * 1e3:g}ms" for name, limit in limits if limit is not None) or "no_limit"
+
+
+def _limits(slo: Slo) -> dict[str, float | None]:
+    return {
+        "ttft_ms": None if slo.ttft_s is None else slo.ttft_s * 1e3,
+        "tpot_ms": None if slo.tpot_s is None else slo.tpot_s * 1e3,
+    }

@@ -1,0 +1,157 @@
+"""Measures points: a shape of a cluster under a scenario at one rate, once, recorded in a folder.
+
+    measure(point) -> a fresh cluster -> a few requests to warm up -> the generator -> files -> the cluster is gone
+
+Every point has a cluster of its own. The requests of two rates share their prompts, so that shapes and rates can be
+compared request by request; in a cluster that had seen them before, its prefix caches would answer. A point that is
+complete in the folder is not measured again.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from disagg.cluster.load_generator import GeneratorOptions, play
+from disagg.cluster.load_shapes import Shape
+from disagg.cluster.processes import ProcessCluster
+from disagg.loadtests import recordings
+from disagg.loadtests.arrivals import ArrivalConfig
+from disagg.loadtests.goodput import Score, Slo, evaluate
+from disagg.loadtests.recordings import Point, Recording, RunInfo
+from disagg.loadtests.scenario import Scenario
+from disagg.loadtests.workload import RandomWorkload
+
+WARM_UP = Scenario(
+    workload=RandomWorkload(isl=64, osl=8, seed=1 << 40),
+    arrivals=ArrivalConfig(kind="burst", rate_per_s=8.0, burst_size=8, num_requests=8),
+)
+"""Sent to a new cluster before anything is measured: first steps, connections, pairs of workers."""
+
+Say = Callable[[str], None]
+"""Told what happens now, one line at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurer:
+    """Measures points into one folder."""
+
+    directory: Path
+    options: GeneratorOptions
+    say: Say
+    command: str = ""
+    """The command line, for the record."""
+    attempts: int = 2
+    """How often a point is measured at most, when its generator was late."""
+
+    def get(self, shape: Shape, point: Point) -> Recording:
+        """The point's recording, from the folder or measured now; raises `LaunchError`."""
+        found = recordings.load(self.directory, point)
+        if found is not None:
+            self.say(f"{_name(point)}: recorded before")
+            return found
+        for attempt in range(1, self.attempts + 1):
+            recording = self._measure(shape, point)
+            score = evaluate(recording.records, Slo(), recording.info.duration_s)
+            self.say(f"{_name(point)}: {_in_short(score)}")
+            if score.is_valid or attempt == self.attempts:
+                break
+        return recording
+
+    def _measure(self, shape: Shape, point: Point) -> Recording:
+        with warm_cluster(shape, self.options) as address:
+            return record(self.directory, point, address, self.options, self.command)
+
+
+@contextmanager
+def warm_cluster(shape: Shape, options: GeneratorOptions) -> Iterator[str]:
+    """A cluster of this shape that has answered a few requests; its address. Raises `LaunchError`."""
+    with ProcessCluster(shape.config) as cluster:
+        warm_up(cluster.address, options)
+        yield cluster.address
+
+
+def warm_up(address: str, options: GeneratorOptions) -> None:
+    """Send a few requests that are not counted."""
+    with tempfile.TemporaryDirectory(prefix="disagg-warm-") as folder:
+        play(WARM_UP, address, Path(folder) / "warm-up.jsonl", options)
+
+
+def record(directory: Path, point: Point, address: str, options: GeneratorOptions, command: str = "") -> Recording:
+    """Measure a point on a running cluster; raises `LaunchError`."""
+    scenario = Scenario(workload=point.workload, arrivals=point.arrivals)
+    path = recordings.begin(directory, point)
+    info = play(scenario, address, path, options, label=point.shape)
+    recordings.finish(
+        directory,
+        RunInfo(
+            point=point,
+            duration_s=info.window_s,
+            num_requests=info.num_planned,
+            started_at=info.started_at,
+            commit=commit(),
+            command=command,
+            versions=info.versions | _versions("torch"),
+        ),
+    )
+    found = recordings.load(directory, point)
+    assert found is not None
+    return found
+
+
+def _name(point: Point) -> str:
+    rate = point.arrivals.rate_per_s
+    return f"{point.shape} at {'its own pace' if rate is None else f'{rate:g}/s'}, repeat {point.repeat}"
+
+
+def _in_short(score: Score) -> str:
+    problems = "".join(f"; NOT VALID: {reason}" for reason in score.invalid_reasons)
+    ttft, tpot = score.ttft, score.tpot
+    return (
+        f"{score.num_ok} of {score.num_sent} answered, TTFT p50 {ttft.p50 * 1e3:.0f} p90 {ttft.p90 * 1e3:.0f} ms, "
+        f"TPOT p50 {tpot.p50 * 1e3:.1f} p90 {tpot.p90 * 1e3:.1f} ms{problems}"
+    )
+
+
+def commit() -> str:
+    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def machine() -> dict[str, str]:
+    """This machine, for a report."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **_versions("torch", "grpcio", "locust"),
+    }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

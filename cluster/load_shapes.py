@@ -1,0 +1,92 @@
+"""The shapes of a cluster that are compared: a short name, or a configuration file, becomes a configuration.
+
+    1p1d, 2p1d:512                      prefill and decode workers of one thread each; tokens of a prefill step
+    2x1-chunked:256, 1x2-chunked:512    colocated workers x threads of each; chunked prefill, tokens of a step
+    2x1-prefill-first, 2x1-static       the same with other ways to fill a step
+    cluster.yaml                        anything else, called by its file's name
+
+All shapes of a comparison share the base configuration (model, KV memory, ...). Whatever it says, a shape listens on a
+free port and admits everything: a refusal would hide how the shape does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from disagg.cluster.config import ClusterConfig, load_config, override
+from disagg.proto.errors import ConfigError
+
+_DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
+_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|prefill-first|static)(?::(\d+))?", re.ASCII)
+_SCHEDULING = {"chunked": "decode_first", "prefill-first": "prefill_first", "static": "static"}
+_KINDS = {scheduling: kind.replace("-", "_") for kind, scheduling in _SCHEDULING.items()}
+DISAGGREGATED = "disaggregated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One shape of a cluster."""
+
+    name: str
+    config: ClusterConfig
+
+    @property
+    def kind(self) -> str:
+        """`disaggregated`, or how a colocated one fills its steps: `chunked`, `prefill_first`, `static`."""
+        if self.config.mode == "disaggregated":
+            return DISAGGREGATED
+        return _KINDS[self.config.pools.colocated.scheduling]
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The whole configuration as plain values."""
+        raw: dict[str, Any] = msgspec.to_builtins(self.config)
+        return raw
+
+
+def parse_shape(name: str, base: ClusterConfig) -> Shape:
+    """A shape by its name; raises `ConfigError` for what is none."""
+    if found := _DISAGGREGATED.fullmatch(name):
+        num_prefill, num_decode, budget = found.groups()
+        values: dict[str, Any] = {
+            "mode": "disaggregated",
+            "pools.prefill.size": int(num_prefill),
+            "pools.prefill.num_threads": 1,
+            "pools.decode.size": int(num_decode),
+            "pools.decode.num_threads": 1,
+        }
+        if budget is not None:
+            values["pools.prefill.token_budget"] = int(budget)
+    elif found := _COLOCATED.fullmatch(name):
+        size, num_threads, kind, budget = found.groups()
+        values = {
+            "mode": "colocated",
+            "pools.colocated.size": int(size),
+            "pools.colocated.num_threads": int(num_threads),
+            "pools.colocated.scheduling": _SCHEDULING[kind],
+        }
+        if budget is not None:
+            values["pools.colocated.token_budget"] = int(budget)
+    elif Path(name).suffix in (".yaml", ".yml"):
+        base, values = load_config(Path(name)), {}
+        name = Path(name).stem
+    else:
+        raise ConfigError(
+            f"shape: {name!r} is none; examples: 1p1d, 2x1-chunked:256, 2x1-prefill-first, 1x2-static, cluster.yaml"
+        )
+    always = {"gateway.host": "127.0.0.1", "gateway.port": 0, "placement.admission": False}
+    return Shape(name=name, config=override(base, values | always))
+
+
+def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:
+    """Several of them; raises `ConfigError` also for a name that comes twice."""
+    shapes = [parse_shape(name, base) for name in names]
+    found = [shape.name for shape in shapes]
+    if len(set(found)) != len(found):
+        raise ConfigError(f"shape: each name once, please; got {', '.join(found)}")
+    return shapes

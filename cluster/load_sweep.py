@@ -1,0 +1,82 @@
+"""`disagg load sweep`: the largest rate at which enough requests meet their limits.
+
+Rates come from loadtests/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a cluster
+that runs already gets prompts of its own at every rate, or its prefix caches would know them from the rate before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg.cluster.load_points import Measurer, record, warm_up
+from disagg.cluster.load_shapes import Shape
+from disagg.loadtests import recordings
+from disagg.loadtests.goodput import Slo, evaluate
+from disagg.loadtests.recordings import Point, Recording
+from disagg.loadtests.scenario import Scenario
+from disagg.loadtests.search import Probe, SearchConfig, ServedRate, next_rate, served_rate
+
+Measure = Callable[[float], Recording]
+"""A rate in requests per second -> what was recorded at it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """What a sweep found."""
+
+    probes: list[Probe]
+    served: ServedRate
+    invalid: list[str]
+    """Runs that must not be quoted, and why."""
+
+
+def sweep(measure: Measure, search: SearchConfig, slo: Slo, say: Callable[[str], None]) -> SweepResult:
+    """Measure until the rate is found."""
+    probes: list[Probe] = []
+    invalid: list[str] = []
+    while (rate := next_rate(search, probes)) is not None:
+        recording = measure(rate)
+        score = evaluate(recording.records, slo, recording.info.duration_s)
+        say(f"{rate:g}/s: {score.attainment:.1%} within {slo}")
+        probes.append(Probe(rate_per_s=rate, attainment=score.attainment, num_requests=score.num_sent))
+        invalid += [f"{rate:g}/s: {reason}" for reason in score.invalid_reasons]
+    return SweepResult(probes=probes, served=served_rate(probes, search.min_attainment), invalid=invalid)
+
+
+def on_shape(measurer: Measurer, shape: Shape, scenario: Scenario) -> Measure:
+    """Rates on fresh clusters of a shape."""
+
+    def measure(rate: float) -> Recording:
+        arrivals = msgspec.structs.replace(scenario.arrivals, rate_per_s=rate)
+        point = Point(shape=shape.name, shape_config=shape.raw, workload=scenario.workload, arrivals=arrivals, repeat=0)
+        return measurer.get(shape, point)
+
+    return measure
+
+
+def on_running(measurer: Measurer, address: str, scenario: Scenario) -> Measure:
+    """Rates on a cluster that runs already."""
+    rates: list[float] = []
+    is_warm = False
+
+    def measure(rate: float) -> Recording:
+        nonlocal is_warm
+        rates.append(rate)
+        seed = scenario.workload.seed + len(rates) - 1
+        point = Point(
+            shape="running",
+            shape_config={"address": address},
+            workload=msgspec.structs.replace(scenario.workload, seed=seed),
+            arrivals=msgspec.structs.replace(scenario.arrivals, rate_per_s=rate),
+        )
+        if (found := recordings.load(measurer.directory, point)) is not None:
+            return found
+        if not is_warm:
+            warm_up(address, measurer.options)
+            is_warm = True
+        return record(measurer.directory, point, address, measurer.options, measurer.command)
+
+    return measure
