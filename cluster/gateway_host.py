@@ -45,8 +45,7 @@ class GatewayHost:
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.crashed = threading.Event()
         self.unwanted = threading.Event()
-        self.address = ""
-        """host:port of the public server, once it listens."""
+        """Set when the controller wants no such gateway: the process should end."""
 
     def start(self) -> None:
         """Connect to the workers, listen, tell the controller; see `Host`."""
@@ -89,7 +88,6 @@ class GatewayHost:
             await router.stop()
             raise
         try:
-            self.address = gateway.address
             self.address = gateway.address
             link.start(gateway.address, os.getpid())
             self._ready.set()
