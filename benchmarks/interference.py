@@ -43,6 +43,8 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
 STREAM_SEED = 1 << 41
 ARRIVAL_SEED = 1 << 42
 REPORTED = (50, 90, 99)
+PAUSE_S = 1.0
+"""For the cluster to drop what was cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,10 @@ class Measurement:
     with_arrivals: bool
     repeat: int
     gaps_ms: tuple[float, ...]
-    """Between the tokens of the streams, all streams together; tokens of one message have gaps of 0."""
+    """Between the tokens of the streams, all streams together; tokens of one message have gaps of 0. Of a stream that
+    was cut, also from its last token to the end."""
+    num_cut: int
+    """Streams that had not ended after `--max-seconds`."""
     num_arrivals: int
     """Long prompts that were answered while the streams ran."""
     arrival_ttft_ms: tuple[float, ...]
@@ -81,12 +86,10 @@ def generate_request(model: pb.Model, seed: int, num_input: int, num_output: int
     return next(load.requests(model, load.Shape(input_tokens=num_input, output_tokens=num_output), seed, 1))
 
 
-async def token_times(stub: InferenceServiceStub, request: pb.GenerateRequest) -> list[float]:
-    """When each token of an answer came in, on `time.perf_counter`."""
-    times: list[float] = []
+async def read(stub: InferenceServiceStub, request: pb.GenerateRequest, times: list[float]) -> None:
+    """Note when each token of an answer comes in, on `time.perf_counter`."""
     async for response in stub.Generate(request):
         times += [time.perf_counter()] * len(response.delta.token_ids)
-    return times
 
 
 async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateRequest], ttfts_ms: list[float]) -> None:
@@ -94,7 +97,8 @@ async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateReques
 
     async def one(request: pb.GenerateRequest) -> None:
         sent = time.perf_counter()
-        times = await token_times(stub, request)
+        times: list[float] = []
+        await read(stub, request, times)
         ttfts_ms.append((times[0] - sent) * 1e3)
 
     async with asyncio.TaskGroup() as group:
@@ -108,7 +112,7 @@ async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateReques
 async def measure(
     address: str, shape: str, repeat: int, with_arrivals: bool, options: argparse.Namespace
 ) -> Measurement:
-    """All streams from start to end, with or without arrivals."""
+    """All streams from start to end, with or without arrivals, for `max_seconds` at most."""
     kind = 2 * repeat + with_arrivals
     async with load.channel(address) as channel:
         stub = load.service(channel)
@@ -121,18 +125,27 @@ async def measure(
         long = load.Shape(input_tokens=options.arrival_input_tokens, output_tokens=options.arrival_output_tokens)
         prompts = load.requests(model, long, ARRIVAL_SEED + (kind << 20), 1 << 20)
         ttfts_ms: list[float] = []
-        running = [asyncio.create_task(token_times(stub, request)) for request in streams]
-        arrivals = asyncio.create_task(arrive(stub, prompts, ttfts_ms)) if with_arrivals else None
-        times = await asyncio.gather(*running)
-        if arrivals is not None:
-            arrivals.cancel()
-            await asyncio.gather(arrivals, return_exceptions=True)
-    gaps_ms = tuple((after - before) * 1e3 for stream in times for before, after in pairwise(stream))
+        times: list[list[float]] = [[] for _ in streams]
+        running = [asyncio.create_task(read(stub, *pair)) for pair in zip(streams, times, strict=True)]
+        arrivals = [asyncio.create_task(arrive(stub, prompts, ttfts_ms))] if with_arrivals else []
+        ended, cut = await asyncio.wait(running, timeout=options.max_seconds)
+        now = time.perf_counter()
+        for task in (*cut, *arrivals):
+            task.cancel()
+        await asyncio.gather(*cut, *arrivals, return_exceptions=True)
+        await asyncio.gather(*ended)  # raises what a stream has raised
+        await asyncio.sleep(PAUSE_S)
+    gaps_ms = tuple(
+        (after - before) * 1e3
+        for stream, task in zip(times, running, strict=True)
+        for before, after in pairwise([*stream, now] if task in cut else stream)
+    )
     return Measurement(
         shape=shape,
         with_arrivals=with_arrivals,
         repeat=repeat,
         gaps_ms=gaps_ms,
+        num_cut=len(cut),
         num_arrivals=len(ttfts_ms),
         arrival_ttft_ms=tuple(ttfts_ms),
     )
@@ -144,14 +157,20 @@ def measure_all(options: argparse.Namespace) -> list[Measurement]:
     for shape in options.shapes:
         print(f"{shape}: starting a cluster ...", file=sys.stderr, flush=True)
         with launched(SHAPES[shape][0], base_config(options, shape), options.launcher) as address, on_first_core():
-            asyncio.run(measure(address, shape, options.repeats, False, warm_up_options(options)))
-            for repeat in range(options.repeats):
-                order = (False, True) if repeat % 2 == 0 else (True, False)
-                for with_arrivals in order:
-                    measured = asyncio.run(measure(address, shape, repeat, with_arrivals, options))
-                    p99 = percentile(measured.gaps_ms, 99)
-                    print(f"{measured.name}, repeat {repeat}: P99 {p99:.1f} ms", file=sys.stderr, flush=True)
-                    found.append(measured)
+            found += asyncio.run(measure_shape(address, shape, options))
+    return found
+
+
+async def measure_shape(address: str, shape: str, options: argparse.Namespace) -> list[Measurement]:
+    """All measurements of one cluster, after a warm-up: rest, arrivals, arrivals, rest, ..."""
+    await measure(address, shape, options.repeats, False, warm_up_options(options))
+    found = []
+    for repeat in range(options.repeats):
+        for with_arrivals in (False, True) if repeat % 2 == 0 else (True, False):
+            measured = await measure(address, shape, repeat, with_arrivals, options)
+            p99 = percentile(measured.gaps_ms, 99)
+            print(f"{measured.name}, repeat {repeat}: P99 {p99:.1f} ms", file=sys.stderr, flush=True)
+            found.append(measured)
     return found
 
 
@@ -203,6 +222,7 @@ def row(measured: Measurement) -> dict[str, Any]:
         "with_arrivals": measured.with_arrivals,
         "repeat": measured.repeat,
         "gaps": len(measured.gaps_ms),
+        "cut_streams": measured.num_cut,
         "arrivals": measured.num_arrivals,
         **{f"itl_p{percent}_ms": round(percentile(measured.gaps_ms, percent), 3) for percent in REPORTED},
         "itl_max_ms": round(max(measured.gaps_ms), 3),
@@ -243,6 +263,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=positive, default=8)
     parser.add_argument("--stream-input-tokens", type=positive, default=128)
     parser.add_argument("--stream-output-tokens", type=positive, default=1536)
+    parser.add_argument("--max-seconds", type=positive, default=60, help="streams that starve are cut then")
     parser.add_argument("--arrival-input-tokens", type=positive, default=2000)
     parser.add_argument("--arrival-output-tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=2)

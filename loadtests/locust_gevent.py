@@ -72,6 +72,7 @@ class HandOverPool(ThreadPool):
         tell = self._loop.run_callback_threadsafe
         while (task := tasks.get()) is not None:
             func, args, kwds, waiter = task
+            outcome: tuple[Any, BaseException | None]
             try:
                 outcome = func(*args, **kwds), None
             except BaseException as error:  # raised where the call was asked for

@@ -15,13 +15,13 @@ import os
 import sys
 from typing import Any
 
-from locust import LoadTestShape, User, events, task
+from locust import LoadTestShape, User, events
 from locust.env import Environment
 from locust.exception import StopUser
 
 from disagg.loadtests.locust_options import add_arguments, cores_of, niceness_of, settings_of
 from disagg.loadtests.locust_run import EXIT_INVALID, LoadRun
-from disagg.loadtests.locust_web import add_goodput_tab
+from disagg.loadtests.locust_web import View, add_goodput_tab
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +39,26 @@ class _Current:
 current = _Current()
 
 
-class OpenLoopUser(User):
+def _play(user: User) -> None:
+    """A user's one task: the whole test."""
+    try:
+        options = user.environment.parsed_options
+        current.run = LoadRun(settings_of(options), user.environment)
+        current.run.play()
+    except (ValueError, ConnectionError) as error:
+        current.error = str(error)
+        logger.error("%s", error)
+    raise StopUser
+
+
+class OpenLoopUser(User):  # type: ignore[misc]
     """Plays one run and stops."""
 
     fixed_count = 1
-
-    @task
-    def play(self) -> None:
-        """The whole test."""
-        try:
-            options = self.environment.parsed_options
-            assert options is not None
-            current.run = LoadRun(settings_of(options), self.environment)
-            current.run.play()
-        except (ValueError, ConnectionError) as error:
-            current.error = str(error)
-            logger.error("%s", error)
-        raise StopUser
+    tasks = (_play,)
 
 
-class UntilTheEnd(LoadTestShape):
+class UntilTheEnd(LoadTestShape):  # type: ignore[misc]
     """One user until its run is over. (With a shape Locust's page does not ask for numbers of users.)"""
 
     use_common_options = False
@@ -74,12 +74,10 @@ class UntilTheEnd(LoadTestShape):
         return None if is_over else ONE_USER
 
 
-@events.init_command_line_parser.add_listener
 def _add_arguments(parser: Any, **_: object) -> None:
     add_arguments(parser)
 
 
-@events.init.add_listener
 def _begin(environment: Environment, **_: object) -> None:
     """Before anything is sent: take place and priority; refuse options that cannot be."""
     options = environment.parsed_options
@@ -91,7 +89,12 @@ def _begin(environment: Environment, **_: object) -> None:
         logger.error("%s", error)
         sys.exit(EXIT_INVALID)
     if environment.web_ui is not None:
-        add_goodput_tab(environment.web_ui, lambda: current.run and (current.run.records, current.run.settings.slo))
+        add_goodput_tab(environment.web_ui, _seen)
+
+
+def _seen() -> View | None:
+    """What the goodput tab shows."""
+    return None if current.run is None else (current.run.records, current.run.settings.slo)
 
 
 def _settle(cores: set[int] | None, niceness: int | None) -> None:
@@ -108,7 +111,6 @@ def _settle(cores: set[int] | None, niceness: int | None) -> None:
             logger.warning("--generator-nice: %d is not allowed here; going on without", niceness)
 
 
-@events.quitting.add_listener
 def _set_exit_status(environment: Environment, **_: object) -> None:
     run = current.run
     environment.process_exit_code = EXIT_INVALID if run is None else run.exit_status()
@@ -116,3 +118,8 @@ def _set_exit_status(environment: Environment, **_: object) -> None:
         logger.info("attainment %.4f, goodput %.4f requests/s", score.attainment, score.goodput_per_s)
         for reason in score.invalid_reasons:
             logger.error("not valid: %s", reason)
+
+
+events.init_command_line_parser.add_listener(_add_arguments)
+events.init.add_listener(_begin)
+events.quitting.add_listener(_set_exit_status)

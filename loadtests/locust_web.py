@@ -28,11 +28,9 @@ View = tuple[list[RequestRecord], Slo]
 
 def add_goodput_tab(web_ui: WebUI, view: Callable[[], View | None]) -> None:
     """Add the tab to Locust's page; `view` gives what has ended so far, or None before the first run."""
-    assert web_ui.app is not None
     web_ui.template_args["extended_tabs"] = [{"title": "Goodput", "key": KEY}]
     web_ui.template_args["extended_tables"] = [{"key": KEY, "structure": COLUMNS}]
 
-    @web_ui.app.after_request
     def add_rows(response: Response) -> Response:
         if request.path.endswith("/stats/requests") and response.is_json:
             content: dict[str, Any] = response.get_json()
@@ -40,6 +38,8 @@ def add_goodput_tab(web_ui: WebUI, view: Callable[[], View | None]) -> None:
             content["extended_stats"] = [{"key": KEY, "data": [] if seen is None else goodput_rows(*seen)}]
             response.set_data(msgspec.json.encode(content))
         return response
+
+    web_ui.app.after_request(add_rows)
 
 
 def goodput_rows(records: list[RequestRecord], slo: Slo) -> list[Row]:

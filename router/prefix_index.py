@@ -235,8 +235,15 @@ class PrefixIndex:
             shard = shards[block_hash[0]]
             holders = shard.get(block_hash, 0)
             if holders is not before:
-                before, after = holders, (holders | bit if holders else bit)
-            shard[block_hash] = after
+                before = holders
+                if not holders:
+                    after = bit
+                elif holders & bit:
+                    after = holders
+                else:
+                    after = holders | bit
+            if after is not holders:
+                shard[block_hash] = after
 
     def _unmark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
         """Take a worker, which is one of them, from the holders of blocks."""

@@ -10,7 +10,7 @@ from benchmarks import interference, load_generator
 from benchmarks.interference import Measurement
 from benchmarks.launch import cluster_config
 from disagg.cluster.config import parse_config
-from disagg.loadtests.fake_timing import FakeTiming
+from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload import plan_requests
 
@@ -22,6 +22,7 @@ def measurement(shape: str, with_arrivals: bool, *gaps_ms: float) -> Measurement
         with_arrivals=with_arrivals,
         repeat=0,
         gaps_ms=gaps_ms,
+        num_cut=0,
         num_arrivals=len(ttfts),
         arrival_ttft_ms=ttfts,
     )
@@ -79,7 +80,7 @@ def test_errors_are_measured_minus_planned_of_whole_answers() -> None:
     scenario = load_generator.scenario_of(rate_per_s=1.0, duration_s=30.0, isl=4, osl=3, seed=1)
     timing = FakeTiming(ttft_s=0.1, tpot_s=0.02, spread=0.5)
     first, second, *_ = plan_requests(
-        scenario.workload, scenario.arrivals, vocab_size=load_generator.FAKE_VOCAB_SIZE, max_model_len=100
+        scenario.workload, scenario.arrivals, vocab_size=FAKE_VOCAB_SIZE, max_model_len=100
     )
     ttft_s, tpot_s = timing.of(first.prompt_token_ids)
     start_s = first.due_s + ttft_s + 0.003

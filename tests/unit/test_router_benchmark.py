@@ -102,7 +102,10 @@ def test_the_summary_takes_most_blocks_and_the_least_ratio() -> None:
         }
 
     rows = [row(10, 500, 7, 1.5), row(10, 100, 9, 1.0), row(1000, 500, 5, 2.0)]
-    rows += [{"part": "lookups", "over_radix_tree": ratio} for ratio in (3.0, 1.5, 2.0)]
+    rows += [
+        {"part": "lookups", "over_radix_tree": ratio, "over_radix_tree_cpu": cpu_ratio}
+        for ratio, cpu_ratio in ((3.0, 2.5), (1.75, 1.5), (2.0, 3.0))
+    ]
     assert summary(rows) == {
         "placements_per_s_10": 7,
         "submit_p99_us_10": 1.5,
