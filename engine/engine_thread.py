@@ -1,8 +1,9 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
 Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With
-nothing to do it sleeps until a command arrives or the next deadline of a sequence. It ends by `stop` or by a crash;
-calls that it did not come to are answered with `EngineStoppedError`.
+nothing to do it sleeps until a command arrives or the next deadline of a sequence. After a prompt chunk that a peer
+waits for it gives the sending side a moment to ask for its KV: a next prompt would hold that up for a whole step. It
+ends by `stop` or by a crash; calls that it did not come to are answered with `EngineStoppedError`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from disagg.engine.commands import Command, Event
+from disagg.engine.commands import ChunkComputed, Command, Event, Gather
 from disagg.engine.core import EngineCore
 from disagg.proto.messages import KvEvent, Load, StepSample
 
@@ -26,6 +27,11 @@ T = TypeVar("T")
 IDLE_CHECK_AFTER_S = 1.0
 """A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
 of every pause."""
+GATHER_WAIT_S = 0.003
+"""How long a chunk's first `Gather` may take to come: it is under a millisecond away, on the other thread. A sender
+that is out of credits does not ask, and costs this much a chunk."""
+NEXT_GATHER_WAIT_S = 0.001
+"""How long a further one may take: a sender asks for all that it can send at once."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -154,8 +160,28 @@ class EngineThread:
         plan = self._core.last_plan
         step = plan.measured((time.monotonic() - started) * 1e3) if plan.entries else None
         self._is_unchecked = self._core.is_idle
-        kv_events = self._core.drain_kv_events()
-        self._deliver(Batch(events, kv_events, self._core.load(), step))
+        self._tell(events, step)
+        if any(isinstance(event, ChunkComputed) for event in events):
+            self._serve_gathers()
+
+    def _serve_gathers(self) -> None:
+        timeout_s = GATHER_WAIT_S
+        while self._gather_comes(timeout_s):
+            with self._wake:
+                commands, self._inbox = self._inbox, deque()
+            self._tell([event for command in commands for event in self._core.handle(command, time.monotonic())], None)
+            timeout_s = NEXT_GATHER_WAIT_S
+
+    def _gather_comes(self, timeout_s: float) -> bool:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._has_gather(), timeout_s)
+            return self._has_gather() and not self._stopping
+
+    def _has_gather(self) -> bool:
+        return any(isinstance(command, Gather) for command in self._inbox)
+
+    def _tell(self, events: list[Event], step: StepSample | None) -> None:
+        self._deliver(Batch(events, self._core.drain_kv_events(), self._core.load(), step))
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from disagg.engine import engine_thread
-from disagg.engine.commands import Add, Command, Ended, Reserve, TokenSampled
+from disagg.engine.commands import Add, ChunkComputed, Command, Ended, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.engine.fake import FakeModelRunner, fake_generate
 from disagg.engine.plan import StepPlan
-from tests.support.engine import IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec
+from tests.support.engine import IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
 
 WAIT_S = 10.0
 PROMPT = make_prompt(20)
@@ -74,6 +74,36 @@ def test_a_step_that_failed_is_not_measured() -> None:
     with running(core) as harness:
         harness.thread.post(Add(make_spec("a", PROMPT)))
         assert harness.batches.get(timeout=WAIT_S).step is None
+
+
+def test_the_kv_of_a_chunk_is_gathered_before_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the sender, on another thread, takes its time to ask."""
+    monkeypatch.setattr(engine_thread, "GATHER_WAIT_S", WAIT_S)
+    harness = Harness(make_core(token_budget=32))
+    for name in "ab":
+        harness.thread.post(Add(make_spec(name, make_prompt(32, seed=ord(name))), hold_after_prefill=True))
+    harness.thread.start()
+    seen = harness.batches.get(timeout=WAIT_S).events
+    for seq, (start, end) in enumerate([(0, 16), (16, 32)]):
+        harness.thread.post(Gather(key_of("a"), seq, start, end, new_buffer(16)))
+        monkeypatch.setattr(engine_thread, "NEXT_GATHER_WAIT_S", 0.0 if seq else WAIT_S)
+        seen += harness.batches.get(timeout=WAIT_S).events
+    seen += harness.batches.get(timeout=WAIT_S).events
+    chunks = [(type(e).__name__, e.key.request_id) for e in seen if isinstance(e, (ChunkComputed, Gathered))]
+    assert chunks == [("ChunkComputed", "a"), ("Gathered", "a"), ("Gathered", "a"), ("ChunkComputed", "b")]
+    assert harness.thread.stop(WAIT_S)
+
+
+def test_a_sender_that_does_not_ask_does_not_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "GATHER_WAIT_S", 0.0)
+    with running(make_core(token_budget=32)) as harness:
+        for name in "ab":
+            harness.thread.post(Add(make_spec(name, make_prompt(32, seed=ord(name))), hold_after_prefill=True))
+        seen = [harness.batches.get(timeout=WAIT_S).events for _ in range(2)]
+        assert [event.key.request_id for events in seen for event in events if isinstance(event, ChunkComputed)] == [
+            "a",
+            "b",
+        ]
 
 
 def test_a_call_comes_after_the_commands_that_were_posted_before() -> None:
