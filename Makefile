@@ -48,7 +48,7 @@ serve: model ## a cluster on this machine, until Ctrl-C (ARGS='--config FILE')
 test: export OMP_NUM_THREADS = 1
 test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
-	@echo "Testing (about five minutes on two cores)"
+	@echo "Testing (about eight minutes on two cores)"
 	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
 
 test-cluster: export OMP_NUM_THREADS = 1

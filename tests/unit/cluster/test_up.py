@@ -69,6 +69,15 @@ class Run:
         return up.run_up(self.config, "processes", Console(file=self.out, width=200))
 
 
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP is not ignored, also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     before = signal.getsignal(number)

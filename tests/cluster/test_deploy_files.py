@@ -20,7 +20,7 @@ from ray.scripts.scripts import cli as ray_cli
 from disagg.cluster.cli import app
 from disagg.cluster.config import ClusterConfig, active_pools, load_config
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "ray"
 CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml", "loopback.yaml")
 SLOT = "disagg_slot"
