@@ -3,6 +3,8 @@
     DisaggError
     ├── InvalidRequestError        400  INVALID_ARGUMENT     the client's input; names the field
     │   └── ContextLengthError     400  INVALID_ARGUMENT
+    ├── AuthenticationError        401  UNAUTHENTICATED
+    ├── PermissionDeniedError      403  PERMISSION_DENIED
     ├── ModelNotFoundError         404  NOT_FOUND
     ├── RequestNotFoundError       404  NOT_FOUND
     ├── DeadlineError              408  DEADLINE_EXCEEDED
@@ -45,6 +47,22 @@ class ContextLengthError(InvalidRequestError):
     """Prompt plus answer can never fit."""
 
     code = "context_length_exceeded"
+
+
+class AuthenticationError(DisaggError):
+    """There is no API key where one is needed, or an unknown one. The message never repeats it."""
+
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    code = "authentication_error"
+
+
+class PermissionDeniedError(DisaggError):
+    """The caller is known and may not do this."""
+
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+    code = "permission_denied"
 
 
 class ModelNotFoundError(DisaggError):

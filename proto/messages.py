@@ -52,6 +52,10 @@ class Sampling(Message, frozen=True, kw_only=True):
     """Output tokens of the whole request, those of earlier attempts counted."""
     min_tokens: int = 0
     """No stop id is sampled before this many output tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), before everything else that changes logits."""
+    logprobs: int = -1
+    """How many of the likeliest tokens come with each output token; 0: only its own probability; -1: none at all."""
 
 
 class SequenceSpec(Message, frozen=True, kw_only=True):
@@ -167,6 +171,16 @@ class Cancel(Message, frozen=True, kw_only=True, tag=True):
 GatewayToWorker = Dispatch | Connect | Cancel
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely an output token was, and what was likelier: natural logarithms of the probabilities that the model
+    gave, before bias, penalties, temperature and filters."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    """The likeliest tokens, likeliest first, the smallest id among equals; as many as `Sampling.logprobs` says."""
+    top_logprobs: tuple[float, ...] = ()
+
+
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one attempt: `token_ids[i]` has output index `first_index + i`."""
 
@@ -174,6 +188,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     first_index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, or none where the request did not ask."""
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
@@ -270,6 +286,37 @@ class Load(Message, frozen=True, kw_only=True):
     """Engine steps since start; a counter that stands still under load is a hang."""
 
 
+class TransferCount(Message, frozen=True, kw_only=True):
+    """What one prefill worker sent to one decode worker since it started."""
+
+    decode_worker: WorkerId
+    transport: str
+    num_transfers: int = 0
+    num_bytes: int = 0
+    failures: dict[str, int] = {}
+    """Reason -> how often."""
+
+
+class WorkerMetrics(Message, frozen=True, kw_only=True):
+    """Counters of one life of a worker; they only grow."""
+
+    step_seconds: tuple[int, ...] = ()
+    """Steps by duration: how many fell into each interval of `STEP_SECONDS_BOUNDS`; the last one has no upper end."""
+    step_seconds_sum: float = 0.0
+    prompt_tokens: int = 0
+    """Prompt tokens computed."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    output_tokens: int = 0
+    """Tokens sampled."""
+    preemptions: int = 0
+    transfers: tuple[TransferCount, ...] = ()
+
+
+STEP_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper ends of the intervals of `WorkerMetrics.step_seconds`, in seconds."""
+
+
 class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream (a
     snapshot)."""
@@ -281,6 +328,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     kv_events: tuple[KvEvent, ...] = ()
     steps: tuple[StepSample, ...] = ()
     """Some of the steps since the last report; which ones does not depend on how long they took."""
+    metrics: WorkerMetrics | None = None
+    """Counters since the worker started; absent where none of them changed."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
-from disagg.proto.messages import Load, Sampling, WorkerInfo
+from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class RoutedRequest:
     """Target for the time from arrival to the first token; None takes the configured one."""
     tpot_slo_s: float | None = None
     """Target for the mean time between output tokens; None takes the configured one."""
+    pair: tuple[WorkerId, WorkerId] | None = None
+    """The prefill and the decode worker that must run it, for an operator's probe; None leaves it to placement."""
+    trace_parent: str = ""
+    """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +86,15 @@ class Completion:
     """Prompt tokens that nobody computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Output tokens that follow each other."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each token, or none where the request did not ask."""
+
+
 class RequestHandle(Protocol):
     """One running request, read by one consumer."""
 
@@ -89,8 +102,8 @@ class RequestHandle(Protocol):
     completion: Completion | None
     """Set when the iteration has ended normally."""
 
-    def __aiter__(self) -> AsyncIterator[list[int]]:
-        """New output token ids in index order, several at once where the consumer was slow. Ends after the last
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        """New output tokens in index order, several at once where the consumer was slow. Ends after the last
         token; raises a `DisaggError` when the request failed, was refused, or ran out of time."""
         ...
 

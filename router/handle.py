@@ -9,11 +9,12 @@ before a failure are still delivered, except after a cancel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from disagg.proto.errors import DisaggError, RequestCancelledError
 from disagg.proto.ids import RequestId
-from disagg.router.api import Completion
+from disagg.proto.messages import TokenLogprobs
+from disagg.router.api import Completion, TokenBatch
 
 
 class Handle:
@@ -23,13 +24,14 @@ class Handle:
         self.request_id = request_id
         self.completion: Completion | None = None
         self._on_cancel = on_cancel
-        self._unread: list[int] = []
+        self._unread = TokenBatch([])
         self._end: Completion | DisaggError | None = None
         self._changed = asyncio.Event()
 
-    def put(self, token_ids: list[int]) -> None:
-        """The next tokens."""
-        self._unread.extend(token_ids)
+    def put(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """The next tokens; one of `logprobs` for each, or none."""
+        self._unread.token_ids.extend(token_ids)
+        self._unread.logprobs.extend(logprobs)
         self._changed.set()
 
     def finish(self, completion: Completion) -> None:
@@ -40,7 +42,7 @@ class Handle:
     def fail(self, error: DisaggError) -> None:
         """There will be no more tokens. The first end counts."""
         if self._end is None and isinstance(error, RequestCancelledError):
-            self._unread.clear()
+            self._unread = TokenBatch([])
         self._end = self._end or error
         self._changed.set()
 
@@ -54,13 +56,13 @@ class Handle:
         if self._end is None:
             self._on_cancel(self.request_id)
 
-    def __aiter__(self) -> AsyncIterator[list[int]]:
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """See `api.RequestHandle`."""
         return self
 
-    async def __anext__(self) -> list[int]:
+    async def __anext__(self) -> TokenBatch:
         """The batch of all tokens that came since the last one; waits for at least one."""
-        while not self._unread:
+        while not self._unread.token_ids:
             if isinstance(self._end, DisaggError):
                 raise self._end
             if self._end is not None:
@@ -68,5 +70,5 @@ class Handle:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        batch, self._unread = self._unread, []
+        batch, self._unread = self._unread, TokenBatch([])
         return batch

@@ -26,7 +26,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     """Address that the public server binds to."""
     port: int = 0
-    """0 takes any free port."""
+    """Of gRPC; 0 takes any free port."""
+    http_port: int | None = None
+    """Of HTTP; 0 takes any free port, `None` serves no HTTP."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
     max_prompt_bytes: int = 1 << 20
@@ -41,8 +43,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ConfigError("gateway.model_name: must not be empty")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"gateway.port: must be in [0, 65535], not {self.port}")
+        for name in ("port", "http_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"gateway.{name}: must be in [0, 65535], not {port}")
         for name in ("max_model_len", "max_prompt_bytes", "num_tokenizer_threads", "max_concurrent_streams"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import DeadlineError, InternalError
 from disagg.proto.ids import BlockHash, RequestId
-from disagg.router.api import RequestHandle, RoutedRequest, Router
+from disagg.router.api import RequestHandle, RoutedRequest, Router, TokenBatch
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from disagg.router.gateway.validate import (
@@ -121,9 +121,9 @@ class Generator:
         text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
         tokens = aiter(handle)
         try:
-            while (token_ids := await self._read(tokens, deadline)) is not None:
+            while (batch := await self._read(tokens, deadline)) is not None:
                 first_index = text.num_tokens
-                piece = text.push(token_ids)
+                piece = text.push(batch.token_ids)
                 yield Delta(first_index, piece.token_ids, piece.text)
                 if piece.stopped:
                     yield self._finish(routed, text, None)
@@ -172,7 +172,7 @@ class Generator:
     def _hashes(self, prompt_token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
         return tuple(chain_hashes(self._root, prompt_token_ids))
 
-    async def _read(self, tokens: AsyncIterator[list[int]], deadline: float | None) -> list[int] | None:
+    async def _read(self, tokens: AsyncIterator[TokenBatch], deadline: float | None) -> TokenBatch | None:
         """The next batch, `None` at the end. Raises `DeadlineError` on time also where the router does not."""
         scope = asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock()))
         try:

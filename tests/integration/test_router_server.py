@@ -62,14 +62,14 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def read_all(handle: RequestHandle) -> list[int]:
     async with asyncio.timeout(WAIT_S):
-        return [token async for batch in handle for token in batch]
+        return [token async for batch in handle for token in batch.token_ids]
 
 
 async def read(handle: RequestHandle, num_tokens: int) -> list[int]:
     """Exactly so many tokens."""
     tokens: list[int] = []
     while len(tokens) < num_tokens:
-        tokens += await asyncio.wait_for(anext(aiter(handle)), WAIT_S)
+        tokens += (await asyncio.wait_for(anext(aiter(handle)), WAIT_S)).token_ids
     assert len(tokens) == num_tokens
     return tokens
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from disagg.proto.errors import DisaggError, RequestCancelledError
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest
+from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, TokenBatch
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
 
@@ -91,7 +91,7 @@ class Wait:
     """A step of a script: nothing comes until the request is cancelled."""
 
 
-Step = list[int] | Exception | Completion | Wait
+Step = list[int] | TokenBatch | Exception | Completion | Wait
 Script = Callable[[RoutedRequest], Iterable[Step]]
 
 
@@ -113,10 +113,10 @@ class FakeHandle:
         self.num_cancels += 1
         self.cancelled.set()
 
-    def __aiter__(self) -> AsyncIterator[list[int]]:
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
         return self
 
-    async def __anext__(self) -> list[int]:
+    async def __anext__(self) -> TokenBatch:
         self.num_reads += 1
         await asyncio.sleep(0)
         if self.cancelled.is_set():
@@ -131,8 +131,9 @@ class FakeHandle:
         if isinstance(step, Completion):
             self.completion = step
             raise StopAsyncIteration
-        self._num_tokens += len(step)
-        return step
+        batch = step if isinstance(step, TokenBatch) else TokenBatch(step)
+        self._num_tokens += len(batch.token_ids)
+        return batch
 
 
 class FakeRouter:

@@ -293,10 +293,25 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.GetClusterStateResponse.FromString,
                 _registered_method=True)
+        self.WatchClusterState = channel.unary_stream(
+                '/disagg.v1.AdminService/WatchClusterState',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.WatchClusterStateRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.WatchClusterStateResponse.FromString,
+                _registered_method=True)
         self.ExplainRequest = channel.unary_unary(
                 '/disagg.v1.AdminService/ExplainRequest',
                 request_serializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/disagg.v1.AdminService/ListRequests',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.ProbePair = channel.unary_unary(
+                '/disagg.v1.AdminService/ProbePair',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.ProbePairRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.ProbePairResponse.FromString,
                 _registered_method=True)
         self.SetPoolSizes = channel.unary_unary(
                 '/disagg.v1.AdminService/SetPoolSizes',
@@ -321,8 +336,29 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchClusterState(self, request, context):
+        """WatchClusterState sends the state at once and then again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainRequest(self, request, context):
         """ExplainRequest tells where a recent request ran and what moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """ListRequests tells the same of the latest requests, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProbePair(self, request, context):
+        """ProbePair sends a short random prompt through one pair of workers, and tells what moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,10 +387,25 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.GetClusterStateRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.GetClusterStateResponse.SerializeToString,
             ),
+            'WatchClusterState': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchClusterState,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.WatchClusterStateRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.WatchClusterStateResponse.SerializeToString,
+            ),
             'ExplainRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainRequest,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.ListRequestsRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ProbePair': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbePair,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.ProbePairRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.ProbePairResponse.SerializeToString,
             ),
             'SetPoolSizes': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPoolSizes,
@@ -406,6 +457,33 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def WatchClusterState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/disagg.v1.AdminService/WatchClusterState',
+            disagg_dot_v1_dot_inference__pb2.WatchClusterStateRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.WatchClusterStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ExplainRequest(request,
             target,
             options=(),
@@ -422,6 +500,60 @@ class AdminService(object):
             '/disagg.v1.AdminService/ExplainRequest',
             disagg_dot_v1_dot_inference__pb2.ExplainRequestRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/ListRequests',
+            disagg_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbePair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/ProbePair',
+            disagg_dot_v1_dot_inference__pb2.ProbePairRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.ProbePairResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import Sampling
-from disagg.router.api import Completion, RequestTrace, RoutedRequest
+from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
 from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.tokenizer import ServedModel
 from disagg.v1 import inference_pb2 as pb
@@ -281,7 +281,7 @@ async def test_only_large_prompts_go_to_a_thread(model: ServedModel) -> None:
 class EndsSilently(FakeHandle):
     """Breaks the contract: no completion at the end."""
 
-    async def __anext__(self) -> list[int]:
+    async def __anext__(self) -> TokenBatch:
         raise StopAsyncIteration
 
 

@@ -9,7 +9,7 @@ from disagg.proto.errors import ConfigError, InternalError, RequestCancelledErro
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import Cancel, SessionHello, StepUpdate, encode
 from disagg.router import wire
-from disagg.router.api import Completion
+from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.handle import Handle
 from disagg.router.wakeups import Wakeups
@@ -61,11 +61,11 @@ async def test_a_slow_consumer_gets_everything_at_once() -> None:
     it, _ = handle()
     it.put([1])
     it.put([2, 3])
-    assert await anext(it) == [1, 2, 3]
+    assert await anext(it) == TokenBatch([1, 2, 3])
     it.put([4])
     it.finish(Completion("stop", 4, 0))
     assert (it.completion, it.error) == (None, None)
-    assert [batch async for batch in it] == [[4]]
+    assert [batch async for batch in it] == [TokenBatch([4])]
     assert it.completion == Completion("stop", 4, 0)
     assert [batch async for batch in it] == []
 
@@ -73,7 +73,7 @@ async def test_a_slow_consumer_gets_everything_at_once() -> None:
 async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
     it, _ = handle()
 
-    async def consume() -> list[list[int]]:
+    async def consume() -> list[TokenBatch]:
         return [batch async for batch in it]
 
     consumer = asyncio.create_task(consume())
@@ -82,14 +82,14 @@ async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
         it.put([token])
         await asyncio.sleep(0)
     it.finish(Completion("length", 2, 0))
-    assert await consumer == [[1], [2]]
+    assert await consumer == [TokenBatch([1]), TokenBatch([2])]
 
 
 async def test_tokens_before_a_failure_are_delivered() -> None:
     it, _ = handle()
     it.put([1])
     it.fail(UnavailableError("gone", "worker_lost"))
-    assert await anext(it) == [1]
+    assert await anext(it) == TokenBatch([1])
     with pytest.raises(UnavailableError, match="gone"):
         await anext(it)
     assert it.completion is None
@@ -113,7 +113,7 @@ async def test_the_first_end_counts() -> None:
     it.finish(Completion("stop", 1, 0))
     it.fail(RequestCancelledError("too late"))
     it.cancel()
-    assert ([batch async for batch in it], it.error, cancelled) == ([[1]], None, [])
+    assert ([batch async for batch in it], it.error, cancelled) == ([TokenBatch([1])], None, [])
 
 
 # ---------------------------------------------------------------- frames
