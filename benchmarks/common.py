@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, how a percentile is defined, one table, one JSON form.
+"""What every benchmark shares: where it ran, percentiles, one table, one JSON form.
 
 A report is `{machine, commit, command, rows, summary}`: `rows` has every measurement, `summary` is a flat object of
 named figures.
@@ -7,20 +7,19 @@ named figures.
 from __future__ import annotations
 
 import json
-import math
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from disagg.cluster import provenance
+from disagg.loadtests.goodput import quantile
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -54,7 +53,11 @@ class Report:
 def report(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float]) -> Report:
     """A report of this machine, commit and command line."""
     return Report(
-        machine=machine(), commit=commit(), command=command(), rows=[dict(row) for row in rows], summary=dict(summary)
+        machine=machine(),
+        commit=provenance.commit(),
+        command=command(),
+        rows=[dict(row) for row in rows],
+        summary=dict(summary),
     )
 
 
@@ -68,10 +71,8 @@ def write_json(path: Path, content: Report) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The `percent`-th percentile by linear interpolation between the two closest ranks (Hyndman and Fan's type 7).
-
-    With the values sorted as x[0] .. x[n-1] and h = (n - 1) * percent / 100, it is x[floor(h)] plus the fraction of h
-    times the step to the next value. p0 is the least value, p100 the largest.
+    """The `percent`-th percentile of values in any order, as `loadtests.goodput` defines it. p0 is the least value,
+    p100 the largest.
 
     Raises:
         ValueError: without values, or with `percent` outside [0, 100].
@@ -80,11 +81,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
         raise ValueError("a percentile needs at least one value")
     if not 0 <= percent <= 100:
         raise ValueError(f"percent must be in [0, 100], not {percent}")
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+    return quantile(sorted(values), percent)
 
 
 def percentiles(values: Sequence[float], percents: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
@@ -98,46 +95,10 @@ def percentiles(values: Sequence[float], percents: Sequence[int] = (50, 90, 99))
 def machine() -> Machine:
     """This machine and the versions that matter for speed."""
     return Machine(
-        cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        torch=_version("torch"),
-        grpcio=_version("grpcio"),
-        ray=_version("ray"),
+        **provenance.machine("torch", "grpcio", "ray"),
     )
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def commit() -> str:
-    """The commit that was measured, with `-dirty` when the files differ from it; `unknown` outside a git checkout."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return described.stdout.strip()
 
 
 def command(argv: Sequence[str] | None = None) -> str:

@@ -9,18 +9,16 @@ complete in the folder is not measured again.
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from disagg.cluster.load_generator import GeneratorOptions, play
 from disagg.cluster.load_shapes import Shape
 from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.provenance import commit, versions
 from disagg.loadtests import recordings
 from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.goodput import Score, Slo, evaluate
@@ -97,7 +95,7 @@ def record(directory: Path, point: Point, address: str, options: GeneratorOption
             started_at=info.started_at,
             commit=commit(),
             command=command,
-            versions=info.versions | _versions("torch"),
+            versions=info.versions | versions("torch"),
         ),
     )
     found = recordings.load(directory, point)
@@ -117,41 +115,3 @@ def _in_short(score: Score) -> str:
         f"{score.num_ok} of {score.num_sent} answered, TTFT p50 {ttft.p50 * 1e3:.0f} p90 {ttft.p90 * 1e3:.0f} ms, "
         f"TPOT p50 {tpot.p50 * 1e3:.1f} p90 {tpot.p90 * 1e3:.1f} ms{problems}"
     )
-
-
-def commit() -> str:
-    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).resolve().parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return described.stdout.strip()
-
-
-def machine() -> dict[str, str]:
-    """This machine, for a report."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        **_versions("torch", "grpcio", "locust"),
-    }
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found

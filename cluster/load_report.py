@@ -15,13 +15,16 @@ from typing import Any
 from rich.console import Console
 
 from disagg.cluster.load_compare import Comparison, json_rows, point_rows, summary
-from disagg.cluster.load_points import commit, machine
 from disagg.cluster.load_sweep import SweepResult
+from disagg.cluster.provenance import commit, machine
 from disagg.loadtests import report, report_html
 from disagg.loadtests.comparison import rows
 from disagg.loadtests.goodput import Quantiles, Score, Slo
 from disagg.loadtests.recorder import GeneratorInfo
 from disagg.loadtests.records import RequestRecord
+
+PACKAGES = ("torch", "grpcio", "locust")
+"""Those whose versions a report names."""
 
 
 def command_line() -> str:
@@ -32,7 +35,7 @@ def command_line() -> str:
 def write_json(path: Path, rows_: Sequence[Mapping[str, Any]], summary_: Mapping[str, float]) -> None:
     """One report. NaN, which JSON does not know, is an error."""
     content = {
-        "machine": machine(),
+        "machine": machine(*PACKAGES),
         "commit": commit(),
         "command": command_line(),
         "rows": [dict(row) for row in rows_],
@@ -135,7 +138,7 @@ def print_comparison(console: Console, comparison: Comparison, subject: str, min
 
 def comparison_html(comparison: Comparison, title: str, subject: str, min_attainment: float) -> str:
     """The page of a comparison."""
-    facts = {**machine(), "commit": commit(), "command": command_line()}
+    facts = {**machine(*PACKAGES), "commit": commit(), "command": command_line()}
     return report_html.comparison_page(
         title, comparison.curves, comparison.slos, min_attainment=min_attainment, subject=subject, facts=facts
     )
