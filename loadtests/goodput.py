@@ -186,11 +186,12 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return Quantiles(count=0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
-    p50, p90, p99 = (_quantile(ordered, percent) for percent in (50, 90, 99))
+    p50, p90, p99 = (quantile(ordered, percent) for percent in (50, 90, 99))
     return Quantiles(count=len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1])
 
 
-def _quantile(ordered: Sequence[float], percent: float) -> float:
+def quantile(ordered: Sequence[float], percent: float) -> float:
+    """Of at least one value in ascending order, with `percent` in [0, 100], as the head of this file defines it."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
