@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc.aio
@@ -47,8 +48,8 @@ def cluster_config(base: dict[str, Any], mode: str, port: int) -> dict[str, Any]
 
 @contextmanager
 def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
-    """A running cluster's address. Raises `LaunchError`."""
-    with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+    """A running cluster's address. Raises `LaunchError`. Ends the cluster also when this process gets a SIGTERM."""
+    with _sigterm_raises(), tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
         port = _free_port()
         config = Path(folder) / "cluster.yaml"
         config.write_text(yaml.safe_dump(cluster_config(base, mode, port)), encoding="utf-8")
@@ -67,6 +68,21 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
             yield address
         finally:
             _stop(process)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """A SIGTERM leaves the block by way of its clean-up, as a Ctrl-C does; another one does not disturb that."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _program() -> str:

@@ -12,7 +12,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -39,6 +39,8 @@ class Timing:
     ttft_s: float
     e2e_s: float
     output_tokens: int
+    finished: pb.Finished = field(default_factory=pb.Finished)
+    """What the gateway said at the end."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -85,19 +87,24 @@ async def send(stub: InferenceServiceStub, request: pb.GenerateRequest) -> Timin
     """One request, measured.
 
     Raises:
-        RuntimeError: if the answer has another number of tokens than was asked for.
+        RuntimeError: if the answer has another number of tokens than was asked for, or no end.
     """
     sent = time.perf_counter()
     first = last = sent
     num_tokens = 0
+    finished: pb.Finished | None = None
     async for response in stub.Generate(request):
         if response.delta.token_ids:
             last = time.perf_counter()
             first = last if num_tokens == 0 else first
             num_tokens += len(response.delta.token_ids)
+        elif response.HasField("finished"):
+            finished = response.finished
     if num_tokens != request.stopping.max_tokens:
         raise RuntimeError(f"{num_tokens} tokens came, {request.stopping.max_tokens} were asked for")
-    return Timing(ttft_s=first - sent, e2e_s=last - sent, output_tokens=num_tokens)
+    if finished is None:
+        raise RuntimeError("the stream ended, and the answer did not")
+    return Timing(ttft_s=first - sent, e2e_s=last - sent, output_tokens=num_tokens, finished=finished)
 
 
 async def closed_loop(

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -89,35 +88,22 @@ class Outcome:
 
 async def measure(address: str, workload: Workload, concurrency: int, policy: str, repeat: int) -> Outcome:
     """The workload in a closed loop on one fresh cluster."""
-    finished: list[tuple[pb.Finished, float]] = []
     async with load.channel(address) as channel:
         stub = load.service(channel)
         work = workload.requests(await load.only_model(stub))
-
-        async def client() -> None:
-            for request in work:
-                sent, first = time.perf_counter(), 0.0
-                async for response in stub.Generate(request):
-                    first = first or time.perf_counter() - sent
-                    if response.HasField("finished"):
-                        finished.append((response.finished, first))
-
-        started = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(client())
-        elapsed_s = time.perf_counter() - started
+        elapsed_s, timings = await load.closed_loop(stub, work, concurrency)
         admin = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         routes = [
-            await admin.ExplainRequest(pb.ExplainRequestRequest(request_id=end.request_id)) for end, _ in finished
+            await admin.ExplainRequest(pb.ExplainRequestRequest(request_id=timing.finished.request_id))
+            for timing in timings
         ]
-    usages = [end.usage for end, _ in finished]
+    usages = [timing.finished.usage for timing in timings]
     return Outcome(
         policy=policy,
         repeat=repeat,
         computed_tokens=sum(usage.prompt_tokens - usage.cached_tokens for usage in usages),
         elapsed_s=round(elapsed_s, 3),
-        ttft_p50_ms=round(percentile([first * 1e3 for _, first in finished], 50), 3),
+        ttft_p50_ms=round(percentile([timing.ttft_s * 1e3 for timing in timings], 50), 3),
         local_prefills=sum(not route.prefill_worker for route in routes),
         placements=dict(sorted(Counter(route.prefill_worker or route.decode_worker for route in routes).items())),
     )
