@@ -25,6 +25,7 @@ import socket
 import subprocess
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -54,16 +55,16 @@ STOP_CONNECT_TIMEOUT_S: Final = 10
 MAX_PARALLEL_STOPS: Final = 16
 
 
-class TableProvider(NodeProvider):  # type: ignore[misc]  # Ray has no types
+class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no types
     """What both have in common: all answers come from the table."""
 
     def __init__(self, provider_config: Config, cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
         self._table = TableFile(self.folder())
 
+    @abstractmethod
     def folder(self) -> Path:
         """Where the table is."""
-        raise NotImplementedError
 
     def non_terminated_nodes(self, tag_filters: Mapping[str, str]) -> list[str]:
         """See Ray."""
@@ -115,9 +116,9 @@ class TableProvider(NodeProvider):  # type: ignore[misc]  # Ray has no types
             table, _ = table.add(node_type, host, tags)
         return table
 
+    @abstractmethod
     def free_hosts(self, table: NodeTable, node_type: str) -> Sequence[str]:
         """Hosts on which a node of this type can be created."""
-        raise NotImplementedError
 
     def prepare_for_head_node(self, cluster_config: Config) -> Config:
         """What the autoscaler on the head cannot know: the head itself, and which generation this is."""
