@@ -26,6 +26,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StepSample
 from disagg.router.least_squares import Moments, Row, total
@@ -64,20 +66,18 @@ _REFIT_SHARE, _REFIT_AT_MOST = 8, 32
 """The fit is redone after 1/8 more observations, and at the latest after 32."""
 
 
-class _Outliers:
-    """Weighs observations by how far off they are, compared with how far off they usually are. `usual` is the mean
-    distance to begin with. Distances are relative to what was predicted."""
+class _Outliers(msgspec.Struct, gc=False):
+    """Weighs observations by how far off they are, compared with how far off they usually are. Distances are relative
+    to what was predicted."""
 
-    __slots__ = ("_usual",)
-
-    def __init__(self, usual: float) -> None:
-        self._usual = usual
+    usual: float
+    """The mean distance."""
 
     def weight(self, distance: float) -> float:
         """1 within four usual distances, less beyond."""
-        limit = max(0.05, 4.0 * self._usual)
+        limit = max(0.05, 4.0 * self.usual)
         clipped = min(distance, limit)
-        self._usual += (clipped - self._usual) / 32.0
+        self.usual += (clipped - self.usual) / 32.0
         return 1.0 if distance <= limit else limit / distance
 
 
@@ -225,17 +225,14 @@ _PAIR_PRIOR = 4.0
 """A pair is taken for a typical one until it has shown about this many transfers."""
 
 
-class _Link:
+class _Link(msgspec.Struct, gc=False):
     """One fit: of a pair, or of all of them."""
 
-    __slots__ = ("multiples", "num_observed", "outliers", "recent", "refit_at")
-
-    def __init__(self, window: float, multiples: list[float]) -> None:
-        self.recent = Moments(_LINK_UNKNOWNS, window)
-        self.outliers = _Outliers(usual=1.0)
-        self.multiples = multiples
-        self.num_observed = 0
-        self.refit_at = 1
+    recent: Moments
+    multiples: tuple[float, ...]
+    outliers: _Outliers
+    num_observed: int = 0
+    refit_at: int = 1
 
     def predict(self, row: Row) -> float:
         """By the latest fit."""
@@ -256,20 +253,25 @@ class _Link:
     def fit(self, prior: Moments) -> None:
         """Find the coefficients anew, if that is due."""
         if self.is_due:
-            self.multiples = total(_LINK_UNKNOWNS, (prior, self.recent)).solve()
+            self.multiples = tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve())
             self.refit_at = _next_fit(self.num_observed)
+
+
+def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
+    return _Link(recent=Moments(_LINK_UNKNOWNS, window), multiples=multiples, outliers=_Outliers(usual=1.0))
 
 
 class LinkModel:
     """How much of a hand-over a stream sees: from `PrefillDone` to `HandedOver`, as the router sees them, by pair.
 
     A latency and a time per byte for each pair of workers. A pair that is new, or rarely used, is taken for what the
-    whole fleet shows. Holds one small fit for each pair that was used, until `forget`.
+    whole fleet shows. Holds one small fit for each pair that was used, until `forget`; these may be a hundred thousand,
+    and the garbage collector walks through none of them.
     """
 
     def __init__(self) -> None:
         self._prior = _ridge(_LINK_UNKNOWNS, 1.0)
-        self._fleet = _Link(_FLEET_WINDOW, [1.0] * _LINK_UNKNOWNS)
+        self._fleet = _new_link(_FLEET_WINDOW, (1.0,) * _LINK_UNKNOWNS)
         self._pairs: dict[WorkerId, dict[WorkerId, _Link]] = {}
 
     def observe(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, exposed_ms: float) -> None:
@@ -280,7 +282,7 @@ class LinkModel:
         links = self._pairs.setdefault(prefill_id, {})
         link = links.get(decode_id)
         if link is None:
-            link = links[decode_id] = _Link(_PAIR_WINDOW, self._fleet.multiples)
+            link = links[decode_id] = _new_link(_PAIR_WINDOW, self._fleet.multiples)
         fleet = self._fleet
         fleet.fit(self._prior)
         size = fleet.predict(row)

@@ -9,6 +9,10 @@ they predict. Pure Python: with five unknowns a call into an array library costs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from operator import mul
+
+import msgspec
 
 Row = Sequence[tuple[int, float]]
 """(index of the unknown, its factor) of all factors that are not zero, indices rising."""
@@ -20,86 +24,114 @@ _JITTER = 1e-11
 """Relative, on the diagonal: keeps factors of very different sizes from making the matrix indefinite by rounding."""
 
 
-class Moments:
+class Moments(msgspec.Struct, gc=False):
     """The normal equations of weighted observations `sum(factor * unknown) = target`.
 
-    Args:
-        window: about how many of the latest observations count; each new one takes 1/window of the weight of all the
-            earlier ones. None never forgets.
+    There may be one for each pair of workers, so it is nothing that the garbage collector walks through; nor are its
+    sums, which are tuples of numbers for that reason.
     """
 
-    __slots__ = ("_growth", "_unit", "gram", "moment", "size", "weight")
+    size: int
+    """How many unknowns."""
+    window: float | None = None
+    """About how many of the latest observations count; each new one takes 1/window of the weight of all the earlier
+    ones. None never forgets."""
+    weight: float = 0.0
+    """Of all observations. This, `gram` and `moment` are in units of the weight of the newest observation, see
+    `scale`."""
+    gram: tuple[float, ...] = ()
+    """The upper triangle, line by line: (i, j), i <= j, is at `_starts(size)[i] + j`."""
+    moment: tuple[float, ...] = ()
+    unit: float = 1.0
 
-    def __init__(self, size: int, window: float | None = None) -> None:
-        self.size = size
-        self.gram = [[0.0] * size for _ in range(size)]
-        """Upper triangle only: `gram[i][j]` for i <= j."""
-        self.moment = [0.0] * size
-        self.weight = 0.0
-        """Of all observations. This, `gram` and `moment` are in units of the weight of the newest observation, see
-        `scale`."""
-        self._growth = 1.0 if window is None else window / (window - 1.0)
-        self._unit = 1.0
+    def __post_init__(self) -> None:
+        self.gram = (0.0,) * (self.size * (self.size + 1) // 2)
+        self.moment = (0.0,) * self.size
 
     @property
     def scale(self) -> float:
         """What to multiply the sums with, so that the newest observation counts once."""
-        return 1.0 / self._unit
+        return 1.0 / self.unit
 
     def add(self, row: Row, target: float, weight: float = 1.0) -> None:
         """Take in one observation. Instead of fading the past, which touches every sum, the new one weighs more."""
-        self._unit *= self._growth
-        weight *= self._unit
+        if self.window is not None:
+            self.unit *= self.window / (self.window - 1.0)
+        weight *= self.unit
         self.weight += weight
-        gram, moment = self.gram, self.moment
+        gram, moment, starts = list(self.gram), list(self.moment), _starts(self.size)
         for position, (i, factor) in enumerate(row):
             weighted = weight * factor
             moment[i] += weighted * target
-            gram_i = gram[i]
+            start = starts[i]
             for j, other in row[position:]:
-                gram_i[j] += weighted * other
-        if self._unit > _LARGEST_UNIT:
+                gram[start + j] += weighted * other
+        self.gram, self.moment = tuple(gram), tuple(moment)
+        if self.unit > _LARGEST_UNIT:
             self._rescale()
 
     def include(self, other: Moments, share: float = 1.0, target_factor: float = 1.0) -> None:
         """Add `share` times all observations of `other`, with the weights that they have now and with their targets
         times `target_factor`."""
-        factor = share * other.scale * self._unit
+        factor = share * other.scale * self.unit
         self.weight += factor * other.weight
-        self.moment = [
-            own + factor * target_factor * target for own, target in zip(self.moment, other.moment, strict=True)
-        ]
-        for own_line, line in zip(self.gram, other.gram, strict=True):
-            own_line[:] = [own + factor * value for own, value in zip(own_line, line, strict=True)]
+        self.gram = tuple([own + factor * value for own, value in zip(self.gram, other.gram, strict=True)])
+        factor *= target_factor
+        self.moment = tuple([own + factor * value for own, value in zip(self.moment, other.moment, strict=True)])
 
     def along(self, solution: Sequence[float]) -> tuple[float, float]:
         """(x.gram.x, moment.x) for x = `solution`: the second over the first is the factor of x that fits best."""
-        answers = self._answers(solution)
-        squared = sum(answer * value for answer, value in zip(answers, solution, strict=True))
-        return squared, sum(target * value for target, value in zip(self.moment, solution, strict=True))
+        squared = sum(map(mul, self._answers(solution), solution))
+        return squared, sum(map(mul, self.moment, solution))
 
     def expect(self, solution: Sequence[float]) -> None:
         """Replace all targets by what `solution` gives for them: the same knowledge, with another answer."""
-        self.moment = self._answers(solution)
+        self.moment = tuple(self._answers(solution))
 
     def _answers(self, solution: Sequence[float]) -> list[float]:
-        gram, indices = self.gram, range(self.size)
-        return [sum(gram[min(i, j)][max(i, j)] * solution[j] for j in indices) for i in indices]
+        gram, size = self.gram, self.size
+        answers = [0.0] * size
+        at = 0
+        for i, value in enumerate(solution):
+            answer = answers[i] + gram[at] * value
+            at += 1
+            for j in range(i + 1, size):
+                answer += gram[at] * solution[j]
+                answers[j] += gram[at] * value
+                at += 1
+            answers[i] = answer
+        return answers
 
     def solve(self) -> list[float]:
         """The solution of least squares with no unknown negative. Every unknown must have been observed, but several
         need not be told apart."""
-        full = [[self.gram[min(i, j)][max(i, j)] for j in range(self.size)] for i in range(self.size)]
-        for i in range(self.size):
-            full[i][i] *= 1.0 + _JITTER
-        return solve_non_negative(full, self.moment)
+        unbounded = _solve_triangle([[*line, target] for line, target in zip(self._lines(), self.moment, strict=True)])
+        if min(unbounded) >= 0.0:
+            return unbounded
+        lines = self._lines()
+        full = [[lines[min(i, j)][abs(i - j)] for j in range(self.size)] for i in range(self.size)]
+        return _solve_bounded(full, self.moment)
+
+    def _lines(self) -> list[list[float]]:
+        """The upper triangle, each line from its diagonal on, ready to be solved."""
+        gram = list(self.gram)
+        lines = [gram[start + i : start + self.size] for i, start in enumerate(_starts(self.size))]
+        for line in lines:
+            line[0] *= 1.0 + _JITTER
+        return lines
 
     def _rescale(self) -> None:
         factor = self.scale
-        self.gram = [[value * factor for value in line] for line in self.gram]
-        self.moment = [value * factor for value in self.moment]
+        self.gram = tuple([value * factor for value in self.gram])
+        self.moment = tuple([value * factor for value in self.moment])
         self.weight *= factor
-        self._unit = 1.0
+        self.unit = 1.0
+
+
+@cache
+def _starts(size: int) -> tuple[int, ...]:
+    """Where the lines of an upper triangle begin in a list, less the column in which they begin."""
+    return tuple(i * (2 * size - i - 1) // 2 for i in range(size))
 
 
 def total(size: int, parts: Iterable[Moments]) -> Moments:
@@ -113,15 +145,18 @@ def total(size: int, parts: Iterable[Moments]) -> Moments:
 def solve_non_negative(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
     """x >= 0 of least `x.gram.x/2 - moment.x`, for a positive definite gram.
 
-    Where the solution without that bound is within it, it is the answer. Else the active-set method of Lawson and
-    Hanson (Solving Least Squares Problems, 1974, chapter 23), on the normal equations.
+    Where the solution without that bound is within it, it is the answer.
 
     Raises:
         ValueError: the gram matrix is not positive definite.
     """
     unbounded = solve_positive_definite(gram, moment)
-    if min(unbounded) >= 0.0:
-        return unbounded
+    return unbounded if min(unbounded) >= 0.0 else _solve_bounded(gram, moment)
+
+
+def _solve_bounded(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
+    """The same by the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), on the
+    normal equations."""
     size = len(moment)
     solution = [0.0] * size
     free: list[int] = []
@@ -160,24 +195,32 @@ def _share_until_zero(start: float, end: float) -> float:
 
 
 def solve_positive_definite(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """x of `matrix.x = right`, by Cholesky's decomposition.
+    """x of `matrix.x = right`, for a symmetric matrix.
 
     Raises:
         ValueError: the matrix is not positive definite.
     """
-    size = len(right)
-    lower = [[0.0] * size for _ in range(size)]
-    solution = list(right)
-    for i in range(size):
-        for j in range(i + 1):
-            rest = matrix[i][j] - sum(lower[i][k] * lower[j][k] for k in range(j))
-            if i > j:
-                lower[i][j] = rest / lower[j][j]
-            elif rest > 0.0:
-                lower[i][i] = rest**0.5
-            else:
-                raise ValueError("the matrix is not positive definite")
-        solution[i] = (solution[i] - sum(lower[i][k] * solution[k] for k in range(i))) / lower[i][i]
-    for i in reversed(range(size)):
-        solution[i] = (solution[i] - sum(lower[k][i] * solution[k] for k in range(i + 1, size))) / lower[i][i]
-    return solution
+    return _solve_triangle([[*line[i:], right[i]] for i, line in enumerate(matrix)])
+
+
+def _solve_triangle(lines: list[list[float]]) -> list[float]:
+    """Gauss's elimination without pivots, which a positive definite matrix does not need, on its upper triangle:
+    `lines[i]` is the matrix from the diagonal on, and the right side. Overwrites `lines`.
+
+    Raises:
+        ValueError: the matrix is not positive definite.
+    """
+    size = len(lines)
+    for i, line in enumerate(lines):
+        pivot = line[0]
+        if not pivot > 0.0:
+            raise ValueError("the matrix is not positive definite")
+        for j in range(1, size - i):
+            share, lower = line[j] / pivot, lines[i + j]
+            for at, above in enumerate(line[j:]):
+                lower[at] -= share * above
+    found: list[float] = []  # the last unknown first
+    for line in reversed(lines):
+        rest = line[-1] - sum(map(mul, line[-2:0:-1], found))
+        found.append(rest / line[0])
+    return found[::-1]

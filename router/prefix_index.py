@@ -209,11 +209,11 @@ class PrefixIndex:
                 self._discard(holder, hashes)
 
     def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
-        self._mark(holder.bit, hashes)
+        """A block that was predicted has its mark."""
+        predicted = holder.predicted
+        fresh = [h for h in hashes if predicted.pop(h, None) is None] if predicted else hashes
+        self._mark(holder.bit, fresh)
         holder.hashes.update(dict.fromkeys(hashes))
-        if holder.predicted:
-            for block_hash in hashes:
-                holder.predicted.pop(block_hash, None)
 
     def _discard(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
         """A removed block that is predicted still counts until that ends: a request placed there brings it back."""
@@ -230,18 +230,12 @@ class PrefixIndex:
         """Add a worker to the holders of blocks. Blocks in a row mostly have the same holders: they get the same
         object."""
         shards = self._shards
-        before, after = 0, bit
+        before, after = bit, bit
         for block_hash in hashes:
             shard = shards[block_hash[0]]
-            holders = shard.get(block_hash, 0)
+            holders = shard.setdefault(block_hash, bit)
             if holders is not before:
-                before = holders
-                if not holders:
-                    after = bit
-                elif holders & bit:
-                    after = holders
-                else:
-                    after = holders | bit
+                before, after = holders, holders if holders & bit else holders | bit
             if after is not holders:
                 shard[block_hash] = after
 

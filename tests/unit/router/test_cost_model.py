@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Iterable
@@ -276,6 +277,15 @@ class TestLinkModel:
         typical, own = links.exposed_ms(E, E, 10_000_000), links.exposed_ms(P, D, 10_000_000)
         links.forget(gone)
         assert links.exposed_ms(P, D, 10_000_000) == typical != own
+
+    def test_the_garbage_collector_walks_through_no_pair(self) -> None:
+        links = LinkModel()
+        self.feed(links, D, 3.0, 1.2, 100)
+        assert links.exposed_ms(P, D, 1000) > 0.0
+        gc.collect()  # the first one finds out that a tuple has numbers only
+        link = links._pairs[P][D]
+        parts = [link, link.multiples, link.outliers, link.recent, link.recent.gram, link.recent.moment]
+        assert not any(map(gc.is_tracked, [links._pairs[P], *parts]))
 
     @given(
         st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 1e6)), max_size=40),
