@@ -32,7 +32,7 @@ from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
 from disagg.engine.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import Dispatch, HandedOver, PeerRef, RoleName, SequenceSpec
+from disagg.proto.messages import Dispatch, HandedOver, PeerRef, RoleName, SequenceSpec, TransferCount
 
 logger = logging.getLogger(__name__)
 
@@ -146,10 +146,12 @@ class DecodeRole:
         link = self._link_of.get(event.key)
         match event:
             case PrefillComputed():
-                self._context.outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens)
+                outbox = self._context.outbox
+                outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens, queue_s=event.queue_s)
             case Ended():
                 if (gateway_id := self._gateway_of.pop(event.key, None)) is not None:
-                    self._context.outbox.end(gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
+                    outbox = self._context.outbox
+                    outbox.end(gateway_id, event.key, event.reason, event.detail, event.cached_tokens, event.queue_s)
                 if link is not None:
                     link.on_ended(event.key, event.reason)
             case Joined():
@@ -196,6 +198,7 @@ class DecodeRole:
                     kv_bytes=over.kv_bytes,
                     cached_tokens=over.cached_tokens,
                     transport=self._context.config.transport,
+                    transfer_s=0.0 if over.began_at is None else self._context.now() - over.began_at,
                 )
                 self._context.outbox.handed_over(gateway_id, message)
             self._receiving.discard(key)
@@ -215,6 +218,10 @@ class DecodeRole:
             del self._link_of[key]
 
     # ------------------------------------------------------------ the rest
+
+    def transfers(self) -> list[TransferCount]:
+        """The sender counts what moves."""
+        return []
 
     def tick(self, now: float) -> None:
         """Heartbeats, leases and deadlines of all pairs."""

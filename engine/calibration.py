@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
-from disagg.engine.request import Sequence, SequenceState
-from disagg.proto.ids import GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec, StepSample
+from disagg.engine.request import stand_in
+from disagg.proto.messages import StepSample
 
 LIMIT_S = 1.5
 """No step begins after this time: on a slow or busy machine the last ones, which take longest, are left out."""
@@ -58,7 +57,7 @@ def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:
 def _prefill(runner: ModelRunner, config: WorkerConfig, num_tokens: int, start: int) -> Iterator[StepPlan]:
     longest_chunk = config.token_budget if "prefill" in config.roles else LONGEST_LOCAL_PREFILL
     if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= _longest(runner):
-        sequence = _sequence(start + num_tokens, 0, runner.block_size)
+        sequence = stand_in(start + num_tokens, 0, runner.block_size)
         yield StepPlan(prefills=(ScheduledSequence(sequence, start, num_tokens, samples=True),))
 
 
@@ -66,7 +65,7 @@ def _decode(runner: ModelRunner, config: WorkerConfig, batch: int, num_tokens: i
     num_blocks = -(-num_tokens // runner.block_size)
     fits = batch * num_blocks <= runner.num_blocks and num_tokens <= _longest(runner)
     if fits and batch <= min(config.max_num_seqs, config.token_budget):
-        sequences = [_sequence(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
+        sequences = [stand_in(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
         yield StepPlan(decodes=tuple(ScheduledSequence(s, num_tokens - 1, 1, samples=True) for s in sequences))
 
 
@@ -88,19 +87,6 @@ def _clear(runner: ModelRunner, num_blocks: int) -> None:
     for first in range(0, num_blocks, piece):
         table = range(first, min(first + piece, num_blocks))
         runner.scatter(table, 0, len(table) * runner.block_size, zeros)
-
-
-def _sequence(num_tokens: int, first_block: int, block_size: int) -> Sequence:
-    """A greedy sequence of equal tokens, in consecutive blocks."""
-    spec = SequenceSpec(
-        request_id=RequestId("calibration"),
-        attempt=0,
-        gateway_id=GatewayId(""),
-        prompt_token_ids=(0,) * num_tokens,
-        sampling=Sampling(temperature=0.0, max_tokens=num_tokens),
-    )
-    table = list(range(first_block, first_block - (-num_tokens // block_size)))
-    return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=table)
 
 
 def _measure(runner: ModelRunner, plan: StepPlan, clock: Clock, end: float) -> StepSample:

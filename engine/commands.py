@@ -3,11 +3,11 @@ engine thread, events cross back; both are plain frozen data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.engine.plan import Buffer
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import EndReason, SequenceSpec
+from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Join:
 
     key: AttemptKey
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Of that token, where the request asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class TokenSampled:
     gateway_id: GatewayId
     index: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Where the request asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,10 @@ class PrefillComputed:
     gateway_id: GatewayId
     token_id: int
     cached_tokens: int
+    logprobs: TokenLogprobs | None = None
+    """Of the token, where the request asks."""
+    queue_s: float = field(default=0.0, compare=False)
+    """How long the sequence waited for its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,8 @@ class Ended:
     reason: EndReason
     detail: str = ""
     cached_tokens: int = 0
+    queue_s: float = field(default=0.0, compare=False)
+    """How long the sequence waited for its first step; after a join, for the first one since."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens of one step, decodes first, prefill chunks with what is left."""
     scheduling: Scheduling = "decode_first"
     """See `scheduler.py`."""
-    calibrate: bool = True
-    """Measure some steps at start-up, for the router's cost model."""
     max_model_len: int | None = None
     """Longest prompt plus answer; the checkpoint's own limit when unset."""
     decode_reserve_tokens: int = 512

@@ -37,6 +37,7 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.config import WorkerConfig
+from disagg.engine.counters import EngineTotals
 from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
@@ -79,7 +80,10 @@ class EngineCore:
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
         """Token ranges that were scattered into RESERVED sequences."""
+        self._joined: list[tuple[Sequence, float]] = []
+        """Sequences that joined since the last step, and when."""
         self._num_steps = 0
+        self._num_sampled = 0
         self.last_plan = StepPlan()
         """What the last call of `step` computed; empty where that was nothing, or failed."""
         self._stalled = False
@@ -119,7 +123,7 @@ class EngineCore:
             case Scatter():
                 events = self._scatter(command)
             case Join():
-                events = self._join(command)
+                events = self._join(command, now)
             case Gather():
                 events = self._gather(command)
             case Release():
@@ -172,7 +176,7 @@ class EngineCore:
         self._landed[key].append((start, end))
         return [Scattered(key, command.seq, ok=True)]
 
-    def _join(self, command: Join) -> list[Event]:
+    def _join(self, command: Join, now: float) -> list[Event]:
         """`Joined`, then the joined token as `TokenSampled`, so that P may die; then `Ended` where that token is the
         last."""
         key = command.key
@@ -183,12 +187,15 @@ class EngineCore:
             return [self._scheduler.end(sequence, "failed", f"joined while {sequence.state.value}")]
         if not 0 <= command.token_id < self._runner.vocab_size:
             return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
+        if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
+            return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what the request asks for")]
         num_landed = _covered_until(sequence.cached_tokens, self._landed[key])
         if num_landed < sequence.num_tokens:
             detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
             return [self._scheduler.end(sequence, "failed", detail)]
         del self._landed[key]
-        return [Joined(key), *self._scheduler.join(sequence, command.token_id)]
+        self._joined.append((sequence, now))
+        return [Joined(key), *self._scheduler.join(sequence, command.token_id, command.logprobs)]
 
     def _gather(self, command: Gather) -> list[Event]:
         key, start, end = command.key, command.start, command.end
@@ -217,6 +224,7 @@ class EngineCore:
         self._stalled = not plan.entries
         self.last_plan = plan
         if plan.entries:
+            self._note_begun(plan, now)
             events += self._run(plan)
             self._num_steps += 1
         self._forget_ended(events)
@@ -227,13 +235,23 @@ class EngineCore:
         published."""
         num_sampled = sum(entry.samples for entry in plan.entries)
         try:
-            token_ids = self._runner.run(plan)
-            if len(token_ids) != num_sampled:
-                raise RuntimeError(f"{len(token_ids)} tokens were sampled instead of {num_sampled}")
+            result = self._runner.run(plan)
+            if len(result.token_ids) != num_sampled:
+                raise RuntimeError(f"{len(result.token_ids)} tokens were sampled instead of {num_sampled}")
         except Exception as error:
             self.last_plan = StepPlan()
             return [self._fail(entry.sequence, "step", error) for entry in plan.entries]
-        return self._scheduler.apply(plan, token_ids)
+        self._num_sampled += num_sampled
+        return self._scheduler.apply(plan, result)
+
+    def _note_begun(self, plan: StepPlan, now: float) -> None:
+        """Sequences of which this is the first step waited until now."""
+        for entry in plan.prefills:
+            if entry.sequence.queue_s is None:
+                entry.sequence.queue_s = now - entry.sequence.arrival
+        for sequence, since in self._joined:
+            sequence.queue_s = now - since
+        self._joined.clear()
 
     def _expire(self, now: float) -> list[Event]:
         events: list[Event] = []
@@ -253,13 +271,18 @@ class EngineCore:
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + scheduler.num_reserved,
-            uncomputed_prompt_tokens=sum(_num_uncomputed_prompt_tokens(sequence) for sequence in live),
+            uncomputed_prompt_tokens=sum(sequence.num_uncomputed_prompt_tokens for sequence in live),
             blocks_total=self._blocks.num_blocks,
             blocks_active=self._blocks.num_active,
             blocks_cached=self._blocks.num_cached,
             blocks_reserved=self._blocks.num_reserved,
             steps=self._num_steps,
         )
+
+    def totals(self) -> EngineTotals:
+        """What was done since the start."""
+        totals = self._scheduler.totals
+        return EngineTotals(self._num_sampled, totals["cached_tokens"], totals["preemptions"])
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """What became findable, or went, since the last call, in order."""
@@ -302,12 +325,17 @@ class EngineCore:
             return "failed", "the prompt is empty"
         if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:
             return "failed", "a token id is not in the vocabulary"
+        if not all(self._is_bias(token_id, value) for token_id, value in spec.sampling.logit_bias):
+            return "failed", "a logit bias is not a finite number for a token of the vocabulary"
         if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
             return "failed", "there are more block hashes than full blocks"
         reason = finish_reason(sequence, self.max_model_len)
         if reason == "length" and self._is_too_long(sequence):
             return "refused", f"{len(token_ids)} tokens and an answer do not fit into {self.max_model_len}"
         return None if reason is None else (reason, "the output is complete already")
+
+    def _is_bias(self, token_id: int, value: float) -> bool:
+        return 0 <= token_id < self._runner.vocab_size and math.isfinite(value)
 
     def _is_too_long(self, sequence: Sequence) -> bool:
         """Whether a worker with more room could go on. A retry that is as long as we allow has ended by that limit; one
@@ -360,15 +388,3 @@ def _covered_until(start: int, ranges: list[tuple[int, int]]) -> int:
             break
         start = max(start, end)
     return start
-
-
-def _num_uncomputed_prompt_tokens(sequence: Sequence) -> int:
-    """What is left to prefill here. After a preemption that includes output; the one token of a decode does not
-    count."""
-    if sequence.state is SequenceState.WAITING:
-        return sequence.num_uncomputed_tokens
-    if sequence.state is not SequenceState.RUNNING:
-        return 0
-    if sequence.num_uncomputed_tokens > 1:
-        return sequence.num_uncomputed_tokens
-    return max(0, sequence.spec.num_known_tokens - sequence.num_computed_tokens)

@@ -2,7 +2,14 @@
 
 The "KV" of a token is (token id, position), written to pages through the block table as a real model would. The next
 token is a hash of everything read back from the pages, so KV that is lost, stale, mixed up or in the wrong place gives
-other tokens, and a test compares with `fake_generate`. Sampling parameters are ignored: it is always greedy.
+other tokens, and a test compares with `fake_generate`.
+
+What follows the greedy token g in a vocabulary of V: token t has the logarithm of a probability
+
+    -1 - min((t - g) mod V, 50) - (g mod 64) / 64          exact in binary; not a distribution, but less than one
+
+(`fake_logprobs`). `logit_bias` is added to it, so that 100 forces a token and -100 bans it; the rest of the sampling
+parameters is ignored: it is always greedy.
 """
 
 from __future__ import annotations
@@ -13,12 +20,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan
-from disagg.proto.messages import KvLayout
+from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
+from disagg.proto.messages import KvLayout, TokenLogprobs
 
 FAKE_FINGERPRINT = "fake"
 DEFAULT_VOCAB_SIZE = 32_000
 
+_LARGEST_RANK = 50
 _BYTES_PER_TOKEN = 8
 _UNWRITTEN = 0xFFFFFFFF
 _MASK = (1 << 64) - 1
@@ -62,13 +70,21 @@ class FakeModelRunner:
         self._sleep = sleep
         self._pages: U32 = np.full((2, num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepResult:
         """Write the scheduled tokens to the pages, all entries first; then sample."""
         for entry in plan.entries:
             self._write(entry)
         if self._step_time_s is not None and self._sleep is not None:
             self._sleep(self._step_time_s(plan))
-        return [self._sample(entry) for entry in plan.entries if entry.samples]
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        for place, entry in enumerate(entry for entry in plan.entries if entry.samples):
+            sampling = entry.sequence.spec.sampling
+            greedy_id = self._next_greedy(entry)
+            token_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
+            if sampling.logprobs >= 0:
+                logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, token_ids[place])
+        return StepResult(token_ids, logprobs)
 
     def new_staging(self, nbytes: int) -> Buffer:
         """A uint8 array."""
@@ -98,7 +114,7 @@ class FakeModelRunner:
         self._pages[0, blocks, offsets] = entry.sequence.token_ids[entry.start : end]
         self._pages[1, blocks, offsets] = np.arange(entry.start, end)
 
-    def _sample(self, entry: ScheduledSequence) -> int:
+    def _next_greedy(self, entry: ScheduledSequence) -> int:
         blocks, offsets = self._slots(entry.sequence.block_table, 0, entry.start + entry.num_tokens)
         token_ids, positions = self._pages[:, blocks, offsets]
         return _token_of(_digest(token_ids, positions), self.vocab_size)
@@ -119,15 +135,51 @@ class FakeModelRunner:
         return words.reshape(2, num_tokens)
 
 
-def fake_generate(prompt_token_ids: Seq[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE) -> list[int]:
+def fake_generate(
+    prompt_token_ids: Seq[int],
+    num_tokens: int,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    logit_bias: Seq[tuple[int, float]] = (),
+) -> list[int]:
     """The tokens that a `FakeModelRunner` must answer to a prompt, whoever computes it and however it is cut."""
     positions = np.arange(len(prompt_token_ids), dtype=np.uint32)
     digest = _digest(np.array(prompt_token_ids, dtype=np.uint32), positions)
     output: list[int] = []
     for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
-        output.append(_token_of(digest, vocab_size))
+        output.append(_with_bias(_token_of(digest, vocab_size), logit_bias, vocab_size))
         digest += _digest(np.array(output[-1:], dtype=np.uint32), np.array([position], dtype=np.uint32), position)
     return output
+
+
+def fake_logprobs(
+    greedy_id: int, num_top: int, vocab_size: int = DEFAULT_VOCAB_SIZE, token_id: int | None = None
+) -> TokenLogprobs:
+    """What a `FakeModelRunner` must say of `token_id` (by default of the greedy token), where `greedy_id` is its
+    greedy token. The likeliest are the greedy one and those that follow it, modulo the vocabulary."""
+    top_ids = tuple((greedy_id + rank) % vocab_size for rank in range(min(num_top, vocab_size)))
+    return TokenLogprobs(
+        _logprob(greedy_id if token_id is None else token_id, greedy_id, vocab_size),
+        top_ids,
+        tuple(_logprob(top_id, greedy_id, vocab_size) for top_id in top_ids),
+    )
+
+
+def _logprob(token_id: int, greedy_id: int, vocab_size: int) -> float:
+    return -1.0 - min((token_id - greedy_id) % vocab_size, _LARGEST_RANK) - greedy_id % 64 / 64
+
+
+def _with_bias(greedy_id: int, logit_bias: Seq[tuple[int, float]], vocab_size: int) -> int:
+    """The likeliest token after the bias: one that has a bias, or the first one that has none."""
+    if not logit_bias:
+        return greedy_id
+    bias: dict[int, float] = {}
+    for token_id, value in logit_bias:
+        bias[token_id] = bias.get(token_id, 0.0) + value
+    chain = ((greedy_id + rank) % vocab_size for rank in range(vocab_size))
+    first = next((token_id for token_id in chain if token_id not in bias), greedy_id)
+    return max(
+        [first, *sorted(bias)], key=lambda token_id: _logprob(token_id, greedy_id, vocab_size) + bias.get(token_id, 0.0)
+    )
 
 
 def _digest(token_ids: U32, positions: U32, first_index: int = 0) -> int:

@@ -16,18 +16,17 @@ from torch import Tensor
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
+from disagg.engine.logprobs import sampled_logprobs
 from disagg.engine.model.batch import BatchBuilder
 from disagg.engine.model.decoder import Decoder
 from disagg.engine.model.parameters import pack_parameters
 from disagg.engine.model.rope import RopeTable
-from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan
-from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.request import stand_in
 from disagg.engine.sampler import Sampler
 from disagg.engine.weights import load_parameters
 from disagg.kernels.dispatch import describe, gather_kv, scatter_kv, set_num_threads
 from disagg.proto.errors import ConfigError
-from disagg.proto.ids import GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +64,14 @@ class TorchModelRunner:
         self._batches = BatchBuilder(self.block_size, self.max_model_len, self._device)
         self._sampler = Sampler(model.vocab_size)
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Compute the plan; one token per entry with `samples`, in the order of `plan.entries`."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan and sample."""
         if not plan.entries:
-            return []
+            return StepResult([])
         logits_SV = self.forward(plan)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
-        return self._sampler.sample(logits_SV, sequences) if sequences else []
+        token_ids = self._sampler.sample(logits_SV, sequences) if sequences else []
+        return StepResult(token_ids, sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids))
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype. KV is written.
@@ -88,14 +88,7 @@ class TorchModelRunner:
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len - 1)
         if num_tokens < 1:
             return
-        spec = SequenceSpec(
-            request_id=RequestId("warm-up"),
-            attempt=0,
-            gateway_id=GatewayId(""),
-            prompt_token_ids=(0,) * num_tokens,
-            sampling=Sampling(temperature=0.0),
-        )
-        sequence = Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=[0])
+        sequence = stand_in(num_tokens, 0, self.block_size)
         self.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         sequence.token_ids.append(0)
         self.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))

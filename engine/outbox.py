@@ -6,20 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import End, EndReason, HandedOver, PrefillDone, StepUpdate, TokenOut
+from disagg.proto.messages import End, EndReason, HandedOver, PrefillDone, StepUpdate, TokenLogprobs, TokenOut
 
 
 @dataclass(slots=True)
 class _Pending:
-    tokens: dict[AttemptKey, tuple[int, list[int]]] = field(default_factory=dict)
+    tokens: dict[AttemptKey, tuple[int, list[int], list[TokenLogprobs]]] = field(default_factory=dict)
     prefilled: list[PrefillDone] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
 
     def to_update(self) -> StepUpdate:
         tokens = tuple(
-            TokenOut(key.request_id, key.attempt, first_index, tuple(token_ids))
-            for key, (first_index, token_ids) in self.tokens.items()
+            TokenOut(key.request_id, key.attempt, first_index, tuple(token_ids), tuple(logprobs))
+            for key, (first_index, token_ids, logprobs) in self.tokens.items()
         )
         return StepUpdate(
             tokens=tokens,
@@ -35,17 +35,36 @@ class Outbox:
     def __init__(self) -> None:
         self._pending: dict[GatewayId, _Pending] = {}
 
-    def token(self, gateway_id: GatewayId, key: AttemptKey, index: int, token_id: int) -> None:
-        """Output token `index` of an attempt; the indices of one attempt come in order."""
+    def token(
+        self, gateway_id: GatewayId, key: AttemptKey, index: int, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> None:
+        """Output token `index` of an attempt; the indices of one attempt come in order. All of its tokens have
+        `logprobs`, or none."""
         tokens = self._for(gateway_id).tokens
-        if key in tokens:
-            tokens[key][1].append(token_id)
-        else:
-            tokens[key] = (index, [token_id])
+        if key not in tokens:
+            tokens[key] = (index, [], [])
+        _, token_ids, all_logprobs = tokens[key]
+        token_ids.append(token_id)
+        if logprobs is not None:
+            all_logprobs.append(logprobs)
 
-    def prefill_done(self, gateway_id: GatewayId, key: AttemptKey, cached_tokens: int) -> None:
+    def prefill_done(
+        self,
+        gateway_id: GatewayId,
+        key: AttemptKey,
+        cached_tokens: int,
+        *,
+        alloc_wait_s: float = 0.0,
+        queue_s: float = 0.0,
+    ) -> None:
         """The prompt is computed."""
-        message = PrefillDone(request_id=key.request_id, attempt=key.attempt, cached_tokens=cached_tokens)
+        message = PrefillDone(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            cached_tokens=cached_tokens,
+            alloc_wait_s=alloc_wait_s,
+            queue_s=queue_s,
+        )
         self._for(gateway_id).prefilled.append(message)
 
     def handed_over(self, gateway_id: GatewayId, message: HandedOver) -> None:
@@ -53,11 +72,22 @@ class Outbox:
         self._for(gateway_id).handed_over.append(message)
 
     def end(
-        self, gateway_id: GatewayId, key: AttemptKey, reason: EndReason, detail: str = "", cached_tokens: int = 0
+        self,
+        gateway_id: GatewayId,
+        key: AttemptKey,
+        reason: EndReason,
+        detail: str = "",
+        cached_tokens: int = 0,
+        queue_s: float = 0.0,
     ) -> None:
         """The attempt is over on this worker."""
         message = End(
-            request_id=key.request_id, attempt=key.attempt, reason=reason, detail=detail, cached_tokens=cached_tokens
+            request_id=key.request_id,
+            attempt=key.attempt,
+            reason=reason,
+            detail=detail,
+            cached_tokens=cached_tokens,
+            queue_s=queue_s,
         )
         self._for(gateway_id).ends.append(message)
 

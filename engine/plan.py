@@ -1,18 +1,19 @@
 """What one step does, as data, and who carries it out.
 
-plan = scheduler.schedule(now)      pure: which tokens of which sequences
-tokens = runner.run(plan)           the model: one sampled token per entry that samples
-events = scheduler.apply(plan, tokens)
+plan = scheduler.schedule()         pure: which tokens of which sequences
+result = runner.run(plan)           the model: one sampled token per entry that samples
+events = scheduler.apply(plan, result)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from disagg.engine.request import Sequence
-from disagg.proto.messages import KvLayout, StepSample
+from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
 """Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a
@@ -62,6 +63,16 @@ class StepPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled."""
+
+    token_ids: list[int]
+    """One for each entry with `samples`, in the order of `plan.entries`."""
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """By place in `token_ids`: of exactly those whose sequences ask (`Sampling.logprobs` is not negative)."""
+
+
 class ModelRunner(Protocol):
     """The model with its paged KV cache. Owner: the engine thread."""
 
@@ -72,8 +83,8 @@ class ModelRunner(Protocol):
     vocab_size: int
     fingerprint: str
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Compute the plan; one token per entry with `samples`, in the order of `plan.entries`."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan and sample."""
         ...
 
     def new_staging(self, nbytes: int) -> Buffer:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from disagg.proto.ids import AttemptKey, BlockHash
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
 
 
 class SequenceState(enum.Enum):
@@ -48,6 +48,8 @@ class Sequence:
     reserved_blocks: int = 0
     """Blocks promised at admission and not allocated yet."""
     num_preemptions: int = 0
+    queue_s: float | None = None
+    """How long it waited for its first step here; None until then."""
 
     @property
     def key(self) -> AttemptKey:
@@ -73,3 +75,28 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens without KV; 1 for a decoding sequence."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_uncomputed_prompt_tokens(self) -> int:
+        """What is left to prefill here. After a preemption that includes output; the one token of a decode does not
+        count."""
+        if self.state is SequenceState.WAITING:
+            return self.num_uncomputed_tokens
+        if self.state is not SequenceState.RUNNING:
+            return 0
+        if self.num_uncomputed_tokens > 1:
+            return self.num_uncomputed_tokens
+        return max(0, self.spec.num_known_tokens - self.num_computed_tokens)
+
+
+def stand_in(num_tokens: int, first_block: int, block_size: int) -> Sequence:
+    """A greedy sequence of equal tokens in consecutive blocks, for steps that serve nobody: warm-up, calibration."""
+    spec = SequenceSpec(
+        request_id=RequestId("stand-in"),
+        attempt=0,
+        gateway_id=GatewayId(""),
+        prompt_token_ids=(0,) * num_tokens,
+        sampling=Sampling(temperature=0.0, max_tokens=num_tokens),
+    )
+    table = list(range(first_block, first_block - (-num_tokens // block_size)))
+    return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=table)

@@ -1,8 +1,8 @@
 """From logits to one token per sequence.
 
-Per row, in this order: stop ids are masked until `min_tokens`; repetition penalty over prompt and output ids;
-presence and frequency penalties over output ids; temperature; then top-k, top-p and min-p, each over what the one
-before left; then the draw.
+Per row, in this order: logit bias; masks (stop ids until `min_tokens`), which no bias can undo; repetition penalty
+over prompt and output ids; presence and frequency penalties over output ids; temperature; then top-k, top-p and min-p,
+each over what the one before left; then the draw. Greedy rows skip what follows the penalties.
 
 The draw is an inverse CDF with one uniform number, a function of (seed, output index) only. Tokens are ranked by
 (probability descending, id ascending), so that a row's token does not depend on the batch, the device's sort or the
@@ -79,20 +79,34 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """fp32 logits with masks and penalties applied; a copy wherever something changes."""
+    """fp32 logits with bias, masks and penalties applied; a copy wherever something changes."""
     edited = logits_SV.float()
     for row, sequence in enumerate(sequences):
         sampling = sequence.spec.sampling
         masks_stops = bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
-        if masks_stops or _penalizes(sampling):
+        if sampling.logit_bias or masks_stops or _penalizes(sampling):
             if edited is logits_SV:
                 edited = edited.clone()
+            logits_V = edited[row]
+            if sampling.logit_bias:
+                _add_bias(logits_V, sampling)
             if masks_stops:
-                stops = [token for token in sampling.stop_token_ids if 0 <= token < edited.shape[1]]
-                edited[row, stops] = float("-inf")
+                _mask_stops(logits_V, sampling)
             if _penalizes(sampling):
-                _penalize(edited[row], sequence)
+                _penalize(logits_V, sequence)
     return edited
+
+
+def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
+    """Change one row in place; a token that is named twice gets both."""
+    ids, values = zip(*sampling.logit_bias, strict=True)
+    device = logits_V.device
+    logits_V.index_add_(0, torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
+    """Change one row in place."""
+    logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
 
 
 def _penalizes(sampling: Sampling) -> bool:

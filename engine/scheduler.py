@@ -1,8 +1,8 @@
 """Which tokens of which sequences the next step computes. Pure, and one for all roles.
 
     plan = scheduler.schedule()              what the mode takes first, within the token budget
-    tokens = runner.run(plan)
-    events = scheduler.apply(plan, tokens)   tokens appended, full blocks published, ended sequences dropped
+    result = runner.run(plan)
+    events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
 Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
 the budget. The others are there to be compared with, on workers that have both roles:
@@ -27,20 +27,19 @@ is left.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 
 from disagg.engine.batching import chunk_length, finish_reason, queue_order
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import ChunkComputed, Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.lazy_heap import LazyHeap
-from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import EndReason
+from disagg.proto.messages import EndReason, TokenLogprobs
 
 
 class Scheduler:
@@ -77,6 +76,8 @@ class Scheduler:
         """Sequences in state RESERVED."""
         self.num_preempted = 0
         """Sequences that wait because they were preempted."""
+        self.totals: Counter[str] = Counter()
+        """Since the start: preemptions, cached_tokens."""
 
     # ------------------------------------------------------------ life of a sequence
 
@@ -102,7 +103,7 @@ class Scheduler:
         assert sequence.state is SequenceState.RESERVED
         self._extend(sequence, end)
 
-    def join(self, sequence: Sequence, token_id: int) -> list[Event]:
+    def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
         """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
         assert sequence.state is SequenceState.RESERVED
         self.num_reserved -= 1
@@ -110,7 +111,7 @@ class Scheduler:
         self.running[sequence.key] = sequence
         start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
         self._publish(sequence, start)
-        return [self._append(sequence, token_id), *self._end_if_finished(sequence)]
+        return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a live sequence in any state, and everything it holds."""
@@ -128,7 +129,8 @@ class Scheduler:
     def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
         """Drop a live sequence and say so."""
         self.drop(sequence)
-        return Ended(sequence.key, sequence.spec.gateway_id, reason, detail, sequence.cached_tokens)
+        gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
+        return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
 
     # ------------------------------------------------------------ plan
 
@@ -186,6 +188,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING
         self.num_preempted += 1
+        self.totals["preemptions"] += 1
         self.waiting.push(queue_order(sequence), sequence)
 
     def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
@@ -233,38 +236,40 @@ class Scheduler:
 
     # ------------------------------------------------------------ apply
 
-    def apply(self, plan: StepPlan, token_ids: Seq[int]) -> list[Event]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Take in the result of a step: one token per sampling entry. For each sequence its token comes first."""
         events: list[Event] = []
-        tokens = iter(token_ids)
+        tokens = enumerate(result.token_ids)
         for entry in plan.entries:
             sequence = entry.sequence
             sequence.num_computed_tokens = entry.start + entry.num_tokens
             self._publish(sequence, entry.start)
             if entry.samples:
-                events.append(self._append(sequence, next(tokens)))
+                place, token_id = next(tokens)
+                sampled = self._append(sequence, token_id, result.logprobs.get(place))
+                events.append(sampled)
                 events += self._end_if_finished(sequence)
             if sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
-                events += self._report_prefill(sequence, computed=entry.samples)
+                events.append(ChunkComputed(sequence.key, sequence.num_computed_tokens))
+                if entry.samples:
+                    events.append(self._hold(sequence, sampled))
         return events
 
-    def _append(self, sequence: Sequence, token_id: int) -> TokenSampled:
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         index = sequence.num_output_tokens
         sequence.token_ids.append(token_id)
-        return TokenSampled(sequence.key, sequence.spec.gateway_id, index, token_id)
+        return TokenSampled(sequence.key, sequence.spec.gateway_id, index, token_id, logprobs)
 
     def _end_if_finished(self, sequence: Sequence) -> list[Event]:
         reason = finish_reason(sequence, self.max_model_len)
         return [] if reason is None else [self.end(sequence, reason)]
 
-    def _report_prefill(self, sequence: Sequence, *, computed: bool) -> list[Event]:
-        events: list[Event] = [ChunkComputed(sequence.key, sequence.num_computed_tokens)]
-        if computed:
-            del self.running[sequence.key]
-            sequence.state = SequenceState.HELD
-            token_id = sequence.token_ids[-1]
-            events.append(PrefillComputed(sequence.key, sequence.spec.gateway_id, token_id, sequence.cached_tokens))
-        return events
+    def _hold(self, sequence: Sequence, sampled: TokenSampled) -> PrefillComputed:
+        del self.running[sequence.key]
+        sequence.state = SequenceState.HELD
+        cached_tokens, queue_s = sequence.cached_tokens, sequence.queue_s or 0.0
+        key, gateway_id = sampled.key, sampled.gateway_id
+        return PrefillComputed(key, gateway_id, sampled.token_id, cached_tokens, sampled.logprobs, queue_s)
 
     def _publish(self, sequence: Sequence, start: int) -> None:
         """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
@@ -315,6 +320,7 @@ class Scheduler:
         sequence.num_computed_tokens = len(matched) * blocks.block_size
         if sequence.num_preemptions == 0:
             sequence.cached_tokens = sequence.num_computed_tokens
+            self.totals["cached_tokens"] += sequence.cached_tokens
         return True
 
     def _num_tokens_to_reserve(self, sequence: Sequence) -> int:

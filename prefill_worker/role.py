@@ -11,15 +11,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from dataclasses import dataclass, field
 
 from disagg.engine.commands import ChunkComputed, Ended, Event, Gathered, PrefillComputed
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
+from disagg.engine.kv_transfer.reasons import kind_of_failure
 from disagg.engine.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
-from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import Dispatch, PeerRef, RoleName
+from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
+from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt that is not over."""
+
+    gateway_id: GatewayId
+    dispatched_at: float
+    alloc_wait_s: float = 0.0
+    """From the dispatch until the decode worker had reserved room."""
+
+
+@dataclass(slots=True)
+class _Transfers:
+    """What was sent to one decode worker."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def note(self, over: SendOver) -> None:
+        """A hand-over is decided."""
+        if over.outcome == "handed_over":
+            self.num_transfers += 1
+            self.num_bytes += over.kv_bytes
+        elif over.outcome == "failed" and over.reason != DEADLINE:
+            self.failures[kind_of_failure(over.reason)] += 1
 
 
 class PrefillRole:
@@ -34,8 +64,10 @@ class PrefillRole:
         self._all_links: set[DecodeLink] = set()
         """Also those that are being closed."""
         self._link_of: dict[AttemptKey, DecodeLink] = {}
-        self._gateway_of: dict[AttemptKey, GatewayId] = {}
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        """Until each is over."""
         self._kv_bytes_sent = 0
+        self._transfers: dict[WorkerId, _Transfers] = {}
 
     async def start(self) -> None:
         """Nothing to do: links are made when decode workers are named."""
@@ -55,7 +87,12 @@ class PrefillRole:
     def _link_to(self, peer: PeerRef) -> DecodeLink:
         link = self._links.get(peer)
         if link is None:
-            callbacks = LinkCallbacks(self._attempt_over, self._link_closed, self._all_links.discard)
+            callbacks = LinkCallbacks(
+                self._on_reserved,
+                lambda over: self._attempt_over(over, peer.worker_id),
+                self._link_closed,
+                self._all_links.discard,
+            )
             link = self._links[peer] = DecodeLink(self._context, peer, callbacks)
             self._all_links.add(link)
             link.start()
@@ -77,7 +114,7 @@ class PrefillRole:
             return
         link = self._link_to(dispatch.decode_peer)
         self._link_of[spec.key] = link
-        self._gateway_of[spec.key] = spec.gateway_id
+        self._attempts[spec.key] = _Attempt(spec.gateway_id, self._context.now())
         link.offer(spec)
 
     def cancel(self, key: AttemptKey) -> None:
@@ -97,10 +134,11 @@ class PrefillRole:
             case ChunkComputed():
                 link.on_chunk_computed(event.key, event.num_computed)
             case PrefillComputed():
-                self._context.outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens)
-                link.on_prefill_computed(event.key, event.token_id)
+                self._on_computed(event)
+                link.on_prefill_computed(event.key, event.token_id, event.logprobs)
             case Ended():
-                self._context.outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens)
+                outbox, reason = self._context.outbox, event.reason
+                outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
                 link.cancel(event.key, f"ended on the prefill worker: {event.reason}")
             case Gathered():
                 link.on_gathered(event.key, event.seq, event.ok)
@@ -115,18 +153,47 @@ class PrefillRole:
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
         """Live attempts of one gateway."""
-        return [key for key, owner in self._gateway_of.items() if owner == gateway_id]
+        return [key for key, attempt in self._attempts.items() if attempt.gateway_id == gateway_id]
 
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
-        total = {"prefill_attempts": len(self._gateway_of), "kv_bytes_sent": self._kv_bytes_sent}
+        total = {"prefill_attempts": len(self._attempts), "kv_bytes_sent": self._kv_bytes_sent}
         for link in self._all_links:
             for name, count in link.holdings().items():
                 total[name] = total.get(name, 0) + count
         return total
 
-    def _attempt_over(self, over: SendOver) -> None:
-        gateway_id = self._gateway_of.pop(over.key)
+    def transfers(self) -> list[TransferCount]:
+        """What was sent to each decode worker, whichever of its lives, since the start."""
+        transport = self._context.config.transport
+        return [
+            TransferCount(
+                decode_worker=worker_id,
+                transport=transport,
+                num_transfers=sent.num_transfers,
+                num_bytes=sent.num_bytes,
+                failures=dict(sent.failures),
+            )
+            for worker_id, sent in self._transfers.items()
+        ]
+
+    def _on_reserved(self, key: AttemptKey) -> None:
+        attempt = self._attempts[key]
+        attempt.alloc_wait_s = self._context.now() - attempt.dispatched_at
+
+    def _on_computed(self, event: PrefillComputed) -> None:
+        attempt = self._attempts.get(event.key)
+        self._context.outbox.prefill_done(
+            event.gateway_id,
+            event.key,
+            event.cached_tokens,
+            alloc_wait_s=0.0 if attempt is None else attempt.alloc_wait_s,
+            queue_s=event.queue_s,
+        )
+
+    def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
+        gateway_id = self._attempts.pop(over.key).gateway_id
+        self._transfers.setdefault(decode_worker, _Transfers()).note(over)
         match over.outcome:
             case "handed_over":
                 self._kv_bytes_sent += over.kv_bytes
@@ -139,7 +206,7 @@ class PrefillRole:
         self._forget_if_done(over.key)
 
     def _forget_if_done(self, key: AttemptKey) -> None:
-        if key not in self._gateway_of and not self._link_of[key].is_gathering(key):
+        if key not in self._attempts and not self._link_of[key].is_gathering(key):
             del self._link_of[key]
 
     def _link_closed(self, link: DecodeLink) -> None:

@@ -9,7 +9,7 @@ The bytes themselves travel beside it, over the pair's transport. P sends a payl
 from __future__ import annotations
 
 from disagg.proto.ids import Incarnation, RequestId
-from disagg.proto.messages import Message, SequenceSpec, WorkerInfo
+from disagg.proto.messages import Message, SequenceSpec, TokenLogprobs, WorkerInfo
 
 
 class PairHello(Message, frozen=True, kw_only=True, tag=True):
@@ -106,6 +106,8 @@ class Commit(Message, frozen=True, kw_only=True, tag=True):
     attempt: int
     generation: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Of that token, where the request asks."""
     num_chunks: int
 
 

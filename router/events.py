@@ -13,7 +13,7 @@ from disagg.proto import messages
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
-from disagg.router.api import Completion, RoutedRequest
+from disagg.router.api import Completion, RoutedRequest, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,11 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """The client went away. Unknown and ended requests are fine."""
+    """The client went away, or has all it wants. Unknown and ended requests are fine."""
 
     request_id: RequestId
+    num_answered: int | None = None
+    """Tokens of a complete answer, where the gateway ended it; None where the client gave up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Emit:
     """The next output tokens, in index order."""
 
     request_id: RequestId
-    token_ids: list[int]
+    batch: TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,26 @@
 """The client's end of one request: the router puts tokens in, one consumer takes them out in batches.
 
     put* ── finish ──> iteration ends, `completion` is set          put* ── fail ──> iteration raises
+    put, and too much is unread ──> stream_lost: all of it is dropped, the request is cancelled
 
-What the consumer has not read yet waits here, so memory is bounded by the request's `max_tokens`. Tokens that came
-before a failure are still delivered, except after a cancel.
+What the consumer has not read yet waits here, up to `MAX_UNREAD_BYTES`: workers do not wait for a client. Tokens that
+came before a failure are still delivered, except after a cancel and to a consumer that was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
-from disagg.proto.errors import DisaggError, RequestCancelledError
+from disagg.proto.errors import DisaggError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import Completion, TokenBatch
+
+MAX_UNREAD_BYTES = 256 << 10
+"""About 7,000 tokens; with log probabilities, which take up to forty times as much, `LOGPROBS_FACTOR` times this."""
+LOGPROBS_FACTOR = 4
+_ID_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 36, 170, 68
+"""Of an id in a list, of a `TokenLogprobs` without alternatives, and of each of these."""
 
 
 class Handle:
@@ -23,15 +29,22 @@ class Handle:
     def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId], None]) -> None:
         self.request_id = request_id
         self.completion: Completion | None = None
+        self.num_answered: int | None = None
         self._on_cancel = on_cancel
         self._unread = TokenBatch([])
+        self._unread_bytes = 0
         self._end: Completion | DisaggError | None = None
         self._changed = asyncio.Event()
 
-    def put(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """The next tokens; one of `logprobs` for each, or none."""
-        self._unread.token_ids.extend(token_ids)
-        self._unread.logprobs.extend(logprobs)
+    def put(self, batch: TokenBatch) -> None:
+        """The next tokens."""
+        if self._end is not None:
+            return
+        self._unread.token_ids.extend(batch.token_ids)
+        self._unread.logprobs.extend(batch.logprobs)
+        self._unread_bytes += num_bytes(batch)
+        if self._unread_bytes > MAX_UNREAD_BYTES * (LOGPROBS_FACTOR if batch.logprobs else 1):
+            self._lose()
         self._changed.set()
 
     def finish(self, completion: Completion) -> None:
@@ -56,6 +69,12 @@ class Handle:
         if self._end is None:
             self._on_cancel(self.request_id)
 
+    def _lose(self) -> None:
+        self._unread = TokenBatch([])
+        self._end = UnavailableError("more was unread than a stream may hold", "stream_lost")
+        # Not at once: the router is in the middle of what gave us these tokens.
+        asyncio.get_running_loop().call_soon(self._on_cancel, self.request_id)
+
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """See `api.RequestHandle`."""
         return self
@@ -71,4 +90,13 @@ class Handle:
             self._changed.clear()
             await self._changed.wait()
         batch, self._unread = self._unread, TokenBatch([])
+        self._unread_bytes = 0
         return batch
+
+
+def num_bytes(batch: TokenBatch) -> int:
+    """Roughly what a batch takes in memory."""
+    size = _ID_BYTES * len(batch.token_ids)
+    if batch.logprobs:
+        size += sum(_LOGPROBS_BYTES + _TOP_BYTES * len(one.top_ids) for one in batch.logprobs)
+    return size

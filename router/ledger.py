@@ -3,11 +3,13 @@
 Two workers send tokens of one attempt on separate streams, so an index may come early, twice, or from an attempt that
 was given up. The ledger releases index 0, 1, 2, ... and nothing else:
 
-    early      held back until the gap before it is closed
+    early      held back, with its logprobs, until the gap before it is closed
     duplicate  dropped; if it names another token (a near tie in another batch), the first one stays, and that is
-    counted stale      of another attempt than the current one: dropped
-    beyond     at or past `max_tokens`, or of a negative index: dropped, so memory is bounded by what the client asked
-    for
+               counted
+    stale      of another attempt than the current one: dropped
+    bare       without the logprobs that the client asked for: as if they had not come, so that the answer has a gap
+    beyond     at or past `max_tokens`, or of a negative index: dropped, so that memory is bounded by what the client
+               asked for
 
 Owner: the router core; one ledger per request, for all its attempts.
 """
@@ -16,6 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+
+from disagg.proto.messages import TokenLogprobs
+from disagg.router.api import TokenBatch
 
 
 @dataclass(slots=True)
@@ -23,6 +29,8 @@ class TokenLedger:
     """See the module docstring."""
 
     max_tokens: int
+    wants_logprobs: bool = False
+    """Whether each token must have logprobs; those that nobody asked for are dropped."""
     released: list[int] = field(default_factory=list)
     """Output tokens from index 0 on. Whoever continues the request starts after these."""
     attempt: int = -1
@@ -31,7 +39,9 @@ class TokenLedger:
     num_contradicting: int = 0
     num_stale: int = 0
     num_beyond: int = 0
-    _early: dict[int, int] = field(default_factory=dict)
+    _had_bare: bool = False
+    """Whether the current attempt sent bare tokens."""
+    _early: dict[int, tuple[int, TokenLogprobs | None]] = field(default_factory=dict)
 
     def begin(self, attempt: int) -> None:
         """From now on only tokens of `attempt` count; what earlier ones left behind a gap is dropped, the new one
@@ -39,35 +49,49 @@ class TokenLedger:
         assert attempt > self.attempt, "attempts only go up"
         self.attempt = attempt
         self._early.clear()
+        self._had_bare = False
 
     @property
     def has_gap(self) -> bool:
-        """Whether a token is held back because one before it is missing."""
-        return bool(self._early)
+        """Whether a token is missing: one after it is held back, or it came bare."""
+        return self._had_bare or bool(self._early)
 
-    def add(self, attempt: int, first_index: int, token_ids: Sequence[int]) -> list[int]:
-        """Take tokens [first_index, first_index + len) of `attempt`; returns those that can be released now, in
-        order."""
+    def add(
+        self, attempt: int, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> TokenBatch:
+        """Take tokens [first_index, first_index + len) of `attempt`, and one of `logprobs` for each; returns what can
+        be released now, in order."""
         if attempt != self.attempt:
             self.num_stale += len(token_ids)
-            return []
-        for index, token_id in enumerate(token_ids, start=first_index):
-            self._keep(index, token_id)
+            return TokenBatch([])
+        if self.wants_logprobs and len(logprobs) != len(token_ids):
+            self._had_bare = True
+            return TokenBatch([])
+        of_tokens = logprobs if self.wants_logprobs else repeat(None, len(token_ids))
+        for index, (token_id, of_token) in enumerate(zip(token_ids, of_tokens, strict=True), start=first_index):
+            self._keep(index, token_id, of_token)
         return self._release()
 
-    def _keep(self, index: int, token_id: int) -> None:
+    def _keep(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if not 0 <= index < self.max_tokens:
             self.num_beyond += 1
             return
-        known = self.released[index] if index < len(self.released) else self._early.get(index)
-        if known is None:
-            self._early[index] = token_id
+        if index < len(self.released):
+            known = self.released[index]
+        elif index in self._early:
+            known = self._early[index][0]
         else:
-            self.num_duplicate += 1
-            self.num_contradicting += known != token_id
+            self._early[index] = (token_id, logprobs)
+            return
+        self.num_duplicate += 1
+        self.num_contradicting += known != token_id
 
-    def _release(self) -> list[int]:
-        start = len(self.released)
-        while self._early and (token_id := self._early.pop(len(self.released), None)) is not None:
+    def _release(self) -> TokenBatch:
+        batch = TokenBatch([])
+        while self._early and (early := self._early.pop(len(self.released), None)) is not None:
+            token_id, logprobs = early
             self.released.append(token_id)
-        return self.released[start:]
+            batch.token_ids.append(token_id)
+            if logprobs is not None:
+                batch.logprobs.append(logprobs)
+        return batch

@@ -8,12 +8,12 @@ that follows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 SendOutcome = Literal["handed_over", "refused", "failed", "cancelled"]
 ReceiveOutcome = Literal["committed", "aborted"]
@@ -97,6 +97,7 @@ class JoinSequence:
 
     key: AttemptKey
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class ReceiveOver:
     """Bytes of KV that landed."""
     cached_tokens: int = 0
     """Leading tokens that D had."""
+    began_at: float | None = field(default=None, compare=False)
+    """When the first chunk was announced; None where there was none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,7 @@ class Receiver:
         if len(self._window) >= self._credits:
             raise PeerError(f"chunk {header.seq} of {attempt.key} was announced without a credit")
         self._window.announce(attempt, header)
+        attempt.began_at = self._clock.now if attempt.began_at is None else attempt.began_at
 
     def _on_commit(self, commit: Commit, out: Effects) -> None:
         attempt = self._current(commit)
@@ -343,7 +344,7 @@ class Receiver:
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOIN)
         self._forget(attempt)
         key = attempt.key
-        out.append(JoinSequence(key, attempt.commit.token_id))
+        out.append(JoinSequence(key, attempt.commit.token_id, attempt.commit.logprobs))
         out.append(Send(CommitAck(request_id=key.request_id, attempt=key.attempt, generation=attempt.generation)))
         self._report(attempt, "committed", "", out)
 
@@ -376,7 +377,8 @@ class Receiver:
         self._ended.add(attempt.key, self._clock.now)
 
     def _report(self, attempt: ReceiveAttempt, outcome: ReceiveOutcome, reason: str, out: Effects) -> None:
-        out.append(ReceiveOver(attempt.key, outcome, reason, attempt.kv_bytes, attempt.cached_tokens))
+        began_at = attempt.began_at
+        out.append(ReceiveOver(attempt.key, outcome, reason, attempt.kv_bytes, attempt.cached_tokens, began_at))
 
     def _close_pair(self, reason: str) -> Effects:
         return [*self.close(self._clock.now, reason), ClosePair(reason)]

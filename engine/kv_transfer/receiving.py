@@ -97,6 +97,8 @@ class ReceiveAttempt:
     num_missing_tokens: int = 0
     """Tokens whose KV is not in the cache yet."""
     kv_bytes: int = 0
+    began_at: float | None = None
+    """When its first chunk was announced."""
     commit: Commit | None = None
 
     @property

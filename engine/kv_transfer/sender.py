@@ -32,6 +32,7 @@ from disagg.engine.kv_transfer.effects import (
     StartPrefill,
 )
 from disagg.engine.kv_transfer.pair_state import PairClock, PeerError, TransitionError
+from disagg.engine.kv_transfer.reasons import CHUNK_REJECTED, KV_GONE, TRANSPORT_FAILED, VIOLATION
 from disagg.engine.kv_transfer.send_window import SendWindow
 from disagg.engine.kv_transfer.sending import SEND_TABLE, SendAttempt, SendEvent, SendState
 from disagg.proto.handover import (
@@ -47,7 +48,7 @@ from disagg.proto.handover import (
     Reserved,
 )
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 Effects = list[SenderEffect]
 
@@ -121,13 +122,13 @@ class Sender:
             self._pump(out)
         return out
 
-    def on_prefill_computed(self, key: AttemptKey, token_id: int) -> Effects:
+    def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> Effects:
         """The whole prompt is computed, and token 0 is sampled and was not the last."""
         out: Effects = []
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.live:
             attempt.num_computed = attempt.num_known_tokens
-            attempt.token_id = token_id
+            attempt.token_id, attempt.logprobs = token_id, logprobs
             self._pump(out)
         return out
 
@@ -143,7 +144,7 @@ class Sender:
         if not attempt.live:
             self._release(attempt, out)
         elif not ok:
-            self._give_up(attempt, "failed", "its KV is gone on the prefill worker", out)
+            self._give_up(attempt, "failed", KV_GONE, out)
         else:
             assert nbytes == chunk.nbytes, (nbytes, chunk.nbytes)
             chunk.checksum = checksum
@@ -164,7 +165,7 @@ class Sender:
             self.counters["chunks_sent"] += 1
             self.counters["kv_bytes_sent"] += chunk.nbytes
         elif not self.closed:
-            return self._close_pair("the transport failed while sending")
+            return self._close_pair(f"{TRANSPORT_FAILED} while sending")
         self._pump(out)
         return out
 
@@ -239,7 +240,7 @@ class Sender:
             self._pump(out)
         except PeerError as error:
             self.counters["violations"] += 1
-            out += self._close_pair(f"protocol violation by the decode worker: {error}")
+            out += self._close_pair(f"{VIOLATION} by the decode worker: {error}")
         return out
 
     def _receive(self, message: ReceiverToSender, out: Effects) -> None:
@@ -307,7 +308,7 @@ class Sender:
             return
         self._window.done(chunk)
         if not message.ok and chunk.attempt.live:
-            self._give_up(chunk.attempt, "failed", f"the decode worker rejected chunk {message.seq}", out)
+            self._give_up(chunk.attempt, "failed", f"{CHUNK_REJECTED} chunk {message.seq}", out)
 
     def _on_commit_ack(self, message: CommitAck, out: Effects) -> None:
         attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
@@ -371,8 +372,7 @@ class Sender:
         attempt.state = SEND_TABLE.next(attempt.state, SendEvent.GIVE_UP)
         attempt.aborting_since = self._clock.now
         self._window.drop_unannounced(attempt)
-        request_id, number = attempt.key
-        out.append(Send(Abort(request_id=request_id, attempt=number, reason=reason)))
+        out.append(Send(Abort(request_id=attempt.key.request_id, attempt=attempt.key.attempt, reason=reason)))
         self._report(attempt, outcome, reason, out)
         self._release(attempt, out)
 

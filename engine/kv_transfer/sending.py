@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from disagg.engine.kv_transfer.pair_state import Table
 from disagg.proto.handover import ChunkHeader, Commit
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 
 class SendState(enum.Enum):
@@ -130,6 +130,8 @@ class SendAttempt:
     num_gathering: int = 0
     token_id: int | None = None
     """Output token 0, when the prompt is computed."""
+    logprobs: TokenLogprobs | None = None
+    """Of that token, where the request asks."""
     kv_bytes: int = 0
     started: bool = False
     """The engine was told to run it, and was not told to release it."""
@@ -175,6 +177,7 @@ class SendAttempt:
             attempt=number,
             generation=self.generation,
             token_id=self.token_id,
+            logprobs=self.logprobs,
             num_chunks=self.next_seq,
         )
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from disagg.cluster.models import resolve_model
 from disagg.engine.config import WorkerConfig
@@ -143,6 +146,39 @@ async def test_seeded_sampling_is_the_same_in_both_modes(served: Served) -> None
         other = await gateway.run(prompts[0], worker="colocated-0", sampling=Sampling(seed=1, max_tokens=NUM_TOKENS))
         same = await gateway.run(prompts[0], worker="colocated-0", sampling=Sampling(seed=2, max_tokens=NUM_TOKENS))
         assert other.token_ids != same.token_ids
+
+
+async def test_logprobs_are_those_of_transformers_and_the_same_in_both_modes(served: Served) -> None:
+    prompts = [served.prompt(length) for length in (1, 33, 64, 70)]
+    greedy = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=5)
+    banned = served.reference(prompts[1], 1)[0]
+    sampling = [
+        greedy,
+        # What is said is of the model, not of what bias, penalties, temperature and filters made of it.
+        msgspec.structs.replace(greedy, logit_bias=((banned, -100.0), (7, 2.0)), repetition_penalty=1.3),
+        msgspec.structs.replace(greedy, temperature=1.3, top_k=40, top_p=0.9, seed=8),
+        msgspec.structs.replace(greedy, logprobs=0),
+    ]
+    async with open_gateway(served.workers) as gateway:
+        for how, prompt in zip(sampling, prompts, strict=True):
+            apart = await gateway.run(prompt, worker="prefill-0", to="decode-0", sampling=how)
+            together = await gateway.run(prompt, worker="colocated-0", sampling=how)
+            output = apart.token_ids
+            assert (together.token_ids, together.logprobs) == (output, apart.logprobs)
+            expected = reference.logprobs(served.folder, prompt, output)
+            found = [apart.logprobs[index] for index in range(NUM_TOKENS)]
+            rows = torch.arange(NUM_TOKENS)
+            _assert_close([each.logprob for each in found], expected[rows, output])
+            assert {len(each.top_ids) for each in found} == {how.logprobs}
+            if how.logprobs:
+                _assert_close([each.top_logprobs for each in found], expected.topk(how.logprobs).values)
+                of_top_ids = expected.gather(1, torch.tensor([each.top_ids for each in found]))
+                _assert_close([each.top_logprobs for each in found], of_top_ids)
+        assert banned not in (await gateway.run(prompts[1], worker="colocated-0", sampling=sampling[1])).token_ids
+
+
+def _assert_close(found: Sequence[object], expected: Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=0.0)
 
 
 async def test_a_retry_goes_on_where_the_first_attempt_stopped(served: Served) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
+from disagg.engine.fake import fake_generate, fake_logprobs
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support.workers import GatewayStub, open_gateway, running_workers
 
@@ -96,6 +96,34 @@ async def test_first_token_can_be_the_last(pair: list[WorkerInfo]) -> None:
             assert answer.token_ids == first
             assert answer.reason == reason
             assert not answer.handed_over
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_every_token_has_its_logprobs(pair: list[WorkerInfo], num_top: int) -> None:
+    prompt = prompt_of(70)
+    sampling = Sampling(temperature=0.0, max_tokens=6, logprobs=num_top)
+    async with open_gateway(pair) as gateway:
+        answer = await gateway.run(prompt, worker="prefill-0", to="decode-0", sampling=sampling)
+        again = await gateway.run(
+            prompt, worker="prefill-0", to="decode-0", sampling=sampling, emitted=answer.token_ids[:2], attempt=2
+        )
+        silent = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=6)
+    expected = [fake_logprobs(token_id, num_top) for token_id in fake_generate(prompt, 6)]
+    assert answer.logprobs == dict(enumerate(expected))
+    assert again.logprobs == dict(list(enumerate(expected))[2:])
+    assert silent.logprobs == {}
+
+
+async def test_a_bias_counts_on_both_workers(pair: list[WorkerInfo]) -> None:
+    prompt = prompt_of(70)
+    (first,) = fake_generate(prompt, 1)
+    (second,) = fake_generate([*prompt, first + 1], 1)
+    bans = ((first, -100.0), (second, -100.0))
+    sampling = Sampling(temperature=0.0, max_tokens=5, logit_bias=bans)
+    async with open_gateway(pair) as gateway:
+        answer = await gateway.run(prompt, worker="prefill-0", to="decode-0", sampling=sampling)
+    assert answer.token_ids == fake_generate(prompt, 5, logit_bias=bans)
+    assert answer.token_ids[:2] == [first + 1, second + 1]
 
 
 async def test_emitted_tokens_are_continued_not_repeated(pair: list[WorkerInfo]) -> None:

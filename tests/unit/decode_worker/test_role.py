@@ -32,7 +32,7 @@ from disagg.engine.kv_transfer.local import LocalTransport, connect_local
 from disagg.proto import handover
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Offer, PairHello
 from disagg.proto.ids import GatewayId, Incarnation, RequestId
-from disagg.proto.messages import Dispatch, HandedOver, WorkerInfo
+from disagg.proto.messages import Dispatch, HandedOver, TokenLogprobs, WorkerInfo
 from tests.support.roles import (
     BYTES_PER_TOKEN,
     GATEWAY,
@@ -162,8 +162,9 @@ async def test_a_sequence_is_taken_over() -> None:
             assert scatter.data.tolist() == PAYLOAD.tolist()
             it.role.on_event(Scattered(key_of("a"), seq, ok=True))
             assert peer.message(ChunkDone).ok
-        peer.link.on_message(Commit(request_id=A, attempt=1, generation=1, token_id=9, num_chunks=2))
-        assert it.context.command(Join) == Join(key_of("a"), 9)
+        commit = Commit(request_id=A, attempt=1, generation=1, token_id=9, logprobs=TokenLogprobs(-0.5), num_chunks=2)
+        peer.link.on_message(commit)
+        assert it.context.command(Join) == Join(key_of("a"), 9, TokenLogprobs(-0.5))
         peer.message(CommitAck)
         moved = HandedOver(request_id=A, attempt=1, kv_bytes=160, cached_tokens=0, transport="local")
         assert it.context.handed_over == [moved]

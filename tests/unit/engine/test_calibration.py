@@ -10,7 +10,7 @@ import pytest
 from disagg.engine.calibration import calibrate
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import FakeModelRunner
-from disagg.engine.plan import Buffer, StepPlan
+from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.proto.messages import RoleName, StepSample
 
 
@@ -30,7 +30,7 @@ class TimedRunner(FakeModelRunner):
         self.cleared.update(block_table)
         super().scatter(block_table, start, end, data)
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepResult:
         assert all(len(entry.sequence.block_table) * 16 >= entry.start + entry.num_tokens for entry in plan.entries)
         blocks = [block for entry in plan.entries for block in entry.sequence.block_table]
         assert len(set(blocks)) == len(blocks), "two sequences share a block"

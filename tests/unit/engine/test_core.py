@@ -22,8 +22,8 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
-from disagg.engine.fake import FakeModelRunner
-from disagg.engine.plan import StepPlan
+from disagg.engine.fake import FakeModelRunner, fake_logprobs
+from disagg.engine.plan import StepPlan, StepResult
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import Load, SequenceSpec
 from tests.support.engine import (
@@ -38,6 +38,7 @@ from tests.support.engine import (
     handle_all,
     key_of,
     kv_of,
+    logprobs_of,
     make_core,
     make_prompt,
     make_spec,
@@ -69,6 +70,18 @@ class TestColocated:
         for name, prompt in prompts.items():
             assert token_ids_of(events, name) == expected_output(prompt, 9)
         assert_idle(core)
+
+    def test_logprobs_come_with_the_tokens_of_those_that_ask(self) -> None:
+        core = make_core(40, token_budget=32)
+        prompts = {name: make_prompt(30, seed=seed) for seed, name in enumerate("abc")}
+        asked = {"a": 3, "b": -1, "c": 0}
+        events = handle_all(core, *(Add(make_spec(name, p, logprobs=asked[name])) for name, p in prompts.items()))
+        events += run_until_idle(core)
+        for name, prompt in prompts.items():
+            output = expected_output(prompt, 4)
+            expected = [fake_logprobs(each, asked[name], VOCAB_SIZE) if asked[name] >= 0 else None for each in output]
+            assert logprobs_of(events, name) == expected
+            assert token_ids_of(events, name) == output
 
     def test_a_prefix_hit_changes_nothing_but_the_count(self) -> None:
         core = make_core(20)
@@ -128,6 +141,14 @@ class TestRefusals:
             (make_spec("a", ()), "failed", "the prompt is empty"),
             (make_spec("a", (1, VOCAB_SIZE)), "failed", "a token id is not in the vocabulary"),
             (make_spec("a", (-1, 2), cached=False), "failed", "a token id is not in the vocabulary"),
+            *(
+                (
+                    make_spec("a", PROMPT, logit_bias=[(5, 1.0), bias]),
+                    "failed",
+                    "a logit bias is not a finite number for a token of the vocabulary",
+                )
+                for bias in ((VOCAB_SIZE, 1.0), (-1, 1.0), (6, math.nan), (6, -math.inf))
+            ),
             (make_spec("a", PROMPT, max_tokens=0), "length", "the output is complete already"),
             (make_spec("a", PROMPT, emitted=[1, 2], max_tokens=2), "length", "the output is complete already"),
             (make_spec("a", PROMPT, emitted=[1, 2], stop=[2]), "stop", "the output is complete already"),
@@ -271,8 +292,8 @@ class TestFaults:
 
     def test_a_runner_that_samples_too_little(self) -> None:
         class Mute(FakeModelRunner):
-            def run(self, plan: StepPlan) -> list[int]:
-                return super().run(plan)[1:]
+            def run(self, plan: StepPlan) -> StepResult:
+                return StepResult(super().run(plan).token_ids[1:])
 
         core = make_core(runner=Mute(10, 16, 4096, VOCAB_SIZE))
         handle_all(core, Add(make_spec("a", PROMPT)))

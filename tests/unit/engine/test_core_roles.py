@@ -22,8 +22,9 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.core import EngineCore
+from disagg.engine.fake import fake_logprobs
 from disagg.proto.block_hash import chain_hashes
-from disagg.proto.messages import BlocksSnapshot, BlocksStored, SequenceSpec
+from disagg.proto.messages import BlocksSnapshot, BlocksStored, SequenceSpec, TokenLogprobs
 from tests.support.engine import (
     GATEWAY,
     ROOT,
@@ -35,6 +36,7 @@ from tests.support.engine import (
     handle_all,
     key_of,
     kv_of,
+    logprobs_of,
     make_core,
     make_prompt,
     make_spec,
@@ -70,6 +72,19 @@ class TestPrefillRole:
         events = handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True)) + run_until_idle(core)
         assert [e for e in events if isinstance(e, ChunkComputed)] == [ChunkComputed(KEY, 40)]
         assert events[-1] == PrefillComputed(KEY, GATEWAY, expected_output(PROMPT, 1)[0], cached_tokens=32)
+
+    def test_logprobs_of_the_first_token_come_with_it_and_for_the_hand_over(self) -> None:
+        core = make_core()
+        spec = make_spec("a", PROMPT, logprobs=2)
+        events = handle_all(core, Add(spec, hold_after_prefill=True)) + run_until_idle(core)
+        (token_id,) = expected_output(PROMPT, 1)
+        logprobs = fake_logprobs(token_id, 2, VOCAB_SIZE)
+        assert events == [
+            TokenSampled(KEY, GATEWAY, 0, token_id, logprobs),
+            ChunkComputed(KEY, 40),
+            PrefillComputed(KEY, GATEWAY, token_id, 0, logprobs),
+        ]
+        handle_all(core, Release(KEY))
 
     @pytest.mark.parametrize("reason", ["stop", "length"])
     def test_an_end_at_the_first_token_holds_nothing(self, reason: str) -> None:
@@ -157,6 +172,17 @@ class TestDecodeRole:
         assert handle_all(core, Join(KEY, VOCAB_SIZE)) == [Ended(KEY, GATEWAY, "failed", detail)]
         assert_idle(core)
 
+    @pytest.mark.parametrize(("asked", "came"), [(-1, TokenLogprobs(-1.0)), (0, None), (3, None)])
+    def test_a_joined_token_has_logprobs_exactly_where_the_request_asks(
+        self, asked: int, came: TokenLogprobs | None
+    ) -> None:
+        core = make_core()
+        spec = make_spec("a", PROMPT, logprobs=asked)
+        handle_all(core, Reserve(spec), Scatter(KEY, 0, 0, 40, kv_of(PROMPT, 0, 40)))
+        detail = "the token's logprobs are not what the request asks for"
+        assert handle_all(core, Join(KEY, 5, came)) == [Ended(KEY, GATEWAY, "failed", detail)]
+        assert_idle(core)
+
     def test_a_joined_token_that_is_the_last_ends_it(self) -> None:
         core = make_core()
         handle_all(core, Reserve(make_spec("a", PROMPT, max_tokens=1)), Scatter(KEY, 0, 0, 40, kv_of(PROMPT, 0, 40)))
@@ -207,6 +233,15 @@ class TestDecodeRole:
 
 
 class TestHandOver:
+    @pytest.mark.parametrize("logprobs", [0, 4])
+    def test_logprobs_are_those_of_one_worker_alone(self, logprobs: int) -> None:
+        spec = make_spec("a", PROMPT, max_tokens=6, logprobs=logprobs)
+        events = hand_over(make_core(), make_core(), spec, chunk_tokens=23)
+        alone = make_core()
+        expected = logprobs_of(handle_all(alone, Add(spec)) + run_until_idle(alone), "a")
+        assert logprobs_of(events, "a") == expected
+        assert expected == [fake_logprobs(each, logprobs, VOCAB_SIZE) for each in expected_output(PROMPT, 6)]
+
     @pytest.mark.parametrize("warm_decode", [0, 20, 100])
     @pytest.mark.parametrize("warm_prefill", [0, 20, 100])
     @pytest.mark.parametrize("num_tokens", [1, 16, 17, 100])
@@ -235,4 +270,4 @@ def hand_over(prefill: EngineCore, decode: EngineCore, spec: SequenceSpec, chunk
     answers = move_kv(prefill, decode, spec.key, ranges[::-1])
     assert all(answer.ok for answer in answers if isinstance(answer, Gathered | Scattered))
     handle_all(prefill, Release(spec.key))
-    return [*handle_all(decode, Join(spec.key, computed.token_id)), *run_until_idle(decode)]
+    return [*handle_all(decode, Join(spec.key, computed.token_id, computed.logprobs)), *run_until_idle(decode)]

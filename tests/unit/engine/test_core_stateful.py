@@ -28,9 +28,9 @@ from disagg.engine.commands import (
     Scattered,
     TokenSampled,
 )
-from disagg.engine.fake import fake_generate
+from disagg.engine.fake import fake_generate, fake_logprobs
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import SequenceSpec, TokenLogprobs
 from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
 
 
@@ -58,6 +58,7 @@ class Start:
             priority=self.priority,
             timeout_s=self.timeout_s,
             cached=self.cached,
+            logprobs=attempt % 4 - 1,
         )
 
 
@@ -222,7 +223,13 @@ class CoreMachine(RuleBasedStateMachine):
         del self.missing[key]
         known = [*self.live[key].prompt_token_ids, *self.tokens[key]]
         self.kinds[key] = "run"
-        self.handle(Join(key, fake_generate(known, 1, VOCAB_SIZE)[0]))
+        (token_id,) = fake_generate(known, 1, VOCAB_SIZE)
+        self.handle(Join(key, token_id, self.logprobs(key, token_id)))
+
+    def logprobs(self, key: AttemptKey, token_id: int) -> TokenLogprobs | None:
+        """What must come with a token of that attempt."""
+        asked = self.live[key].sampling.logprobs
+        return fake_logprobs(token_id, asked, VOCAB_SIZE) if asked >= 0 else None
 
     def take(self, events: list[Event]) -> None:
         self.last_events = events
@@ -230,10 +237,12 @@ class CoreMachine(RuleBasedStateMachine):
             match event:
                 case TokenSampled():
                     assert event.index == len(self.tokens[event.key])
+                    assert event.logprobs == self.logprobs(event.key, event.token_id)
                     self.tokens[event.key].append(event.token_id)
                 case PrefillComputed():
                     assert self.kinds[event.key] == "hold"
                     assert len(self.tokens[event.key]) == len(self.live[event.key].emitted_token_ids) + 1
+                    assert event.logprobs == self.logprobs(event.key, event.token_id)
                 case Reserved():
                     self.missing[event.key] = self.cut(event.key, event.cached_tokens)
                 case ReserveRefused():

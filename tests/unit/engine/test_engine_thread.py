@@ -15,7 +15,7 @@ from disagg.engine.commands import Add, ChunkComputed, Command, Ended, Gather, G
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.engine.fake import FakeModelRunner, fake_generate
-from disagg.engine.plan import StepPlan
+from disagg.engine.plan import StepPlan, StepResult
 from tests.support.engine import IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
 
 WAIT_S = 10.0
@@ -70,7 +70,7 @@ def test_every_step_is_measured_and_nothing_else() -> None:
 
 def test_a_step_that_failed_is_not_measured() -> None:
     core = make_core()
-    core._runner.run = lambda plan: []  # type: ignore[method-assign]
+    core._runner.run = lambda plan: StepResult([])  # type: ignore[method-assign]
     with running(core) as harness:
         harness.thread.post(Add(make_spec("a", PROMPT)))
         assert harness.batches.get(timeout=WAIT_S).step is None
@@ -165,7 +165,7 @@ class _Gate(FakeModelRunner):
         super().__init__(10, 16, 4096, vocab_size=VOCAB_SIZE)
         self.entered, self.opened = threading.Event(), threading.Event()
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepResult:
         self.entered.set()
         assert self.opened.wait(WAIT_S)
         return super().run(plan)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disagg.engine.fake import FakeModelRunner, fake_generate
-from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.fake import FakeModelRunner, fake_generate, fake_logprobs
+from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence
+from disagg.proto.messages import TokenLogprobs
 from tests.support.engine import VOCAB_SIZE, kv_of, make_prompt, make_sequence, make_spec
 
 PROMPT = make_prompt(40)
@@ -22,14 +23,15 @@ def sequence_on(block_table: list[int]) -> Sequence:
 
 
 def prefill(runner: FakeModelRunner, sequence: Sequence, start: int, end: int) -> list[int]:
-    return runner.run(StepPlan(prefills=(ScheduledSequence(sequence, start, end - start, end == sequence.num_tokens),)))
+    entry = ScheduledSequence(sequence, start, end - start, end == sequence.num_tokens)
+    return runner.run(StepPlan(prefills=(entry,))).token_ids
 
 
 def decode(runner: FakeModelRunner, sequence: Sequence, num_tokens: int) -> list[int]:
     output = []
     for _ in range(num_tokens):
         last = sequence.num_tokens - 1
-        output += runner.run(StepPlan(decodes=(ScheduledSequence(sequence, last, 1, True),)))
+        output += runner.run(StepPlan(decodes=(ScheduledSequence(sequence, last, 1, True),))).token_ids
         sequence.token_ids.append(output[-1])
     return output
 
@@ -71,7 +73,43 @@ def test_a_batch_answers_in_the_order_of_its_entries() -> None:
         decodes=(ScheduledSequence(first, 39, 1, True),), prefills=(ScheduledSequence(second, 0, 20, True),)
     )
     expected = [*fake_generate(PROMPT, 1, VOCAB_SIZE), *fake_generate(make_prompt(20, seed=1), 1, VOCAB_SIZE)]
-    assert runner.run(plan) == expected
+    assert runner.run(plan) == StepResult(expected)
+
+
+def test_known_logprobs() -> None:
+    assert fake_logprobs(35, 0) == TokenLogprobs(-1.546875)
+    assert fake_logprobs(999, 3, 1000) == TokenLogprobs(-1.609375, (999, 0, 1), (-1.609375, -2.609375, -3.609375))
+    assert fake_logprobs(2, 1, 1000, token_id=1) == TokenLogprobs(-51.03125, (2,), (-1.03125,))
+    assert fake_logprobs(1, 9, 2) == TokenLogprobs(-1.015625, (1, 0), (-1.015625, -2.015625))
+
+
+def test_logprobs_come_for_those_that_ask() -> None:
+    runner = make_runner()
+    prompts = [make_prompt(20, seed=seed) for seed in range(3)]
+    first_ids = [fake_generate(prompt, 1, VOCAB_SIZE)[0] for prompt in prompts]
+    entries = []
+    for index, (prompt, num_top) in enumerate(zip(prompts, (2, -1, 0), strict=True)):
+        sequence = make_sequence(make_spec(str(index), prompt, logprobs=num_top))
+        sequence.block_table = [2 * index, 2 * index + 1]
+        entries.append(ScheduledSequence(sequence, 0, 20, True))
+    assert runner.run(StepPlan(prefills=tuple(entries))) == StepResult(
+        first_ids,
+        {0: fake_logprobs(first_ids[0], 2, VOCAB_SIZE), 2: fake_logprobs(first_ids[2], 0, VOCAB_SIZE)},
+    )
+
+
+def test_a_bias_forces_and_bans() -> None:
+    (greedy_id,) = fake_generate(PROMPT, 1, VOCAB_SIZE)
+    banned = (greedy_id, -100.0)
+    assert fake_generate(PROMPT, 3, VOCAB_SIZE, [(7, 100.0)]) == [7, 7, 7]
+    assert fake_generate(PROMPT, 1, VOCAB_SIZE, [banned]) == [greedy_id + 1]
+    assert fake_generate(PROMPT, 1, VOCAB_SIZE, [banned, (greedy_id + 1, -100.0)]) == [greedy_id + 2]
+    assert fake_generate(PROMPT, 1, VOCAB_SIZE, [(greedy_id + 2, 1.5)]) == [greedy_id]
+    assert fake_generate(PROMPT, 1, VOCAB_SIZE, [(greedy_id + 2, 1.5), (greedy_id + 2, 1.0)]) == [greedy_id + 2]
+    runner, sequence = make_runner(), make_sequence(make_spec("a", PROMPT, logit_bias=[(7, 100.0)], logprobs=1))
+    sequence.block_table = [0, 1, 2]
+    result = runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, 40, True),)))
+    assert result == StepResult([7], {0: fake_logprobs(greedy_id, 1, VOCAB_SIZE, token_id=7)})
 
 
 @pytest.mark.parametrize("damage", ["lost", "stale", "exchanged", "moved"])

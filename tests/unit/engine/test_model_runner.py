@@ -12,10 +12,10 @@ import torch
 
 from disagg.engine.checkpoint import model_fingerprint
 from disagg.engine.model_runner import TorchModelRunner
-from disagg.engine.plan import ModelRunner, StepPlan
+from disagg.engine.plan import ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import KvLayout, TokenLogprobs
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -122,17 +122,32 @@ def test_run_gives_one_token_per_sampling_entry_in_the_order_of_the_plan(
     first_ids = [reference_generate(folder, prompt, 2)[0] for prompt in prompts]
     decoding = make_sequence(prompts[0], [10, 11])
     unfinished, ending = make_sequence(prompts[1], [20, 21, 22]), make_sequence(prompts[2], [30, 32, 33, 34, 35])
-    assert runner.run(StepPlan(prefills=(chunk(decoding, 0, 18),))) == first_ids[0][:1]
+    assert runner.run(StepPlan(prefills=(chunk(decoding, 0, 18),))) == StepResult(first_ids[0][:1])
     decoding.token_ids.append(first_ids[0][0])
 
     plan = StepPlan(decodes=(last_token(decoding),), prefills=(chunk(unfinished, 0, 40), chunk(ending, 0, 72)))
-    assert runner.run(plan) == [first_ids[0][1], first_ids[2][0]]
-    assert runner.run(StepPlan(prefills=(chunk(unfinished, 40, 41),))) == first_ids[1][:1]
+    assert runner.run(plan) == StepResult([first_ids[0][1], first_ids[2][0]])
+    assert runner.run(StepPlan(prefills=(chunk(unfinished, 40, 41),))) == StepResult(first_ids[1][:1])
+
+
+def test_logprobs_are_of_the_logits_before_the_sampler_edits_them(runner: TorchModelRunner) -> None:
+    forced = make_sequence(PROMPT[:18], [10, 11], logprobs=4, logit_bias=((5, 100.0),), temperature=0.7)
+    silent = make_sequence(PROMPT[:20], [20, 21])
+    plan = StepPlan(prefills=(chunk(silent, 0, 20), chunk(forced, 0, 18)))
+    logprobs = torch.log_softmax(runner.forward(plan)[1].float(), dim=-1)
+    top = logprobs.topk(4)
+
+    result = runner.run(plan)
+
+    assert result.token_ids[1] == 5
+    assert result.logprobs == {
+        1: TokenLogprobs(float(logprobs[5]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
+    }
 
 
 def test_steps_without_samples_or_entries_give_nothing(runner: TorchModelRunner) -> None:
-    assert runner.run(StepPlan(prefills=(chunk(make_sequence(PROMPT, BLOCKS), 0, 30),))) == []
-    assert runner.run(StepPlan()) == []
+    assert runner.run(StepPlan(prefills=(chunk(make_sequence(PROMPT, BLOCKS), 0, 30),))) == StepResult([])
+    assert runner.run(StepPlan()) == StepResult([])
 
 
 def test_a_block_table_that_changed_in_place_is_read_again(runner: TorchModelRunner) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.engine.outbox import Outbox
 from disagg.proto.ids import GatewayId, RequestId
-from disagg.proto.messages import End, HandedOver, PrefillDone, StepUpdate, TokenOut
+from disagg.proto.messages import End, HandedOver, PrefillDone, StepUpdate, TokenLogprobs, TokenOut
 from tests.support.engine import key_of
 
 ONE, TWO = GatewayId("one"), GatewayId("two")
@@ -20,6 +20,17 @@ def test_tokens_of_an_attempt_are_one_entry_and_each_gateway_gets_its_own() -> N
     assert outbox.flush() == {
         ONE: StepUpdate(tokens=(TokenOut(A, 1, 4, (40, 50)), TokenOut(A, 2, 0, (60,)))),
         TWO: StepUpdate(tokens=(TokenOut(B, 1, 0, (10,)),)),
+    }
+
+
+def test_logprobs_go_with_the_tokens_of_the_attempts_that_have_them() -> None:
+    outbox = Outbox()
+    first, second = TokenLogprobs(-0.5, (4,), (-0.25,)), TokenLogprobs(-1.0, (5,), (-1.0,))
+    outbox.token(ONE, key_of("a"), 4, 40, first)
+    outbox.token(ONE, key_of("b"), 0, 10)
+    outbox.token(ONE, key_of("a"), 5, 50, second)
+    assert outbox.flush() == {
+        ONE: StepUpdate(tokens=(TokenOut(A, 1, 4, (40, 50), (first, second)), TokenOut(B, 1, 0, (10,))))
     }
 
 

@@ -77,7 +77,7 @@ def test_the_logits_are_left_alone(dtype: torch.dtype) -> None:
     before = values.clone()
     sequences = [
         sequence(temperature=0.0, repetition_penalty=2.0),
-        sequence(min_tokens=3, stop_token_ids=(4,)),
+        sequence(min_tokens=3, stop_token_ids=(4,), logit_bias=((5, 3.0),)),
         sequence(output=(3, 3), temperature=0.5, frequency_penalty=1.0, top_p=0.5),
     ]
     Sampler(50).sample(values, sequences)
@@ -212,6 +212,38 @@ def test_no_stop_id_before_min_tokens(temperature: float) -> None:
         sequence(output=output, temperature=temperature, min_tokens=2, stop_token_ids=(1, 2, 99)) for output in outputs
     ]
     assert Sampler(4).sample(logits(*[row] * 4), sequences) == [3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_bans_and_forces(temperature: float) -> None:
+    row = [1.0, 30.0, 2.0]
+    biases: list[tuple[tuple[int, float], ...]] = [(), ((1, -100.0),), ((0, 100.0),), ((1, -60.0), (0, 50.0))]
+    sequences = [sequence(temperature=temperature, logit_bias=bias) for bias in biases]
+    assert Sampler(3).sample(logits(*[row] * 4), sequences) == [1, 2, 0, 0]
+
+
+def test_a_bias_shifts_the_odds_and_a_token_that_is_named_twice_gets_both() -> None:
+    row = of_probabilities(0.6, 0.3, 0.1)
+    bias = ((2, math.log(2)), (0, math.log(0.25)), (2, math.log(1.5)))
+    sequences = [sequence(seed=seed, logit_bias=bias) for seed in range(300)]
+    found = Sampler(3).sample(torch.tensor([row] * 300), sequences)
+    assert found == [expected_token([0.2, 0.4, 0.4], uniform(seed, 0)) for seed in range(300)]
+
+
+def test_a_bias_comes_before_penalties() -> None:
+    # (-1 + 6) / 4 < 1.5, while -1 * 4 + 6 is more; (-1 + 7.5) / 4 is more than 1.5.
+    row = [-1.0, 1.5, 0.0]
+    repeated: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 4.0}
+    assert Sampler(3).sample(logits(row), [sequence(prompt=(0,), logit_bias=((0, 6.0),), **repeated)]) == [1]
+    assert Sampler(3).sample(logits(row), [sequence(prompt=(0,), logit_bias=((0, 7.5),), **repeated)]) == [0]
+
+
+def test_no_bias_brings_a_masked_stop_id_back() -> None:
+    sequences = [
+        sequence(output=output, temperature=0.0, min_tokens=1, stop_token_ids=(0,), logit_bias=((0, 100.0),))
+        for output in ((), (2,))
+    ]
+    assert Sampler(3).sample(logits(*[[1.0, 2.0, 3.0]] * 2), sequences) == [2, 0]
 
 
 def test_emitted_tokens_of_earlier_attempts_are_output() -> None:

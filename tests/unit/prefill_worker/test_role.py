@@ -30,7 +30,7 @@ from disagg.proto.handover import (
     Reserved,
 )
 from disagg.proto.ids import Incarnation, RequestId
-from disagg.proto.messages import Dispatch, SequenceSpec
+from disagg.proto.messages import Dispatch, SequenceSpec, TokenLogprobs
 from tests.support.roles import (
     GATEWAY,
     PlayedContext,
@@ -45,6 +45,7 @@ from tests.support.roles import (
 
 PEER = peer_of(info_of("d", "decode"))
 A = RequestId("a")
+LOGPROBS = TokenLogprobs(-0.5, (99,), (-0.5,))
 
 
 @pytest.fixture(autouse=True)
@@ -132,14 +133,14 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
         header = stream.message(ChunkHeader)
         assert (header.start_token, header.end_token, header.nbytes) == (4, 14, 80)
 
-        role.on_event(PrefillComputed(key_of("a"), GATEWAY, 99, 3))
+        role.on_event(PrefillComputed(key_of("a"), GATEWAY, 99, 3, LOGPROBS))
         assert [(done.request_id, done.cached_tokens) for done in context.prefilled] == [("a", 3)]
         context.command(Gather)
         role.on_event(Gathered(key_of("a"), 1, ok=True))
         last, commit = stream.sent()
         assert isinstance(last, ChunkHeader)
         assert isinstance(commit, Commit)
-        assert (commit.token_id, commit.num_chunks) == (99, 2)
+        assert (commit.token_id, commit.logprobs, commit.num_chunks) == (99, LOGPROBS, 2)
 
         for each in (header, last):
             received: asyncio.Queue[bool] = asyncio.Queue()
@@ -327,6 +328,27 @@ async def test_a_key_that_is_used_again_ends_and_hurts_nobody(streams: list[Play
         assert it.role.keys_of_gateway(GATEWAY) == []
         stream.say(AbortAck(request_id=A, attempt=1))
         await until(it.idle)
+
+
+async def test_waits_are_measured_and_hand_overs_counted(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        it.context.time += 1.5
+        await it.reserve(stream, cached_tokens=20)
+        it.context.time += 1.0
+        it.role.on_event(PrefillComputed(key_of("a"), GATEWAY, 99, 3, queue_s=0.25))
+        assert [(done.alloc_wait_s, done.queue_s) for done in it.context.prefilled] == [(1.5, 0.25)]
+        assert it.role.transfers() == []
+        stream.say(CommitAck(request_id=A, attempt=1, generation=1))
+        await until(it.idle)
+        assert [msgspec.to_builtins(count) for count in it.role.transfers()] == [
+            {"decode_worker": "d", "transport": "local", "num_transfers": 1, "num_bytes": 0, "failures": {}}
+        ]
+        it.dispatch(spec_of("b"))
+        await until(lambda: stream._sent)
+        stream.end()
+        await until(it.idle)
+        (count,) = it.role.transfers()
+        assert (count.num_transfers, count.failures) == (1, {"pair_lost": 1})
 
 
 async def test_an_empty_prompt_is_not_offered(streams: list[PlayedStream]) -> None:

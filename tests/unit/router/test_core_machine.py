@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from disagg.proto.errors import DeadlineError, RequestCancelledError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec, StepUpdate
+from disagg.router.api import TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
 from disagg.router.events import (
@@ -135,7 +136,7 @@ class RouterMachine(RuleBasedStateMachine):
             case CancelOn(worker_id=worker_id, key=key):
                 assert self.workers[worker_id].is_up
                 self.workers[worker_id].parts.pop(key, None)
-            case Emit(request_id=request_id, token_ids=token_ids):
+            case Emit(request_id=request_id, batch=TokenBatch(token_ids)):
                 client = self.clients[request_id]
                 assert not client.end
                 client.tokens.extend(token_ids)

@@ -7,11 +7,11 @@ import pytest
 
 from disagg.proto.errors import ConfigError, InternalError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
-from disagg.proto.messages import Cancel, SessionHello, StepUpdate, encode
+from disagg.proto.messages import Cancel, SessionHello, StepUpdate, TokenLogprobs, encode
 from disagg.router import wire
 from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
-from disagg.router.handle import Handle
+from disagg.router.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
 from disagg.router.wakeups import Wakeups
 from tests.support.router import tokens_update, worker_info
 
@@ -59,15 +59,24 @@ def handle() -> tuple[Handle, list[str]]:
 
 async def test_a_slow_consumer_gets_everything_at_once() -> None:
     it, _ = handle()
-    it.put([1])
-    it.put([2, 3])
+    it.put(TokenBatch([1]))
+    it.put(TokenBatch([2, 3]))
     assert await anext(it) == TokenBatch([1, 2, 3])
-    it.put([4])
+    it.put(TokenBatch([4]))
     it.finish(Completion("stop", 4, 0))
     assert (it.completion, it.error) == (None, None)
     assert [batch async for batch in it] == [TokenBatch([4])]
     assert it.completion == Completion("stop", 4, 0)
     assert [batch async for batch in it] == []
+
+
+async def test_logprobs_stay_with_their_tokens() -> None:
+    it, _ = handle()
+    it.put(TokenBatch([1], [TokenLogprobs(-0.5)]))
+    it.put(TokenBatch([2, 3], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)]))
+    assert await anext(it) == TokenBatch([1, 2, 3], [TokenLogprobs(-0.5), TokenLogprobs(-1.0), TokenLogprobs(-2.0)])
+    it.put(TokenBatch([4], [TokenLogprobs(-3.0)]))
+    assert await anext(it) == TokenBatch([4], [TokenLogprobs(-3.0)])
 
 
 async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
@@ -79,7 +88,7 @@ async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
     consumer = asyncio.create_task(consume())
     for token in (1, 2):
         await asyncio.sleep(0)
-        it.put([token])
+        it.put(TokenBatch([token]))
         await asyncio.sleep(0)
     it.finish(Completion("length", 2, 0))
     assert await consumer == [TokenBatch([1]), TokenBatch([2])]
@@ -87,7 +96,7 @@ async def test_a_waiting_consumer_is_woken_by_tokens_and_by_the_end() -> None:
 
 async def test_tokens_before_a_failure_are_delivered() -> None:
     it, _ = handle()
-    it.put([1])
+    it.put(TokenBatch([1]))
     it.fail(UnavailableError("gone", "worker_lost"))
     assert await anext(it) == TokenBatch([1])
     with pytest.raises(UnavailableError, match="gone"):
@@ -97,7 +106,7 @@ async def test_tokens_before_a_failure_are_delivered() -> None:
 
 async def test_after_a_cancel_nothing_is_delivered() -> None:
     it, cancelled = handle()
-    it.put([1])
+    it.put(TokenBatch([1]))
     it.cancel()
     assert cancelled == ["r0"]
     it.fail(RequestCancelledError("cancelled"))
@@ -107,9 +116,39 @@ async def test_after_a_cancel_nothing_is_delivered() -> None:
     assert cancelled == ["r0"]
 
 
+async def test_a_consumer_that_leaves_too_much_unread_is_lost() -> None:
+    it, cancelled = handle()
+    most = MAX_UNREAD_BYTES // num_bytes(TokenBatch([1000]))
+    it.put(TokenBatch([1000] * most))
+    assert (await anext(it)).token_ids == [1000] * most  # what was read counts no more
+    it.put(TokenBatch([1000] * most))
+    assert it.error is None
+    it.put(TokenBatch([1000]))
+    assert cancelled == []
+    await asyncio.sleep(0)
+    assert cancelled == ["r0"]
+    it.put(TokenBatch([1000]))
+    it.fail(RequestCancelledError("cancelled"))
+    with pytest.raises(UnavailableError) as lost:
+        await anext(it)
+    assert lost.value.code == "stream_lost"
+
+
+async def test_log_probabilities_may_take_more() -> None:
+    it, cancelled = handle()
+    one = TokenBatch([1], [TokenLogprobs(-1.0, (1, 2), (-1.0, -2.0))])
+    most = LOGPROBS_FACTOR * MAX_UNREAD_BYTES // num_bytes(one)
+    for _ in range(most):
+        it.put(one)
+    assert it.error is None
+    it.put(one)
+    await asyncio.sleep(0)
+    assert cancelled == ["r0"]
+
+
 async def test_the_first_end_counts() -> None:
     it, cancelled = handle()
-    it.put([1])
+    it.put(TokenBatch([1]))
     it.finish(Completion("stop", 1, 0))
     it.fail(RequestCancelledError("too late"))
     it.cancel()

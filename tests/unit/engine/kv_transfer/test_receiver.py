@@ -33,6 +33,7 @@ from disagg.proto.handover import (
     Refused,
     Reserved,
 )
+from disagg.proto.messages import TokenLogprobs
 from tests.support.pair import prompt_of, spec_of
 
 SPEC = spec_of("a", prompt_of(20))
@@ -91,8 +92,9 @@ def test_a_commit_after_the_last_chunk_joins_at_once() -> None:
     machine = receiver()
     machine.on_message(Offer(spec=SPEC), 0.0)
     machine.on_reserved(KEY, 20)
-    assert machine.on_message(Commit(**NAMED, token_id=7, num_chunks=0), 0.0) == [
-        JoinSequence(KEY, 7),
+    logprobs = TokenLogprobs(-0.5, (5,), (-0.25,))
+    assert machine.on_message(Commit(**NAMED, token_id=7, logprobs=logprobs, num_chunks=0), 0.0) == [
+        JoinSequence(KEY, 7, logprobs),
         Send(CommitAck(**NAMED)),
         ReceiveOver(KEY, "committed", "", kv_bytes=0, cached_tokens=20),
     ]

@@ -32,6 +32,7 @@ from disagg.proto.handover import (
     Refused,
     Reserved,
 )
+from disagg.proto.messages import TokenLogprobs
 from tests.support.pair import prompt_of, spec_of
 
 SPEC = spec_of("a", prompt_of(20))
@@ -90,7 +91,10 @@ def test_nothing_to_send_commits_at_once() -> None:
     machine.offer(SPEC, 0.0)
     machine.on_message(Reserved(**NAMED, cached_tokens=20), 0.0)
     assert machine.on_chunk_computed(KEY, 20) == []
-    assert machine.on_prefill_computed(KEY, 5) == [Send(Commit(**NAMED, token_id=5, num_chunks=0))]
+    logprobs = TokenLogprobs(-0.5, (5,), (-0.5,))
+    assert machine.on_prefill_computed(KEY, 5, logprobs) == [
+        Send(Commit(**NAMED, token_id=5, logprobs=logprobs, num_chunks=0))
+    ]
 
 
 def test_without_a_credit_a_gathered_chunk_waits() -> None:
