@@ -9,6 +9,7 @@ no use for it; 1 when the start failed; 3 when the running process broke.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -17,7 +18,9 @@ import msgspec
 
 from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.host import Host, StartError
-from disagg.cluster.process_tools import StopFlag, Stopped, read_config, setup_logging, terminate_when_orphaned
+from disagg.cluster.logs import setup_logging
+from disagg.cluster.process_tools import StopFlag, Stopped, read_config, terminate_when_orphaned
+from disagg.proto.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +37,20 @@ class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_
     content: C
     controller: str
     """host:port."""
+    secret: ClusterSecret
+    """Of the cluster."""
 
 
-def run_child(kind: type[C], make_host: Callable[[C, Resolve], Host]) -> int:
+def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Host]) -> int:
     """Be a child process with this configuration type and content; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
     stop = StopFlag(signal.SIGTERM)
-    setup_logging()
+    setup_logging(os.environ)
     try:
         with stop.interruptible():
             config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # mypy knows no type arguments at run time
             terminate_when_orphaned()
-            host = make_host(config.content, lambda: config.controller)
+            host = make_host(config.content, lambda: config.controller, config.secret)
             host.start()
     except Stopped:
         return 0

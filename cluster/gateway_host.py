@@ -17,7 +17,8 @@ import threading
 from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.launch import GatewayLaunch
-from disagg.cluster.process_tools import describe, pin_process
+from disagg.cluster.process_tools import allow_open_files, describe, pin_process
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.server import RouterServer
@@ -33,12 +34,15 @@ class GatewayHost:
     """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
     finds."""
 
-    def __init__(self, launch: GatewayLaunch, resolve: Resolve) -> None:
+    def __init__(self, launch: GatewayLaunch, resolve: Resolve, secret: ClusterSecret) -> None:
         self._launch = launch
         self._resolve = resolve
+        self._secret = secret
         self._ready = threading.Event()
         self.address = ""
         """host:port for clients, once it has started."""
+        self.http_address = ""
+        """The same of HTTP; empty where it serves none."""
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -50,6 +54,7 @@ class GatewayHost:
     def start(self) -> None:
         """Connect to the workers, listen, tell the controller; see `Host`."""
         pin_process(self._launch.cores)
+        allow_open_files()
         self._thread.start()
         self._ready.wait()
         if self._error is not None:
@@ -78,8 +83,8 @@ class GatewayHost:
     async def _main(self) -> None:
         launch = self._launch
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        router = RouterServer(launch.router, launch.gateway_id, list(launch.workers))
-        link = ControllerLink(launch.gateway_id, self._resolve, router, launch.workers)
+        router = RouterServer(launch.router, launch.gateway_id, list(launch.workers), self._secret)
+        link = ControllerLink(launch.gateway_id, self._resolve, router, self._secret, launch.workers)
         try:
             gateway = await self._open(router, link)
         except Exception as error:
@@ -88,8 +93,8 @@ class GatewayHost:
             await router.stop()
             raise
         try:
-            self.address = gateway.address
-            link.start(gateway.address, os.getpid())
+            self.address, self.http_address = gateway.address, gateway.http_address
+            link.start(gateway.address, os.getpid(), self.http_address)
             self._ready.set()
             await self._stop.wait()
         finally:

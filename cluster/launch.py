@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 import time
 import uuid
@@ -20,6 +21,7 @@ from disagg.cluster.errors import LaunchError
 from disagg.cluster.models import FAKE_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
 from disagg.engine.config import WorkerConfig
+from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, PoolName
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
@@ -83,6 +85,11 @@ class Cluster(ABC):
         return changes.address_of(self.state())
 
     @property
+    def http_address(self) -> str:
+        """The same of HTTP; empty also where the gateway serves none."""
+        return next((g.http_address for g in self.state().gateways if g.http_address), "")
+
+    @property
     def workers(self) -> list[WorkerInfo]:
         """The workers that can be used, in the order of their pools."""
         return [record.info for record in self.state().workers if record.phase == "ready" and record.info is not None]
@@ -96,7 +103,7 @@ class Cluster(ABC):
         """Blocks until requests can be served; raises `LaunchError`, `ConfigError` or what `check_stop` raises, and
         then nothing is left running."""
         try:
-            check_port(self._plan.config)
+            check_gateway(self._plan.config)
             deadline = time.monotonic() + self._start_timeout_s
             self._open(check_stop)
             self._wait_settled(deadline, check_stop)
@@ -181,17 +188,30 @@ class LaunchPlan:
         """Any worker of a pool, also beyond its configured size."""
         return layout.worker_config(self.config, pool, index, self.model_path, self.available)
 
-    def gateway(self, infos: Sequence[WorkerInfo], port: int | None = None) -> GatewayLaunch:
-        """What the gateway is told when these workers are there, all of one model. `port`: where an earlier life of it
-        listened."""
+    def gateway(
+        self, infos: Sequence[WorkerInfo], port: int | None = None, http_port: int | None = None
+    ) -> GatewayLaunch:
+        """What the gateway is told when these workers are there, all of one model. `port`, `http_port`: where an
+        earlier life of it listened."""
         config = layout.gateway_config(self.config, self.model_path, infos)
         return GatewayLaunch(
-            gateway=config if port is None else msgspec.structs.replace(config, port=port),
+            gateway=listening_at(config, port, http_port),
             router=layout.router_config(self.config),
             gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
             workers=tuple(infos),
             cores=self.cores.gateway,
         )
+
+
+def listening_at(config: GatewayConfig, port: int | None, http_port: int | None) -> GatewayConfig:
+    """The same gateway at the ports that are given."""
+    known = {"port": port, "http_port": http_port}
+    return msgspec.structs.replace(config, **{name: value for name, value in known.items() if value is not None})
+
+
+def port_of(address: str) -> int | None:
+    """Of host:port; None for an empty address."""
+    return int(address.rpartition(":")[2]) if address else None
 
 
 def plan_launch(config: ClusterConfig) -> LaunchPlan:
@@ -201,17 +221,32 @@ def plan_launch(config: ClusterConfig) -> LaunchPlan:
     return LaunchPlan(config, model_path, available_cores())
 
 
-def check_port(config: ClusterConfig) -> None:
-    """Find out before models are loaded that the gateway's port is taken; raises `LaunchError`."""
-    host, port = config.gateway.host, config.gateway.port
+def check_gateway(config: ClusterConfig) -> None:
+    """Find out before models are loaded that a port of the gateway is taken, or that its keys or certificates cannot be
+    used; raises `LaunchError` or `ConfigError`."""
+    from disagg.router.gateway.security import check_files  # loads gRPC
+
+    gateway = config.gateway
+    check_files(gateway.api_keys, gateway.tls)
+    _check_port(gateway.host, gateway.port, "--port 0 takes any free one")
+    if (http_port := gateway.chosen_http_port) is not None:
+        _check_port(gateway.host, http_port, "set gateway.http_port; --port 0 takes any free ones")
+
+
+def _check_port(host: str, port: int, advice: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            advice = "; try --port 0 for any free port" if error.errno == errno.EADDRINUSE else ""
-            raise LaunchError(f"gateway: cannot listen on {host}:{port} ({error.strerror}){advice}") from None
+            hint = f"; {advice}" if error.errno == errno.EADDRINUSE else ""
+            raise LaunchError(f"gateway: cannot listen on {host}:{port} ({error.strerror}){hint}") from None
+
+
+def new_secret() -> ClusterSecret:
+    """What the processes of a new cluster know each other by."""
+    return ClusterSecret(secrets.token_bytes(NUM_BYTES))
 
 
 def with_log(reason: str, log_tail: str) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_OPEN_FILES = 1 << 16
+"""More than a gateway's connections; some systems refuse to set `unlimited`."""
 KILL_TIMEOUT_S = 5.0
 """How long the kernel may take to end a killed process."""
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def available_cores() -> tuple[int, ...]:
@@ -55,6 +56,21 @@ def pin_process(cores: Iterable[int]) -> bool:
             logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
             return False
     return True
+
+
+def allow_open_files(wanted: int = MAX_OPEN_FILES) -> int:
+    """Raise this process's limit of open files to `wanted`, or as far as is allowed; never lower it. Usual limits (256,
+    1024) are less than the connections that a gateway shall take: it could accept none until some close.
+
+    Returns:
+        The limit now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
@@ -181,14 +197,6 @@ def describe(error: BaseException) -> str:
     """One line: the message of errors made for users, with the type for others."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
-
-
-def setup_logging() -> None:
-    """Warnings and up to standard error; `DISAGG_LOG=info` or `debug` for more."""
-    level = os.environ.get("DISAGG_LOG", "warning").upper()
-    logging.basicConfig(
-        stream=sys.stderr, level=level if level in logging.getLevelNamesMapping() else "WARNING", format=LOG_FORMAT
-    )
 
 
 @dataclass(frozen=True, slots=True)

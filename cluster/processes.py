@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from disagg.cluster import changes
-from disagg.cluster.config import ClusterConfig
+from disagg.cluster.config import ClusterConfig, LoggingConfig
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import (
     GATEWAY,
@@ -35,11 +35,14 @@ from disagg.cluster.launch import (
     Cluster,
     GatewayLaunch,
     Progress,
+    new_secret,
     no_progress,
     with_log,
 )
+from disagg.cluster.logs import log_environment
 from disagg.cluster.process_tools import describe_exit, last_lines, thread_environment
 from disagg.engine.config import WorkerConfig
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.ids import WorkerId
 
@@ -69,9 +72,15 @@ class Child:
 
 
 def start_child(
-    name: str, module: str, config: msgspec.Struct, controller: str, log_dir: Path, environment: Mapping[str, str]
+    name: str,
+    module: str,
+    config: msgspec.Struct,
+    controller: str,
+    secret: ClusterSecret,
+    log_dir: Path,
+    environment: Mapping[str, str],
 ) -> Child:
-    """Start `python -m module` and hand it its configuration. A log of that name goes on."""
+    """Start `python -m module` and hand it its configuration and the cluster's secret. A log of that name goes on."""
     log = log_dir / f"{name}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -85,7 +94,8 @@ def start_child(
     child = Child(name, process, log)
     try:
         pipe = _pipe(child)
-        pipe.write(msgspec.json.encode({"content": config, "controller": controller}) + b"\n")
+        start = {"content": config, "controller": controller, "secret": secret}
+        pipe.write(msgspec.json.encode(start) + b"\n")
         pipe.flush()
     except BrokenPipeError:  # it ended already; its exit status and log say why
         pass
@@ -118,13 +128,18 @@ def _pipe(child: Child) -> IO[bytes]:
     return child.process.stdin
 
 
+DEFAULT_LOGGING = LoggingConfig()
+
+
 class ProcessLauncher:
     """Implements `launcher.Launcher` with child processes. Owner of them; safe to look at from other threads."""
 
     restarts = False
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, secret: ClusterSecret, logs: LoggingConfig = DEFAULT_LOGGING) -> None:
         self._log_dir = log_dir
+        self._logs = logs
+        self._secret = secret
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
         """The latest life of each name, until it is stopped; guarded by the lock."""
@@ -171,7 +186,13 @@ class ProcessLauncher:
     def _start(self, name: str, module: str, config: msgspec.Struct, controller_address: str, num_threads: int) -> None:
         try:
             child = start_child(
-                name, module, config, controller_address, self._log_dir, thread_environment(num_threads)
+                name,
+                module,
+                config,
+                controller_address,
+                self._secret,
+                self._log_dir,
+                thread_environment(num_threads) | log_environment(self._logs.level, self._logs.format, os.environ),
             )
         except OSError as error:
             raise LaunchError(f"{module} cannot be run: {error}") from error
@@ -200,6 +221,8 @@ class ProcessCluster(Cluster):
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         super().__init__(config, progress, start_timeout_s)
+        self.secret = new_secret()
+        """What its processes know each other by."""
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir
         self._launcher: ProcessLauncher | None = None
@@ -219,8 +242,8 @@ class ProcessCluster(Cluster):
     def _open(self, check_stop: CheckStop) -> None:
         from disagg.cluster.control.local import LocalController  # loads gRPC
 
-        self._launcher = ProcessLauncher(self._make_log_dir())
-        self._controller = LocalController(self._plan, self._launcher)
+        self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
+        self._controller = LocalController(self._plan, self._launcher, self.secret)
         self._controller.start()
 
     def _make_log_dir(self) -> Path:

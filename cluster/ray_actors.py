@@ -28,8 +28,9 @@ import msgspec
 from disagg.cluster import ray_store
 from disagg.cluster.core_claims import CoreClaims, shared_folder
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import GatewayLaunch, plan_launch
-from disagg.cluster.process_tools import available_cores, describe, pin_process, setup_logging
+from disagg.cluster.launch import GatewayLaunch, listening_at, plan_launch, port_of
+from disagg.cluster.logs import log_environment, setup_logging
+from disagg.cluster.process_tools import available_cores, describe, pin_process
 from disagg.cluster.ray_names import CONTROLLER, ControllerAnswer, ControllerSettings, ProcessSettings
 from disagg.cluster.restart_pause import Starts, next_start
 from disagg.engine.config import WorkerConfig
@@ -89,7 +90,7 @@ class HostActor:
     """A worker or the gateway; see the module docstring. `content` is a `WorkerConfig` or a `GatewayLaunch`."""
 
     def __init__(self, settings: bytes, content: bytes) -> None:
-        setup_logging()
+        setup_logging(os.environ)
         self._settings = msgspec.json.decode(settings, type=ProcessSettings)
         pin_process(self._settings.cores)
         self._find = ControllerFinder()
@@ -133,13 +134,17 @@ class HostActor:
         if self._settings.kind == "gateway":
             from disagg.cluster.gateway_host import GatewayHost
 
-            gateway = GatewayHost(as_before(msgspec.json.decode(content, type=GatewayLaunch), self._find), self._find)
+            launch = as_before(msgspec.json.decode(content, type=GatewayLaunch), self._find)
+            gateway = GatewayHost(launch, self._find, ray_store.cluster_secret())
             gateway.start()
-            ray_store.save(ray_store.GATEWAY_PORT, int(gateway.address.rpartition(":")[2]))
+            ray_store.save(ray_store.GATEWAY_PORT, port_of(gateway.address))
+            if gateway.http_address:
+                ray_store.save(ray_store.GATEWAY_HTTP_PORT, port_of(gateway.http_address))
             return gateway
         from disagg.cluster.worker_host import WorkerHost
 
-        worker = WorkerHost(self._here(msgspec.json.decode(content, type=WorkerConfig)), self._find)
+        config = self._here(msgspec.json.decode(content, type=WorkerConfig))
+        worker = WorkerHost(config, self._find, ray_store.cluster_secret())
         worker.start()
         return worker
 
@@ -168,8 +173,9 @@ class ControllerActor:
     """
 
     def __init__(self, settings: bytes) -> None:
-        setup_logging()
         self._settings = msgspec.json.decode(settings, type=ControllerSettings)
+        logs = self._settings.config.logging
+        setup_logging(log_environment(logs.level, logs.format, os.environ))
         pin_process(self._settings.cores)
         self._answer: ControllerAnswer | None = None
         self._answered = threading.Event()
@@ -212,6 +218,7 @@ class ControllerActor:
         controller = Controller(
             plan,
             RayLauncher(settings),
+            ray_store.cluster_secret(),
             node_address() if settings.config.network.bind == "node" else LOOPBACK,
             settings.config.controller.port,
             sizes=ray_store.load(ray_store.SIZES, dict[PoolName, int]),
@@ -242,9 +249,10 @@ def as_before(launch: GatewayLaunch, resolve: Resolve) -> GatewayLaunch:
     port = ray_store.load(ray_store.GATEWAY_PORT, int)
     if port is None:
         return launch
+    http_port = ray_store.load(ray_store.GATEWAY_HTTP_PORT, int)
     return msgspec.structs.replace(
         launch,
-        gateway=msgspec.structs.replace(launch.gateway, port=port),
+        gateway=listening_at(launch.gateway, port, http_port),
         gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
         workers=present_workers(resolve) or launch.workers,
     )
@@ -255,8 +263,8 @@ def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
     from disagg.cluster.control.control_link import ask
 
     try:
-        state = ask(resolve(), StateRequest())
-    except (LookupError, UnavailableError) as error:
+        state = ask(resolve(), StateRequest(), ray_store.cluster_secret())
+    except (LookupError, UnavailableError, LaunchError) as error:
         logger.warning("%s", error)
         return ()
     if not isinstance(state, ControlState):

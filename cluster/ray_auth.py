@@ -26,7 +26,7 @@ _WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 def prepare_token() -> None:
     """Let Ray's client use the token that is there. To be called before `ray` is imported for the first time: its
     compiled half reads the mode when it loads."""
-    if "RAY_AUTH_MODE" not in os.environ and _has_token():
+    if "RAY_AUTH_MODE" not in os.environ and has_token():
         os.environ["RAY_AUTH_MODE"] = TOKEN_MODE
 
 
@@ -72,7 +72,8 @@ def _raw_token() -> str:
         raise LaunchError(f"ray.address: no token can be read ({' '.join(str(error).split())})") from None
 
 
-def _has_token() -> bool:
+def has_token() -> bool:
+    """Whether Ray's client would find a token."""
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return True
     return Path("~/.ray/auth_token").expanduser().is_file()

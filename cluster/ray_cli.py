@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from disagg.cluster.terminal import console, examples
 
 app = typer.Typer(help="A cluster that stands in a Ray cluster: start, stop, status.", no_args_is_help=True)
 
@@ -18,7 +17,7 @@ RayAddressOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog=examples("disagg cluster start --config deploy/ray/disagg.yaml --wait"))
 def start(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration.")] = None,
     ray_address: RayAddressOption = None,
@@ -32,28 +31,22 @@ def start(
 
     settings = load_config(config)
     address = ray_operate.ray_address(settings, ray_address)
-    ray_operate.run_start(settings, address, _console(), timeout if wait else None)
+    ray_operate.run_start(settings, address, console(), timeout if wait else None)
 
 
-@app.command()
+@app.command(epilog=examples("disagg cluster stop"))
 def stop(ray_address: RayAddressOption = None) -> None:
     """End everything of ours in the Ray cluster; Ray itself stays."""
     from disagg.cluster import ray_operate
     from disagg.cluster.ray_session import AUTO
 
-    ray_operate.run_stop(ray_address or AUTO, _console())
+    ray_operate.run_stop(ray_address or AUTO, console())
 
 
-@app.command()
+@app.command(epilog=examples("disagg cluster status", "disagg cluster status --ray-address 10.0.0.5:6379"))
 def status(ray_address: RayAddressOption = None) -> None:
     """Show pools, workers and gateway, also while no gateway serves."""
     from disagg.cluster import ray_operate
     from disagg.cluster.ray_session import AUTO
 
-    ray_operate.run_status(ray_address or AUTO, _console())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
+    ray_operate.run_status(ray_address or AUTO, console())

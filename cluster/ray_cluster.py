@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from disagg.cluster import changes
+from disagg.cluster import changes, ray_store
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.control.control_link import ask
 from disagg.cluster.errors import LaunchError
@@ -28,6 +28,7 @@ from disagg.cluster.ray_standing import (
     find_controller,
     wait_for_answer,
 )
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
 
@@ -52,6 +53,7 @@ class RayCluster(Cluster):
         self._controller: Any | None = None
         self._line = ""
         """host:port of the controller, where it was last."""
+        self._secret: ClusterSecret | None = None
         self._state: ControlState = changes.NOTHING
 
     @property
@@ -67,6 +69,7 @@ class RayCluster(Cluster):
         cores = available_cores() if self._is_private else ()
         settings = ControllerSettings(config=self._plan.config, cores=cores, is_private=self._is_private)
         self._controller = create_controller(settings, detached=False)
+        self._secret = ray_store.cluster_secret()
         self._line = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
 
     def state(self) -> ControlState:
@@ -95,8 +98,10 @@ class RayCluster(Cluster):
             UnavailableError: while it is away.
             LaunchError: when it is gone for good.
         """
+        if self._secret is None:
+            raise UnavailableError("the cluster was not started", "controller_away")
         try:
-            return ask(self._line, request)
+            return ask(self._line, request, self._secret)
         except UnavailableError:
             if find_controller() is None:
                 raise LaunchError("the controller is gone for good; Ray does not start it again") from None

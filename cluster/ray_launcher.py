@@ -11,6 +11,7 @@ waits until there is one, which an autoscaler may bring.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,6 +22,7 @@ from disagg.cluster import ray_store
 from disagg.cluster.config import PoolConfig, active_pools
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import GATEWAY, GatewayLaunch
+from disagg.cluster.logs import log_environment
 from disagg.cluster.process_tools import ProcessRef, describe, end_processes, thread_environment
 from disagg.cluster.ray_names import (
     NODE_ID_LABEL,
@@ -167,13 +169,17 @@ class RayLauncher:
                 lifetime="detached",
                 max_restarts=-1,
                 num_cpus=0,
-                runtime_env={"env_vars": thread_environment(num_threads)},
+                runtime_env={"env_vars": self._environment(num_threads)},
                 **options,
             )
             self._actors[name] = actor_class.remote(msgspec.json.encode(settings), msgspec.json.encode(content))
         except (ValueError, ray.exceptions.RayError) as error:
             self._stop([name])
             raise LaunchError(f"Ray cannot start it: {describe(error)}") from error
+
+    def _environment(self, num_threads: int) -> dict[str, str]:
+        logs = self._config.logging
+        return thread_environment(num_threads) | log_environment(logs.level, logs.format, os.environ)
 
     def _worker_bundle(self, config: WorkerConfig) -> Bundle:
         import ray

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from disagg.cluster import changes, ray_store
 from disagg.cluster.config import ClusterConfig
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import GATEWAY, START_TIMEOUT_S, check_port, never_stop
+from disagg.cluster.launch import GATEWAY, START_TIMEOUT_S, check_gateway, never_stop
 from disagg.cluster.ray_names import ControllerSettings
 from disagg.cluster.ray_session import AUTO, JoinedSession
 from disagg.cluster.ray_standing import (
@@ -29,6 +28,7 @@ from disagg.cluster.ray_standing import (
     find_controller,
     wait_for_answer,
 )
+from disagg.cluster.terminal import table
 from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
 
@@ -53,7 +53,7 @@ def run_start(config: ClusterConfig, address: str, console: Console, wait_s: flo
     """
     with joined(address):
         if find_controller() is None:
-            check_port(config)
+            check_gateway(config)
             _create(config)
             console.print("the controller runs and starts the workers as nodes come", highlight=False)
         else:
@@ -167,16 +167,17 @@ def _is_any(host: str) -> bool:
 
 def show(state: ControlState, console: Console) -> None:
     """Pools, workers, gateways, and what is not well."""
-    pools = _table("pool", "ready", "desired")
+    pools = table("pool", "ready", "desired")
     for pool in state.pools:
         pools.add_row(pool.name, str(pool.ready), str(pool.desired))
-    processes = _table("process", "phase", "pid", "address", "starts")
+    processes = table("process", "phase", "pid", "address", "starts")
     for worker in state.workers:
         info = worker.info
         pid, address = (str(info.pid), info.address) if info is not None else ("", "")
         processes.add_row(worker.worker_id, worker.phase, pid, address, str(worker.num_starts))
     for gateway in state.gateways:
-        processes.add_row(GATEWAY, gateway.phase, str(gateway.pid or ""), gateway.address, "")
+        http = f" (HTTP {gateway.http_address})" if gateway.http_address else ""
+        processes.add_row(GATEWAY, gateway.phase, str(gateway.pid or ""), f"{gateway.address}{http}", "")
     console.print(pools)
     console.print()
     console.print(processes)
@@ -185,10 +186,3 @@ def show(state: ControlState, console: Console) -> None:
     for name, phase, detail in notes:
         if detail and phase != "ready":
             console.print(f"{name}: {escape(detail)}", highlight=False, soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
-    for column in columns:
-        table.add_column(column)
-    return table

@@ -16,7 +16,7 @@ from disagg.cluster import ray_store
 from disagg.cluster.config import ClusterConfig, active_pools
 from disagg.cluster.control.control_link import ask
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import CHECK_STOP_INTERVAL_S
+from disagg.cluster.launch import CHECK_STOP_INTERVAL_S, new_secret
 from disagg.cluster.ray_launcher import find_actor, present_actors, present_groups, remove_group, stop_actors
 from disagg.cluster.ray_names import CONTROLLER, ControllerAnswer, ControllerSettings
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
@@ -51,6 +51,7 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
         raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")
     sweep()
     ray_store.save(ray_store.CONFIG, settings.config)
+    ray_store.save(ray_store.SECRET, new_secret())
     here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
     actor_class = ray.remote(ControllerActor).options(
@@ -98,7 +99,7 @@ def ask_controller(request: ControlRequest) -> ControlReply:
     address = controller_address()
     if address is None:
         raise UnavailableError("the controller does not listen yet", "controller_away")
-    return ask(address, request)
+    return ask(address, request, ray_store.cluster_secret())
 
 
 def end_controller(actor: Any | None) -> None:

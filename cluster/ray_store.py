@@ -10,18 +10,25 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from disagg.cluster.errors import LaunchError
+from disagg.proto.cluster_secret import ClusterSecret
+
 NAMESPACE: Final = "disagg"
 
 T = TypeVar("T")
 
 CONFIG: Final = "config"
 """`ClusterConfig` as it was started."""
+SECRET: Final = "secret"
+"""`ClusterSecret` of the cluster. Whoever Ray lets in can read it: Ray's token guards both."""
 SIZES: Final = "sizes"
 """Pool name -> desired size, after the first `scale`."""
 CONTROLLER_ADDRESS: Final = "controller"
 """host:port of the controller's present life."""
 GATEWAY_PORT: Final = "gateway-port"
 """Where the gateway listened first, and so listens again."""
+GATEWAY_HTTP_PORT: Final = "gateway-http-port"
+"""The same of HTTP."""
 _STARTS: Final = "starts/"
 _FAILURE: Final = "failure/"
 
@@ -41,6 +48,14 @@ def load(key: str, kind: type[T]) -> T | None:
     head is away."""
     found = _kv()._internal_kv_get(key, namespace=NAMESPACE)
     return None if found is None else msgspec.json.decode(found, type=kind)
+
+
+def cluster_secret() -> ClusterSecret:
+    """What the cluster's processes know each other by. Raises `LaunchError` where there is no cluster of ours."""
+    secret = load(SECRET, ClusterSecret)
+    if secret is None:
+        raise LaunchError("there is no cluster of ours in that Ray")
+    return secret
 
 
 def save(key: str, value: object) -> None:

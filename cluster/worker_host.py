@@ -12,6 +12,7 @@ from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import RoleName
 
@@ -23,13 +24,14 @@ ROLE_FACTORIES: dict[RoleName, RoleFactory] = {"prefill": PrefillRole, "decode":
 class WorkerHost:
     """A worker with its roles, registered with the controller that `resolve` finds."""
 
-    def __init__(self, config: WorkerConfig, resolve: Resolve) -> None:
+    def __init__(self, config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> None:
         self._config = config
         self._resolve = resolve
-        self._worker = Worker(config, [ROLE_FACTORIES[role] for role in config.roles])
+        self._secret = secret
+        self._worker = Worker(config, [ROLE_FACTORIES[role] for role in config.roles], secret)
         self.crashed = self._worker.crashed
         self.unwanted = threading.Event()
-        self._link = RegisterLink(resolve, self.unwanted.set)
+        self._link = RegisterLink(resolve, secret, self.unwanted.set)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""
@@ -39,7 +41,7 @@ class WorkerHost:
             pin_process(self._config.cores)  # threads that libraries pinned or started otherwise
         except Exception as error:
             logger.exception("%s could not start", self._config.worker_id)
-            report_failure(self._resolve, WorkerId(self._config.worker_id), describe(error))
+            report_failure(self._resolve, self._secret, WorkerId(self._config.worker_id), describe(error))
             raise StartError(describe(error)) from error
         self._link.start(info)
 

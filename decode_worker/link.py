@@ -181,8 +181,8 @@ class PrefillLink:
                     self._scatters.add((effect.key, effect.seq))
                     data = self._buffer(effect.slot)[: effect.nbytes]
                     self._context.post(Scatter(effect.key, effect.seq, effect.start, effect.end, data))
-                case JoinSequence(key, token_id):
-                    self._context.post(Join(key, token_id))
+                case JoinSequence(key, token_id, logprobs):
+                    self._context.post(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
                 case ReceiveOver():

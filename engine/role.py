@@ -14,14 +14,17 @@ from disagg.engine.commands import Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.outbox import Outbox
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Dispatch, PeerRef, RoleName, WorkerInfo
+from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount, WorkerInfo
 
 
 class RoleContext(Protocol):
     """What a role may use of its worker."""
 
     config: WorkerConfig
+    cluster_secret: ClusterSecret
+    """For calls to other workers."""
     outbox: Outbox
 
     @property
@@ -89,6 +92,10 @@ class Role(Protocol):
 
     def on_event(self, event: Event) -> None:
         """An engine event about one of this role's attempts."""
+        ...
+
+    def transfers(self) -> list[TransferCount]:
+        """What it sent to each decode worker since the start."""
         ...
 
     def tick(self, now: float) -> None:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import msgspec
 
-from disagg.engine.engine_thread import EngineStoppedError
+from disagg.engine.counters import WorkerCounters
+from disagg.engine.engine_thread import Batch, EngineStoppedError
+from disagg.engine.guard import ClusterGuard
 from disagg.engine.mailbox import Mailbox
 from disagg.engine.step_sampler import StepSampler
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
     AuditRequest,
@@ -27,6 +30,7 @@ from disagg.proto.messages import (
     StepSample,
     StepUpdate,
     WatchRequest,
+    WorkerMetrics,
     WorkerReport,
     decoder,
     encode,
@@ -88,13 +92,14 @@ class _Watch:
 class WorkerService:
     """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
 
-    def __init__(self, worker: Worker, load: Load) -> None:
+    def __init__(self, worker: Worker, load: Load, secret: ClusterSecret) -> None:
         self._worker = worker
         self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
         self._watches: set[_Watch] = set()
         self._load = load
+        self._counters = WorkerCounters()
         self._from_gateway = decoder(GatewayToWorker)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=(ClusterGuard(secret),), options=SERVER_OPTIONS)
 
     async def bind(self, host: str, port: int, role_handlers: Sequence[Any]) -> int:
         """Listen; the port that was bound. Raises `RuntimeError` when the address cannot be bound."""
@@ -128,14 +133,15 @@ class WorkerService:
             self._end_session(gateway_id, session)
         return True
 
-    def publish(self, load: Load, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
+    def publish(self, batch: Batch) -> None:
         """Note load, KV events and step of one engine turn for the report streams."""
-        changed = bool(kv_events) or load != self._load
-        self._load = load
+        self._counters.note(batch.step, batch.totals)
+        changed = bool(batch.kv_events) or batch.load != self._load
+        self._load = batch.load
         if not changed:
             return
         for watch in self._watches:
-            watch.note(kv_events, step)
+            watch.note(batch.kv_events, batch.step)
 
     # ------------------------------------------------------------ handlers
 
@@ -193,12 +199,14 @@ class WorkerService:
         await _decode_or_abort(frame, WatchRequest, context)
         config, info = self._worker.config, self._worker.info
         watch = _Watch()
+        metrics: WorkerMetrics | None = None
         # Registered before its snapshot is taken, so that no event is in neither.
         self._watches.add(watch)
         sequence = 0
         try:
             while True:
                 kv_events = await watch.take_events(self._worker.prefix_snapshot)
+                before, metrics = metrics, self._counters.metrics(self._worker.transfers())
                 report = WorkerReport(
                     worker_id=info.worker_id,
                     incarnation=info.incarnation,
@@ -206,6 +214,7 @@ class WorkerService:
                     load=self._load,
                     kv_events=kv_events,
                     steps=watch.steps.take(),
+                    metrics=None if metrics == before else metrics,
                 )
                 yield encode(report)
                 sequence += 1

@@ -34,6 +34,7 @@ from disagg.engine.kv_transfer.effects import (
     StartPrefill,
 )
 from disagg.engine.kv_transfer.pair_state import TransitionError
+from disagg.engine.kv_transfer.reasons import PAIR_LOST
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector
 from disagg.engine.plan import Buffer
@@ -41,7 +42,7 @@ from disagg.engine.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
 from disagg.proto.handover import PairWelcome
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import PeerRef, SequenceSpec
+from disagg.proto.messages import PeerRef, SequenceSpec, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class _Waiting(NamedTuple):
 class LinkCallbacks:
     """What a link tells the role."""
 
+    on_reserved: Callable[[AttemptKey], None]
+    """The decode worker has room for the attempt, and its prefill begins."""
     on_over: Callable[[SendOver], None]
     """Once per offered attempt."""
     on_closed: Callable[[DecodeLink], None]
@@ -86,7 +89,7 @@ class DecodeLink:
         self._waiting: dict[AttemptKey, _Waiting] = {}
         self._gathers: dict[tuple[AttemptKey, int], GatherChunk] = {}
         """Copies that the engine still owes."""
-        self._stream = PairStream(peer)
+        self._stream = PairStream(peer, context.cluster_secret)
         self._sender: Sender | None = None
         self._transport: PairTransport | None = None
         self._buffers: dict[int, Buffer] = {}
@@ -118,13 +121,13 @@ class DecodeLink:
                 assert self._sender is not None
                 self._carry_out(self._sender.on_message(message, self._context.now()))
                 self._context.flush()
-            reason = f"{self.peer.worker_id} ended the control stream"
+            reason = f"{PAIR_LOST} {self.peer.worker_id}: it ended the control stream"
         except (PairError, OSError, RuntimeError, ValueError) as error:
-            reason = f"pair with {self.peer.worker_id}: {error}"
+            reason = f"{PAIR_LOST} {self.peer.worker_id}: {error}"
             logger.warning("%s", reason)
         except Exception:
             # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
-            reason = f"the pair with {self.peer.worker_id} failed"
+            reason = f"{PAIR_LOST} {self.peer.worker_id}: a fault of this worker"
             logger.exception("%s", reason)
         finally:
             self._is_shutting_down = True
@@ -192,10 +195,10 @@ class DecodeLink:
         if self._sender is not None:
             self._carry_out(self._sender.on_chunk_computed(key, num_computed))
 
-    def on_prefill_computed(self, key: AttemptKey, token_id: int) -> None:
+    def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """The engine computed the prompt and sampled its first token."""
         if self._sender is not None:
-            self._carry_out(self._sender.on_prefill_computed(key, token_id))
+            self._carry_out(self._sender.on_prefill_computed(key, token_id, logprobs))
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool) -> None:
         """The engine filled a staging slot."""
@@ -231,6 +234,7 @@ class DecodeLink:
                 case Send(message):
                     self._stream.send(message)  # type: ignore[arg-type]  # A sender says what senders say.
                 case StartPrefill(spec):
+                    self._callbacks.on_reserved(spec.key)
                     self._context.post(Add(spec, hold_after_prefill=True))
                 case GatherChunk():
                     self._gather(effect)

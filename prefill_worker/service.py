@@ -11,6 +11,7 @@ import grpc
 import msgspec
 
 from disagg.engine.mailbox import Mailbox
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.messages import PeerRef, WorkerInfo, decoder, encode
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
@@ -27,8 +28,9 @@ class PairError(Exception):
 class PairStream:
     """One life of a control stream to a decode worker. Owner: the asyncio thread."""
 
-    def __init__(self, peer: PeerRef) -> None:
+    def __init__(self, peer: PeerRef, secret: ClusterSecret) -> None:
         self._peer = peer
+        self._secret = secret
         self._outgoing: Mailbox[SenderToReceiver] = Mailbox(MAX_UNSENT_MESSAGES)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -41,7 +43,7 @@ class PairStream:
             PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
         """
         self._channel = grpc.aio.insecure_channel(self._peer.address, options=CHANNEL_OPTIONS)
-        self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames())
+        self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames(), metadata=self._secret.metadata)
         self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
         try:
             async with asyncio.timeout(timeout_s):

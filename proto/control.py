@@ -66,6 +66,8 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     address: str
     """host:port of its public server; empty while it does not listen yet."""
     pid: int
+    http_address: str = ""
+    """The same of HTTP; empty where it serves none."""
 
 
 class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
@@ -152,6 +154,8 @@ class GatewayRecord(Message, frozen=True, kw_only=True):
     address: str
     """host:port for clients; empty until it follows."""
     pid: int
+    http_address: str = ""
+    """The same of HTTP; empty where it serves none."""
     phase: GatewayPhase = "ready"
     detail: str = ""
     """Why it was lost or failed, the last time."""

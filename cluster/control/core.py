@@ -27,7 +27,6 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
-    GatewayRecord,
     Member,
     Membership,
     PoolName,
@@ -104,7 +103,7 @@ class ControlCore:
             workers=tuple(worker.record() for worker in workers),
             gateways=(
                 *([own] if own is not None else []),
-                *(GatewayRecord(gateway_id=f.gateway_id, address=f.address, pid=f.pid) for f in others),
+                *(f.record() for f in others),
             ),
         )
 
@@ -198,8 +197,8 @@ class ControlCore:
     def _take_gateway(self, event: Event, now: float) -> None:
         gateway = self._gateway
         match event:
-            case events.GatewayJoined(gateway_id=gateway_id, address=address, pid=pid):
-                follower = self._followers[gateway_id] = Follower(gateway_id, address, pid)
+            case events.GatewayJoined(gateway_id=gateway_id, address=address, pid=pid, http_address=http_address):
+                follower = self._followers[gateway_id] = Follower(gateway_id, address, pid, http_address)
                 if gateway.phase not in (None, "stopping"):
                     gateway.ready(follower, now)
             case events.GatewayStartFailed(error=error):
@@ -368,7 +367,7 @@ class ControlCore:
             ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
             self._gateway.enter("starting")
             self._gateway.num_starts += 1
-            self._out.append(events.StartGateway(ready, self._gateway.address))
+            self._out.append(events.StartGateway(ready, self._gateway.address, self._gateway.http_address))
 
     def _publish(self, force: bool) -> None:
         if self._adopting_until is not None:

@@ -77,6 +77,7 @@ class GatewayJoined:
     gateway_id: GatewayId
     address: str
     pid: int
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ class StartGateway:
     workers: tuple[WorkerInfo, ...]
     address: str
     """Where clients know it from an earlier life; empty the first time."""
+    http_address: str = ""
+    """The same of HTTP; empty the first time, and where it serves none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.cluster.control.workers import STABLE_S, backoff_s
+from disagg.cluster.control.workers import backoff_s, faults_in_a_row
 from disagg.proto.control import GatewayPhase, GatewayRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 
@@ -36,8 +36,15 @@ class Follower:
     gateway_id: GatewayId
     address: str
     pid: int
+    http_address: str = ""
     empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     """Draining workers on which it has nothing any more."""
+
+    def record(self) -> GatewayRecord:
+        """As operators see it."""
+        return GatewayRecord(
+            gateway_id=self.gateway_id, address=self.address, pid=self.pid, http_address=self.http_address
+        )
 
 
 @dataclass(slots=True)
@@ -48,6 +55,8 @@ class OwnGateway:
     gateway_id: GatewayId = _NOT_KNOWN
     address: str = ""
     """Kept after its end: the next life is to listen there."""
+    http_address: str = ""
+    """As `address`."""
     pid: int = 0
     num_starts: int = 0
     num_faults: int = 0
@@ -65,13 +74,13 @@ class OwnGateway:
     def ready(self, follower: Follower, now: float) -> None:
         """It serves and follows."""
         self.enter("ready")
-        self.gateway_id, self.address, self.pid = follower.gateway_id, follower.address, follower.pid
+        self.gateway_id, self.pid = follower.gateway_id, follower.pid
+        self.address, self.http_address = follower.address, follower.http_address
         self.ready_since = now
 
     def fault(self, phase: GatewayPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
-        is_healthy = self.phase == "ready" and now - self.ready_since >= STABLE_S
-        num_faults = 1 if is_healthy else self.num_faults + 1
+        num_faults = faults_in_a_row(self.num_faults, now - self.ready_since if self.phase == "ready" else None)
         self.enter(phase, due=now + backoff_s(num_faults))
         self.num_faults, self.detail = num_faults, why
 
@@ -79,10 +88,11 @@ class OwnGateway:
         """As operators see it; None while it is absent and was never there."""
         if self.phase is None and not self.num_starts:
             return None
-        address = self.address if self.phase == "ready" else ""
+        is_ready = self.phase == "ready"
         return GatewayRecord(
             gateway_id=self.gateway_id,
-            address=address,
+            address=self.address if is_ready else "",
+            http_address=self.http_address if is_ready else "",
             pid=self.pid,
             phase=self.phase or "starting",
             detail=self.detail,

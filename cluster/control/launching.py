@@ -11,7 +11,7 @@ from typing import Any
 
 from disagg.cluster.control import events
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import LaunchPlan
+from disagg.cluster.launch import LaunchPlan, port_of
 from disagg.cluster.launcher import Launcher
 from disagg.cluster.process_tools import describe
 from disagg.proto.ids import WorkerId
@@ -86,9 +86,9 @@ class Launching:
             case events.StopWorkers(worker_ids=worker_ids):
                 self._launcher.stop_workers(worker_ids)
                 return events.WorkersStopped(worker_ids)
-            case events.StartGateway(workers=workers, address=address):
-                port = int(address.rpartition(":")[2]) if address else None
-                self._launcher.start_gateway(self._plan.gateway(workers, port), self._address)
+            case events.StartGateway(workers=workers, address=address, http_address=http_address):
+                launch = self._plan.gateway(workers, port_of(address), port_of(http_address))
+                self._launcher.start_gateway(launch, self._address)
             case events.StopGateway():
                 self._launcher.stop_gateway()
                 return events.GatewayStopped()

@@ -11,6 +11,7 @@ from disagg.cluster.control.server import Controller
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import LaunchPlan
 from disagg.cluster.launcher import Launcher
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 
 T = TypeVar("T")
@@ -19,9 +20,9 @@ T = TypeVar("T")
 class LocalController:
     """Owner of the thread and its loop."""
 
-    def __init__(self, plan: LaunchPlan, launcher: Launcher) -> None:
+    def __init__(self, plan: LaunchPlan, launcher: Launcher, secret: ClusterSecret) -> None:
         self._plan = plan
-        self._controller = Controller(plan, launcher, port=plan.config.controller.port)
+        self._controller = Controller(plan, launcher, secret, port=plan.config.controller.port)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import msgspec
 
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControllerToWorker, WorkerFailed, WorkerHello, WorkerToController, WorkerUnwanted
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
@@ -38,11 +39,13 @@ class RegisterLink:
 
     Args:
         resolve: asked before every try, because the controller may have moved.
+        secret: of the cluster.
         on_unwanted: called on the link's thread when the worker is to end, once; must not block.
     """
 
-    def __init__(self, resolve: Resolve, on_unwanted: Callable[[], None]) -> None:
+    def __init__(self, resolve: Resolve, secret: ClusterSecret, on_unwanted: Callable[[], None]) -> None:
         self._resolve = resolve
+        self._secret = secret
         self._on_unwanted = on_unwanted
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -87,7 +90,8 @@ class RegisterLink:
             with self._lock:
                 if self._stopped.is_set():
                     return
-                self._call = call = channel.unary_stream(REGISTER, None, None)(encode(message))
+                register = channel.unary_stream(REGISTER, None, None)
+                self._call = call = register(encode(message), metadata=self._secret.metadata)
             try:
                 for frame in call:
                     yield decoder(ControllerToWorker).decode(frame)
@@ -96,12 +100,15 @@ class RegisterLink:
                     self._call = None
 
 
-def report_failure(resolve: Resolve, worker_id: WorkerId, error: str, timeout_s: float = REPORT_TIMEOUT_S) -> bool:
+def report_failure(
+    resolve: Resolve, secret: ClusterSecret, worker_id: WorkerId, error: str, timeout_s: float = REPORT_TIMEOUT_S
+) -> bool:
     """Tell the controller that the worker could not start; whether that arrived within about `timeout_s`."""
     message = encode(WorkerFailed(worker_id=worker_id, error=error))
     try:
         with grpc.insecure_channel(resolve(), options=CHANNEL_OPTIONS) as channel:
-            for _ in channel.unary_stream(REGISTER, None, None)(message, timeout=timeout_s, wait_for_ready=True):
+            register = channel.unary_stream(REGISTER, None, None)
+            for _ in register(message, timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
                 pass
     except Exception as failure:  # whatever `resolve` met, or gRPC
         logger.warning("%s: cannot tell the controller that the start failed: %r", worker_id, failure)

@@ -25,6 +25,8 @@ from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.launching import Launching
 from disagg.cluster.launch import LaunchPlan
 from disagg.cluster.launcher import Launcher
+from disagg.engine.guard import ClusterGuard
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import (
     ControllerToWorker,
     ControlReply,
@@ -79,6 +81,7 @@ class Controller:
     Args:
         plan: of the cluster.
         launcher: starts and ends the processes; called on one thread.
+        secret: of the cluster; who does not bring it is refused.
         host, port: where to listen; port 0 takes any.
         sizes: desired sizes that an earlier controller had noted; the plan's without.
         on_scaled: told the desired sizes whenever they change, on the launcher's thread, before the change is made.
@@ -88,6 +91,7 @@ class Controller:
         self,
         plan: LaunchPlan,
         launcher: Launcher,
+        secret: ClusterSecret,
         host: str = "127.0.0.1",
         port: int = 0,
         *,
@@ -96,6 +100,7 @@ class Controller:
     ) -> None:
         self._plan = plan
         self._launcher = launcher
+        self._guard = ClusterGuard(secret)
         self._bind = f"[{host}]" if ":" in host else host
         self._port = port
         self._sizes = {**plan.sizes, **(sizes or {})}
@@ -124,7 +129,7 @@ class Controller:
         grace_s = RESTART_GRACE_S if self._launcher.restarts else LOST_GRACE_S
         settings = Settings(drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=grace_s)
         self._core = ControlCore(self._sizes, settings, running)
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = f"{self._bind}:{server.add_insecure_port(f'{self._bind}:{self._port}')}"
         await server.start()
@@ -266,7 +271,7 @@ class Controller:
         memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
         reader = asyncio.create_task(self._read_follower(requests, hello), name=f"follow-{hello.gateway_id}")
         try:
-            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid))
+            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address))
             while True:
                 yield encode(await memberships.get())
         finally:

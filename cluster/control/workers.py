@@ -51,6 +51,16 @@ def backoff_s(num_faults: int) -> float:
     return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
 
 
+def faults_in_a_row(num_before: int, ready_for_s: float | None) -> int:
+    """The faults in a row, with the one that comes now.
+
+    Args:
+        num_before: those before it.
+        ready_for_s: how long the process was ready until now; None if it was not.
+    """
+    return 1 if ready_for_s is not None and ready_for_s >= STABLE_S else num_before + 1
+
+
 @dataclass(slots=True)
 class Worker:
     """One place in a pool, taken or to be taken. Owner: the controller's core."""
@@ -87,8 +97,7 @@ class Worker:
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
-        is_healthy = self.phase == "ready" and now - self.ready_since >= STABLE_S
-        num_faults = 1 if is_healthy else self.num_faults + 1
+        num_faults = faults_in_a_row(self.num_faults, now - self.ready_since if self.phase == "ready" else None)
         self.enter(phase, due=now + backoff_s(num_faults))
         self.num_faults, self.detail, self.info = num_faults, why, None
 

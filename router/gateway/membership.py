@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc.aio
 import msgspec
 
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import (
     ControllerToGateway,
     ControlReply,
@@ -65,24 +66,31 @@ class ControllerLink:
     Args:
         resolve: host:port of the controller now; may block, so it is called on a thread.
         workers: told of every change.
+        secret: of the cluster.
         known: the workers that it knows already.
     """
 
     def __init__(
-        self, gateway_id: GatewayId, resolve: Callable[[], str], workers: Workers, known: Iterable[WorkerInfo] = ()
+        self,
+        gateway_id: GatewayId,
+        resolve: Callable[[], str],
+        workers: Workers,
+        secret: ClusterSecret,
+        known: Iterable[WorkerInfo] = (),
     ) -> None:
         self._gateway_id = gateway_id
         self._resolve = resolve
         self._workers = workers
+        self._metadata = secret.metadata
         self._known = {info.worker_id: info for info in known}
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
         self._outbox: asyncio.Queue[GatewayToController] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
 
-    def start(self, address: str, pid: int) -> None:
+    def start(self, address: str, pid: int, http_address: str = "") -> None:
         """Begin to follow, as the gateway that serves at `address`."""
-        hello = GatewayHello(gateway_id=self._gateway_id, address=address, pid=pid)
+        hello = GatewayHello(gateway_id=self._gateway_id, address=address, pid=pid, http_address=http_address)
         self._task = asyncio.create_task(self._run(hello), name="controller-link")
 
     async def stop(self) -> None:
@@ -97,7 +105,8 @@ class ControllerLink:
         message = GatewayFailed(gateway_id=self._gateway_id, error=error)
         try:
             async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
-                call = channel.stream_stream(FOLLOW, None, None)(_once(message), timeout=REPORT_TIMEOUT_S)
+                follow = channel.stream_stream(FOLLOW, None, None)
+                call = follow(_once(message), timeout=REPORT_TIMEOUT_S, metadata=self._metadata)
                 async for _ in call:
                     pass
         except (grpc.aio.AioRpcError, UnavailableError) as failure:
@@ -109,7 +118,8 @@ class ControllerLink:
         """What the controller answers. Raises `UnavailableError` when it does not."""
         try:
             async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
-                frame = await channel.unary_unary(CONTROL, None, None)(encode(request), timeout=ASK_TIMEOUT_S)
+                control = channel.unary_unary(CONTROL, None, None)
+                frame = await control(encode(request), timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the controller does not answer: {error.details()}", "controller_away") from error
         reply: ControlReply = decoder(ControlReply).decode(frame)
@@ -130,7 +140,7 @@ class ControllerLink:
             try:
                 async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
                     self._outbox = asyncio.Queue()
-                    call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello))
+                    call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
                     async for frame in call:
                         followed = True
                         await self.apply(decoder(ControllerToGateway).decode(frame))

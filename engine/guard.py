@@ -1,0 +1,49 @@
+"""Stands before the internal services of workers and of the controller: a call without the cluster's secret ends here,
+before anything of it is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias
+
+import grpc
+
+from disagg.proto.cluster_secret import ClusterSecret
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_PEERS: Final = 1024
+"""Hosts that are remembered, so that each is logged once; those that come later are refused without a line."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
+
+
+class ClusterGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+    """Lets only processes of the same cluster call; everybody else gets UNAUTHENTICATED, whatever the method."""
+
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._secret = secret
+        self._logged: set[str] = set()
+        # Of the kind that reads no message: a unary one would wait for the first.
+        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """See `grpc.aio.ServerInterceptor`."""
+        if self._secret.matches(handler_call_details.invocation_metadata or ()):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+    async def _refuse(self, requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._log(context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "not a process of this cluster")
+
+    def _log(self, peer: str) -> None:
+        host = peer.rpartition(":")[0]
+        if host not in self._logged and len(self._logged) < MAX_LOGGED_PEERS:
+            self._logged.add(host)
+            logger.warning("refused %s, which does not know the cluster's secret (said once)", peer)

@@ -1,0 +1,51 @@
+"""What the processes of one cluster know each other by: random bytes that whoever launches the cluster makes once.
+
+    launcher ──start message, not a command line──> worker, gateway, controller
+    caller ──metadata `disagg-cluster-token-bin`──> server, which compares before it reads anything
+
+It says that the caller was started by the same launcher. It encrypts nothing: who can read the network can read it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
+
+import msgspec
+
+NUM_BYTES: Final = 32
+METADATA_KEY: Final = "disagg-cluster-token-bin"
+
+
+class ClusterSecret(msgspec.Struct, frozen=True):
+    """The bytes, which nothing shows: neither `repr` nor `str` holds them.
+
+    Raises:
+        ValueError: if there are not exactly `NUM_BYTES` of them.
+    """
+
+    value: Annotated[bytes, msgspec.Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
+
+    def __post_init__(self) -> None:
+        if len(self.value) != NUM_BYTES:
+            raise ValueError(f"a cluster's secret has {NUM_BYTES} bytes, not {len(self.value)}")
+
+    def __repr__(self) -> str:
+        return "ClusterSecret(...)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("value", "...")]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, bytes]]:
+        """What a call to another process of the cluster brings."""
+        return ((METADATA_KEY, self.value),)
+
+    def matches(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a call brought this secret, once; takes as long whatever else it brought."""
+        brought = [value for key, value in metadata if key == METADATA_KEY]
+        if len(brought) != 1:
+            return False
+        value = brought[0]
+        return isinstance(value, bytes) and hmac.compare_digest(value, self.value)

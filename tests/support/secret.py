@@ -1,0 +1,8 @@
+"""The cluster's secret in tests, and one of another cluster."""
+
+from __future__ import annotations
+
+from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
+
+SECRET = ClusterSecret(bytes(range(NUM_BYTES)))
+OTHER_SECRET = ClusterSecret(bytes(reversed(range(NUM_BYTES))))
