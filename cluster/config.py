@@ -8,7 +8,6 @@ machine's CPU. Any mistake is a `ConfigError` that names the key's path and what
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import PolicyName
+from disagg.router.gateway.config import TlsFiles, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
 
@@ -31,7 +31,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]
 Millis = Annotated[float, msgspec.Meta(gt=0, le=86_400_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+MAX_PORT = 65_535
+Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 Core = Annotated[int, msgspec.Meta(ge=0)]
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -62,13 +63,32 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     """`gateway`: where clients come in."""
 
     host: Name = "127.0.0.1"
-    """The address to bind. Anything but loopback needs `insecure: true`, because there is no TLS and no token yet."""
+    """The address to bind. Anything but loopback needs `tls`, and `api_keys` or `tls.client_ca`; or `insecure: true`.
+    """
     port: Port = 8470
-    """0 takes any free port."""
+    """Of gRPC. 0 takes any free port."""
+    http_port: Port | Literal["auto"] | None = "auto"
+    """Of the OpenAI-compatible HTTP server and of `/metrics`. `auto` is the one after `port`, or any free one where
+    `port` is 0; 0 takes any free port; `null` serves no HTTP."""
+    api_keys: Name | None = None
+    """File of the keys that are let in, one list of `{tenant, sha256 or key, admin}`; others must not be able to read
+    it. `disagg key new` makes keys. A path in this file is relative to its folder."""
+    tls: TlsFiles | None = None
+    """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS."""
+    max_connections: Count = 4096
+    """Connections at a time, of gRPC and of HTTP each; further ones are closed at once."""
     max_queued: Count = 1024
     """Requests that wait for a worker; one more is refused as overload."""
     insecure: bool = False
-    """Allow `host` to be reachable by others without TLS and without authentication."""
+    """Let others reach `host` without TLS, or without keys and client certificates. Without keys they may ask
+    everything and change nothing."""
+
+    @property
+    def chosen_http_port(self) -> int | None:
+        """The port that `http_port` stands for; None for no HTTP."""
+        if self.http_port != "auto":
+            return self.http_port
+        return self.port + 1 if self.port else 0
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +192,24 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     unset."""
 
 
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`metrics`: what `/metrics` and `disagg explain` know."""
+
+    vllm_aliases: bool = True
+    """Show the numbers under the names of vLLM too, for dashboards that read these."""
+    num_traces: Count = 1000
+    """Ended requests that can still be explained."""
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`logging`: of workers, gateway and controller, on standard error. Prompts and answers are never logged."""
+
+    format: Literal["text", "json"] = "text"
+    """`json`: one object a line."""
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request."""
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -186,6 +224,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     controller: ControllerConfig = ControllerConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    logging: LoggingConfig = LoggingConfig()
 
 
 def load_config(file: Path | None) -> ClusterConfig:
@@ -202,7 +242,23 @@ def load_config(file: Path | None) -> ClusterConfig:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
-    return parse_config(raw)
+    return _in_folder(parse_config(raw), file.absolute().parent)
+
+
+def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
+    """The gateway's files as absolute paths: a process elsewhere has another working directory."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(folder / Path(path).expanduser())
+
+    gateway = config.gateway
+    tls = gateway.tls
+    if tls is not None:
+        paths = {name: absolute(getattr(tls, name)) for name in ("cert", "key", "client_ca")}
+        tls = msgspec.structs.replace(tls, **paths)
+    return msgspec.structs.replace(
+        config, gateway=msgspec.structs.replace(gateway, tls=tls, api_keys=absolute(gateway.api_keys))
+    )
 
 
 def parse_config(raw: object) -> ClusterConfig:
@@ -264,21 +320,33 @@ def check(config: ClusterConfig) -> None:
             f"transfer.heartbeat_s: {transfer.heartbeat_s} must be at most half of transfer.lease_timeout_s "
             f"({transfer.lease_timeout_s}), or leases run out between heartbeats"
         )
-    if not (config.gateway.insecure or is_loopback(config.gateway.host)):
+    _check_ports(config.gateway)
+    _check_exposure(config.gateway)
+
+
+def _check_exposure(gateway: GatewaySection) -> None:
+    if gateway.insecure or is_loopback(gateway.host):
+        return
+    missing = []
+    if gateway.tls is None:
+        missing.append("gateway.tls, because keys, prompts and answers would travel in clear text")
+    if gateway.api_keys is None and (gateway.tls is None or gateway.tls.client_ca is None):
+        missing.append("gateway.api_keys or gateway.tls.client_ca, because everybody would be let in")
+    if missing:
         raise ConfigError(
-            f"gateway.host: {config.gateway.host} can be reached by others, without TLS or authentication; "
-            "bind to 127.0.0.1, or say gateway.insecure: true"
+            f"gateway.host: {gateway.host} can be reached by others; set {'; and '.join(missing)}; "
+            "or bind to 127.0.0.1; or say gateway.insecure: true"
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _check_ports(gateway: GatewaySection) -> None:
+    http_port = gateway.chosen_http_port
+    if http_port is None:
+        return
+    if http_port > MAX_PORT:
+        raise ConfigError(f"gateway.http_port: there is no port after {gateway.port}; say which to take, or null")
+    if http_port and http_port == gateway.port:
+        raise ConfigError(f"gateway.http_port: {http_port} is gateway.port already; gRPC and HTTP need one each")
 
 
 def _check_pool(path: str, pool: PoolConfig) -> None:

@@ -69,6 +69,9 @@ def read_struct(kind: type[T], raw: object, path: str = "") -> T:
         if key not in hints:
             raise ConfigError(unknown_key(here, str(key), list(hints)))
         values[key] = _read_value(hints[key], value, here)
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in values:
+            raise ConfigError(f"{path}.{field.name}: must be set where {path} is")
     return kind(**values)
 
 
@@ -84,8 +87,9 @@ def suggestion(word: str, allowed: Sequence[str]) -> str:
 
 
 def _read_value(hint: Any, value: object, path: str) -> Any:
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return read_struct(hint, value, path)
+    section = _section(hint)
+    if section is not None and (value is not None or type(None) not in get_args(hint)):
+        return read_struct(section, value, path)
     if path.endswith("_bytes") and isinstance(value, str):
         try:
             value = parse_size(value)
@@ -100,6 +104,14 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
         return msgspec.convert(value, type=hint)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_expectation(str(error), choices)}; got {value!r}") from None
+
+
+def _section(hint: Any) -> type[msgspec.Struct] | None:
+    """The struct of a section, also of one that may be null; None for other keys."""
+    for kind in (hint, *get_args(hint)):
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return kind
+    return None
 
 
 def _choices(hint: Any) -> list[str]:

@@ -133,7 +133,12 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
         fingerprint=infos[0].fingerprint,
         host=config.gateway.host,
         port=config.gateway.port,
+        http_port=config.gateway.chosen_http_port,
+        api_keys=config.gateway.api_keys,
+        tls=config.gateway.tls,
+        max_connections=config.gateway.max_connections,
         max_model_len=min(info.max_model_len for info in infos),
+        vllm_aliases=config.metrics.vllm_aliases,
     )
 
 
@@ -149,6 +154,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         max_queued=config.gateway.max_queued,
         decode_reserve_tokens=decode_pool.decode_reserve_tokens,
         watermark=decode_pool.watermark,
+        num_traces=config.metrics.num_traces,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import math
+
 import msgspec
 
 from disagg.proto.errors import ConfigError
@@ -11,6 +14,27 @@ _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _MAX_BYTES_PER_PACKED_ID = 5
 _MIN_MESSAGE_BYTES = 4 << 20
 """Larger messages are refused by gRPC, smaller ones by us with the field that is too long. gRPC's own default."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gateway.tls`: PEM files."""
+
+    cert: str
+    """The server's certificate, and those between it and its CA."""
+    key: str
+    """Its private key, without a passphrase; others must not be able to read it."""
+    client_ca: str | None = None
+    """Let in only clients with a certificate that this CA signed (mutual TLS)."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +53,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of gRPC; 0 takes any free port."""
     http_port: int | None = None
     """Of HTTP; 0 takes any free port, `None` serves no HTTP."""
+    api_keys: str | None = None
+    """File of the keys that are let in, see `api_keys.py`; `None` asks for none."""
+    tls: TlsFiles | None = None
+    """`None` serves in clear text."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
     max_prompt_bytes: int = 1 << 20
@@ -39,6 +67,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Threads that tokenize larger prompts."""
     max_concurrent_streams: int = 1024
     """Calls at a time on one client connection."""
+    vllm_aliases: bool = True
+    """Whether `/metrics` shows the names of vLLM beside our own."""
+    write_timeout_s: float = 60.0
+    """How long a client may leave a message unread before its stream is given up."""
+    max_connections: int = 4096
+    """Connections at a time, of each protocol; further ones are closed at once."""
+    idle_timeout_s: float = 75.0
+    """How long a connection may stay open without a request. Longer than clients keep theirs, so that none is
+    closed under a request that is on its way."""
+    read_timeout_s: float = 20.0
+    """How long the head of an HTTP request may take to arrive, and how long its body; and the handshake of a gRPC
+    connection."""
 
     def __post_init__(self) -> None:
         if not self.model_name:
@@ -47,10 +87,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             port = getattr(self, name)
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"gateway.{name}: must be in [0, 65535], not {port}")
-        for name in ("max_model_len", "max_prompt_bytes", "num_tokenizer_threads", "max_concurrent_streams"):
+        for name in (
+            "max_model_len",
+            "max_prompt_bytes",
+            "num_tokenizer_threads",
+            "max_concurrent_streams",
+            "max_connections",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"gateway.{name}: must be at least 1, not {value}")
+        for name in ("write_timeout_s", "idle_timeout_s", "read_timeout_s"):
+            timeout_s = getattr(self, name)
+            if not 0 < timeout_s < math.inf:
+                raise ConfigError(f"gateway.{name}: must be a positive number, not {timeout_s}")
         if self.inline_prompt_bytes < 0:
             raise ConfigError(f"gateway.inline_prompt_bytes: must be at least 0, not {self.inline_prompt_bytes}")
 

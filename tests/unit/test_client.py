@@ -8,7 +8,8 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from disagg.client import Options, Prompt, error_of, make_request
+from disagg.client import Answer, Delta, Finished, Options, Prompt, Targets, TokenLogprob, Usage, error_of, make_request
+from disagg.client.wire import answer_of, delta_of, target_metadata
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,
@@ -53,11 +54,15 @@ def test_options_go_where_they_belong() -> None:
         presence_penalty=1.0,
         frequency_penalty=-1.0,
         repetition_penalty=2.0,
+        logit_bias={3: -1.5},
+        logprobs=0,
         max_tokens=5,
         min_tokens=1,
         ignore_eos=True,
         stop_token_ids=[7],
         stop=["a", "b"],
+        n=2,
+        cache_salt="s",
     )
     assert request.sampling == pb.SamplingParams(
         temperature=0.0,
@@ -68,17 +73,22 @@ def test_options_go_where_they_belong() -> None:
         presence_penalty=1.0,
         frequency_penalty=-1.0,
         repetition_penalty=2.0,
+        logit_bias={3: -1.5},
+        logprobs=0,
     )
     assert request.stopping == pb.StopConditions(
         max_tokens=5, min_tokens=1, ignore_eos=True, stop_token_ids=[7], stop=["a", "b"]
     )
     assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("logprobs")
+    assert (request.n, request.cache_salt) == (2, "s")
 
 
 def test_what_is_left_out_is_unset() -> None:
     request = make("x")
     assert not request.HasField("sampling")
     assert not request.HasField("stopping")
+    assert not request.HasField("n")
 
 
 def test_one_stop_string_may_stand_alone() -> None:
@@ -93,6 +103,11 @@ def test_one_stop_string_may_stand_alone() -> None:
         ({"max_tokens": "5"}, TypeError, "^max_tokens: .*int"),
         ({"seed": 2**64}, ValueError, "^seed: .*out of range"),
         ({"stop": ["\udcff"]}, ValueError, "^stop: .*surrogates not allowed"),
+        ({"logit_bias": {-1: 1.0}}, ValueError, "^logit_bias: .*out of range"),
+        ({"logit_bias": {1: "x"}}, TypeError, "^logit_bias: "),
+        ({"n": -1}, ValueError, "^n: .*out of range"),
+        ({"cache_salt": 5}, TypeError, "^cache_salt: "),
+        ({"text": "x"}, TypeError, "no option 'text'"),
         ({"stop_token_ids": [-1]}, ValueError, "^stop_token_ids: .*out of range"),
     ],
 )
@@ -101,9 +116,43 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], message:
         make("x", **options)
 
 
+@pytest.mark.parametrize(
+    ("targets", "metadata"),
+    [
+        (None, ()),
+        (Targets(), ()),
+        (Targets(ttft_ms=250), (("x-slo-ttft-ms", "250.0"),)),
+        (Targets(ttft_ms=0.5, tpot_ms=40.25), (("x-slo-ttft-ms", "0.5"), ("x-slo-tpot-ms", "40.25"))),
+    ],
+)
+def test_targets_are_metadata(targets: Targets | None, metadata: tuple[tuple[str, str], ...]) -> None:
+    assert target_metadata(targets) == metadata
+
+
 def test_a_message_with_an_unknown_key() -> None:
     with pytest.raises(ValueError, match="name"):
         make([{"role": "user", "name": "x"}])
+
+
+WRITTEN_LOGPROBS = [pb.TokenLogprob(logprob=-0.5, top=[pb.TopLogprob(token_id=7, logprob=-0.25)])]
+LOGPROBS = (TokenLogprob(-0.5, ((7, -0.25),)),)
+WRITTEN_END = pb.Finished(
+    reason=pb.FINISH_REASON_STOP, usage=pb.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=1), request_id="r"
+)
+
+
+def test_what_a_stream_brings() -> None:
+    delta = pb.TokenDelta(first_index=4, token_ids=[5], text="a", logprobs=WRITTEN_LOGPROBS, answer_index=1)
+    assert delta_of(pb.GenerateResponse(delta=delta)) == Delta("a", (5,), None, LOGPROBS, 1)
+    finished = pb.Finished(reason=pb.FINISH_REASON_LENGTH, request_id="r2", answer_index=2)
+    assert delta_of(pb.GenerateResponse(finished=finished)) == Delta(
+        "", (), Finished("length", Usage(0, 0, 0), "r2"), (), 2
+    )
+
+
+def test_a_whole_answer() -> None:
+    response = pb.GenerateOnceResponse(text="a", token_ids=[5], finished=WRITTEN_END, logprobs=WRITTEN_LOGPROBS)
+    assert answer_of(response) == Answer("a", (5,), "stop", Usage(3, 2, 1), "r", LOGPROBS)
 
 
 class FailedCall(grpc.RpcError):

@@ -26,7 +26,10 @@ from disagg.client.types import (
     Message,
     Model,
     Options,
+    Probe,
     Prompt,
+    Targets,
+    TokenLogprob,
     Usage,
 )
 from disagg.client.wire import make_request
@@ -43,7 +46,10 @@ __all__ = [
     "Message",
     "Model",
     "Options",
+    "Probe",
     "Prompt",
+    "Targets",
+    "TokenLogprob",
     "Usage",
     "error_of",
     "make_request",

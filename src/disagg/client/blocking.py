@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack, cast
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
+from disagg.client.credentials import Credentials
 from disagg.client.failures import error_of
 from disagg.client.types import (
     CHANNEL_OPTIONS,
@@ -18,9 +19,19 @@ from disagg.client.types import (
     Message,
     Model,
     Options,
+    Probe,
     Prompt,
+    Targets,
 )
-from disagg.client.wire import answer_of, delta_of, first_name, make_request, sizes_request, tokenize_request
+from disagg.client.wire import (
+    answer_of,
+    delta_of,
+    first_name,
+    make_request,
+    sizes_request,
+    target_metadata,
+    tokenize_request,
+)
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -30,10 +41,41 @@ class Client:
 
     Args:
         address: host:port of a gateway.
+        api_key: sent with each call. This and the next three: `None` takes `DISAGG_API_KEY` and so on from the
+            environment, see `disagg.client.credentials`.
+        ca_cert: PEM file of the CA that signed the gateway's certificate, or `system` for the public ones. Turns on
+            TLS.
+        client_cert, client_key: PEM files, for a gateway that asks for a client certificate.
+        allow_plaintext_key: send the key to other machines without TLS, too.
+
+    Raises:
+        ConfigError: if a file cannot be read, or the key would travel in clear text.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        ca_cert: str | None = None,
+        client_cert: str | None = None,
+        client_key: str | None = None,
+        *,
+        allow_plaintext_key: bool = False,
+    ) -> None:
+        credentials = Credentials(
+            api_key=api_key,
+            ca_cert=ca_cert,
+            client_cert=client_cert,
+            client_key=client_key,
+            allow_plaintext_key=allow_plaintext_key,
+        )
+        self._credentials = credentials.metadata
+        tls = credentials.channel(address)
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+        )
         self._inference = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin = pb_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._default_model: str | None = None
@@ -49,7 +91,13 @@ class Client:
         self._channel.close()
 
     def stream(
-        self, prompt: Prompt, *, model: str | None = None, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        targets: Targets | None = None,
+        **options: Unpack[Options],
     ) -> Generator[Delta, None, None]:
         """The answer as it is made.
 
@@ -57,19 +105,21 @@ class Client:
             prompt: text, token ids or chat messages.
             model: a name of `models`; the first one by default.
             timeout_s: the request's deadline, in every phase.
+            targets: of its latencies.
             options: see `Options`.
 
         Raises:
             TypeError, ValueError: if an option or the prompt is not of the right kind.
             DisaggError: while iterating, whatever the server answered.
         """
-        return self._stream(make_request(prompt, options), model, timeout_s)
+        return self._stream(make_request(prompt, options), model, timeout_s, targets)
 
     def _stream(
-        self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None
+        self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None, targets: Targets | None
     ) -> Generator[Delta, None, None]:
         request.model = self._model(model, timeout_s)
-        call = self._inference.Generate(request, timeout=timeout_s)
+        metadata = (*self._credentials, *target_metadata(targets))
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             for response in call:
                 yield delta_of(response)
@@ -79,12 +129,19 @@ class Client:
             call.cancel()
 
     def generate(
-        self, prompt: Prompt, *, model: str | None = None, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        targets: Targets | None = None,
+        **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. Arguments and errors as for `stream`."""
+        """The whole answer; one, not `n`. Arguments and errors as for `stream`."""
         request = make_request(prompt, options)
         request.model = self._model(model, timeout_s)
-        return answer_of(self._call(self._inference.GenerateOnce, pb.GenerateOnceRequest(request=request), timeout_s))
+        once = pb.GenerateOnceRequest(request=request)
+        return answer_of(self._call(self._inference.GenerateOnce, once, timeout_s, target_metadata(targets)))
 
     def models(self) -> list[Model]:
         """The models that can be asked for."""
@@ -118,13 +175,42 @@ class Client:
         request = pb.ExplainRequestRequest(request_id=request_id)
         return cast(Explanation, self._call(self._admin.ExplainRequest, request))
 
+    def requests(self, limit: int = 20) -> list[Explanation]:
+        """The same of the latest requests, newest first."""
+        answer = self._call(self._admin.ListRequests, pb.ListRequestsRequest(limit=limit))
+        return list(answer.requests)
+
+    def watch(self, interval_s: float = 1.0) -> Generator[ClusterState, None, None]:
+        """The state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is closed."""
+        request = pb.WatchClusterStateRequest(interval_ms=round(interval_s * 1000))
+        call = self._admin.WatchClusterState(request, metadata=self._credentials)
+        try:
+            for response in call:
+                yield response.state
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    def probe(self, prefill_worker: str, decode_worker: str) -> Probe:
+        """Send a short random prompt through this pair of workers. Raises `UnavailableError` if it cannot run there
+        now."""
+        request = pb.ProbePairRequest(prefill_worker=prefill_worker, decode_worker=decode_worker)
+        return cast(Probe, self._call(self._admin.ProbePair, request))
+
     def _model(self, model: str | None, timeout_s: float | None = None) -> str:
         if model is None and self._default_model is None:
             self._default_model = first_name(self._call(self._inference.ListModels, pb.ListModelsRequest(), timeout_s))
         return model or self._default_model or ""
 
-    def _call(self, method: Callable[..., Any], request: ProtoMessage, timeout_s: float | None = None) -> Any:
+    def _call(
+        self,
+        method: Callable[..., Any],
+        request: ProtoMessage,
+        timeout_s: float | None = None,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=(*self._credentials, *metadata))
         except grpc.RpcError as error:
             raise error_of(error) from error

@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from disagg.proto.errors import (
+    AuthenticationError,
     ContextLengthError,
     DeadlineError,
     DisaggError,
@@ -18,6 +19,7 @@ from disagg.proto.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     RequestCancelledError,
     RequestNotFoundError,
     UnavailableError,
@@ -47,7 +49,14 @@ def error_of(error: grpc.RpcError) -> DisaggError:
 
 
 _BY_CODE: dict[str, type[DisaggError]] = {
-    kind.grpc_code: kind for kind in (DeadlineError, RequestCancelledError, InternalError)
+    kind.grpc_code: kind
+    for kind in (
+        AuthenticationError,
+        PermissionDeniedError,
+        DeadlineError,
+        RequestCancelledError,
+        InternalError,
+    )
 }
 _BY_REASON: dict[str, type[DisaggError]] = {kind.code: kind for kind in (ModelNotFoundError, RequestNotFoundError)}
 

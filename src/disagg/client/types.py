@@ -16,6 +16,12 @@ FinishReason = Literal["stop", "length"]
 Model = pb.Model
 ClusterState = pb.GetClusterStateResponse
 Explanation = pb.ExplainRequestResponse
+Probe = pb.ProbePairResponse
+WorkerState = pb.WorkerState
+TransferState = pb.TransferState
+SloState = pb.SloState
+PlacementOption = pb.PlacementOption
+StageSpan = pb.StageSpan
 
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
 
@@ -31,11 +37,30 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    """Token id to what is added to its logit."""
+    logprobs: int
+    """How many of the likeliest tokens come with each token; 0: only its own probability."""
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     stop: str | Sequence[str]
+    n: int
+    """Answers to this prompt. A stream brings them mixed, see `Delta.answer_index`; `generate` gives one only."""
+    cache_salt: str
+    """Cached prefixes are shared with requests of the same salt only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What a request wants of its latencies, in milliseconds; None takes what the cluster is configured for. One whose
+    first token is predicted too late is refused with `OverloadedError`, which says when to come back."""
+
+    ttft_ms: float | None = None
+    """Of the time to the first token."""
+    tpot_ms: float | None = None
+    """Of the mean time from one token to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +84,26 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was: natural logarithms of the model's own probabilities."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their logarithms, likeliest first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A part of an answer: the text and token ids that are new."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     finished: Finished | None = None
-    """Set on the last delta, which has neither text nor ids."""
+    """Set on the last delta of an answer, which has neither text nor ids."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, where they were asked for."""
+    answer_index: int = 0
+    """Which answer this is a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +116,5 @@ class Answer:
     usage: Usage
     request_id: str
     """For `explain`."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, where they were asked for."""

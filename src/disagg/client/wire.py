@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from disagg.client.types import Answer, Delta, Finished, Message, Options, Prompt, Usage
+from disagg.client.types import Answer, Delta, Finished, Message, Options, Prompt, Targets, TokenLogprob, Usage
 from disagg.proto.errors import UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
@@ -33,6 +33,10 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 def _set_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
     if name in ("stop", "stop_token_ids"):
         getattr(request.stopping, name).extend([value] if isinstance(value, str) else value)
+    elif name == "logit_bias":
+        request.sampling.logit_bias.update(value)
+    elif name in request.DESCRIPTOR.fields_by_name:
+        setattr(request, name, value)
     else:
         is_stopping = name in request.stopping.DESCRIPTOR.fields_by_name
         setattr(request.stopping if is_stopping else request.sampling, name, value)
@@ -40,6 +44,14 @@ def _set_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
 
 def _chat(messages: Sequence[Message]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=[pb.ChatMessage(**message) for message in messages])
+
+
+def target_metadata(targets: Targets | None) -> tuple[tuple[str, str], ...]:
+    """The call's metadata that carries a request's targets."""
+    if targets is None:
+        return ()
+    named = (("x-slo-ttft-ms", targets.ttft_ms), ("x-slo-tpot-ms", targets.tpot_ms))
+    return tuple((name, repr(float(value))) for name, value in named if value is not None)
 
 
 def tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
@@ -70,14 +82,20 @@ def first_name(answer: pb.ListModelsResponse) -> str:
 def delta_of(response: pb.GenerateResponse) -> Delta:
     """One message of a stream."""
     if response.HasField("finished"):
-        return Delta("", (), _finished(response.finished))
-    return Delta(response.delta.text, tuple(response.delta.token_ids))
+        return Delta("", (), _finished(response.finished), (), response.finished.answer_index)
+    delta = response.delta
+    return Delta(delta.text, tuple(delta.token_ids), None, _logprobs(delta.logprobs), delta.answer_index)
 
 
 def answer_of(response: pb.GenerateOnceResponse) -> Answer:
     """A whole answer."""
     end = _finished(response.finished)
-    return Answer(response.text, tuple(response.token_ids), end.reason, end.usage, end.request_id)
+    logprobs = _logprobs(response.logprobs)
+    return Answer(response.text, tuple(response.token_ids), end.reason, end.usage, end.request_id, logprobs)
+
+
+def _logprobs(logprobs: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(one.logprob, tuple((top.token_id, top.logprob) for top in one.top)) for one in logprobs)
 
 
 def _finished(finished: pb.Finished) -> Finished:

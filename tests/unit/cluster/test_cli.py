@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from disagg import __version__
 from disagg.cluster import cli
 from disagg.cluster.errors import LaunchError
-from disagg.proto.errors import UnavailableError
+from disagg.proto.errors import (
+    AuthenticationError,
+    DeadlineError,
+    OverloadedError,
+    PermissionDeniedError,
+    RequestNotFoundError,
+    UnavailableError,
+)
+from disagg.router.gateway.api_keys import load_keys
+from disagg.router.gateway.auth import Caller
 from tests.support.checkpoints import write_checkpoint
 
+COMMANDS = ("up", "demo", "generate", "status", "scale", "drain", "top", "explain", "doctor")
 HEAVY = ("torch", "transformers", "ray", "grpc", "gguf", "tokenizers", "numpy")
 
 
@@ -36,28 +50,64 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command() -> None:
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    for command in ("up", "demo", "generate", "status", "scale", "drain", "model"):
+    for command in (*COMMANDS, "model", "trace", "key", "cluster", "load"):
         assert f" {command} " in result.output
+    for panel in ("Serve", "Operate", "Measure", "Models"):
+        assert f" {panel} " in result.output
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["up"],
-        ["demo"],
-        ["generate"],
-        ["status"],
-        ["scale"],
-        ["drain"],
+        *([command] for command in COMMANDS),
         ["model"],
         ["model", "import"],
         ["model", "list"],
+        ["key"],
+        ["key", "new"],
+        ["trace"],
+        ["trace", "export"],
     ],
 )
 def test_every_command_has_help(command: list[str]) -> None:
     result = CliRunner().invoke(cli.app, [*command, "--help"])
     assert result.exit_code == 0
     assert f"disagg {' '.join(command)}" in result.output or f"root {' '.join(command)}" in result.output
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, by what is typed for it."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+        return
+    for name, inner in command.commands.items():
+        yield from leaves(inner, (*path, name))
+
+
+@pytest.mark.parametrize(("name", "command"), list(leaves(typer.main.get_command(cli.app))))
+def test_every_command_ends_its_help_with_examples_that_it_takes(name: str, command: Any) -> None:
+    title, *lines = command.epilog.split("\n\n")
+    assert title == "Examples:"
+    assert lines
+    for line in lines:
+        typed = shlex.split(line.rpartition("| ")[2])
+        words = ["disagg", *name.split()]
+        assert typed[: len(words)] == words
+        command.make_context(name, typed[len(words) :])  # raises for what the command does not take
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    script = CliRunner().invoke(cli.app, [], prog_name="disagg", env={"_DISAGG_COMPLETE": f"source_{shell}"})
+    assert script.exit_code == 0
+    assert "_DISAGG_COMPLETE" in script.output
+    words = {"COMP_WORDS": "disagg do", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "disagg do"}
+    names = (
+        CliRunner()
+        .invoke(cli.app, [], prog_name="disagg", env={"_DISAGG_COMPLETE": "complete_bash", **words})
+        .output.split()
+    )
+    assert names == ["doctor"]
 
 
 def test_version() -> None:
@@ -74,6 +124,9 @@ def test_version() -> None:
         ["up", "--prefill", "0"],
         ["generate"],
         ["scale"],
+        ["top", "--interval", "0"],
+        ["explain", "--list", "--limit", "0"],
+        ["trace", "export"],
     ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
@@ -111,7 +164,17 @@ def test_a_missing_model_says_what_to_run(
     ("error", "status", "text"),
     [
         (LaunchError("decode-0: no room"), 1, "error: decode-0: no room\n"),
-        (UnavailableError("no gateway"), 1, "error: no gateway\n"),
+        (UnavailableError("no room"), 1, "error: no room; next: disagg status\n"),
+        (UnavailableError("no one", "unreachable"), 1, "error: no one; next: disagg doctor\n"),
+        (
+            OverloadedError("full", 1.5),
+            1,
+            "error: full; next: try again in 1.5 s, or add workers: disagg scale decode=2\n",
+        ),
+        (RequestNotFoundError("no such request"), 1, "error: no such request; next: disagg explain --list\n"),
+        (AuthenticationError("no key"), 1, "error: no key; next: set DISAGG_API_KEY to a key of this cluster\n"),
+        (PermissionDeniedError("no"), 1, "error: no; next: set DISAGG_API_KEY to the key of an administrator\n"),
+        (DeadlineError("late"), 1, "error: late\n"),
         (ZeroDivisionError("x"), 1, "error: ZeroDivisionError: x\n(DISAGG_DEBUG=1 shows where)\n"),
     ],
 )
@@ -134,6 +197,16 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISAGG_DEBUG", "1")
     with pytest.raises(LaunchError):
         cli.main()
+
+
+def test_a_key_goes_to_the_file_and_to_standard_output(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    made = CliRunner().invoke(cli.app, ["key", "new", "team-a", "--admin", "--file", str(file)])
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    assert load_keys(str(file)).authenticate(f"Bearer {key}") == Caller("team-a", True)
+    assert key not in file.read_text()
+    assert key not in made.stderr
 
 
 def test_import_and_list(tmp_path: Path) -> None:

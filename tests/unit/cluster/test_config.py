@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import yaml
 
-from disagg.cluster.config import ClusterConfig, PoolConfig, is_loopback, load_config, override, parse_config
+from disagg.cluster.config import ClusterConfig, PoolConfig, load_config, override, parse_config
 from disagg.cluster.config_reader import parse_size
 from disagg.proto.errors import ConfigError
+from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
     "size, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, max_num_seqs, "
     "decode_reserve_tokens, watermark, device, node_labels"
 )
-SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, ray"
+SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, ray, metrics, logging"
 
 
 @pytest.mark.parametrize("raw", [None, {}, {"pools": None}, {"pools": {"prefill": {}}}])
@@ -130,8 +131,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("gateway: {port: 70000}", "gateway.port: expected int <= 65535; got 70000"),
         (
             "gateway: {host: 0.0.0.0}",
-            "gateway.host: 0.0.0.0 can be reached by others, without TLS or authentication; "
-            "bind to 127.0.0.1, or say gateway.insecure: true",
+            "gateway.host: 0.0.0.0 can be reached by others; "
+            "set gateway.tls, because keys, prompts and answers would travel in clear text; "
+            "and gateway.api_keys or gateway.tls.client_ca, because everybody would be let in; "
+            "or bind to 127.0.0.1; or say gateway.insecure: true",
         ),
     ],
 )
@@ -148,6 +151,82 @@ def test_a_pool_that_the_mode_does_not_use_may_be_odd() -> None:
 
 def test_binding_to_other_interfaces_must_be_asked_for_by_name() -> None:
     assert parse_config({"gateway": {"host": "0.0.0.0", "insecure": True}}).gateway.host == "0.0.0.0"
+
+
+def test_http_is_beside_grpc() -> None:
+    ports = [{}, {"port": 9000}, {"port": 0}, {"http_port": 5}, {"http_port": 0}, {"http_port": None}]
+    assert [parse_config({"gateway": each}).gateway.chosen_http_port for each in ports] == [8471, 9001, 0, 5, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "message"),
+    [
+        ({"port": 5, "http_port": 5}, "gateway.http_port: 5 is gateway.port already; gRPC and HTTP need one each"),
+        ({"port": 65535}, "gateway.http_port: there is no port after 65535; say which to take, or null"),
+        ({"http_port": 65536}, "gateway.http_port: expected int <= 65535; got 65536"),
+        ({"http_port": "next"}, "gateway.http_port: 'next' is not allowed; choose from: auto"),
+    ],
+)
+def test_ports_that_cannot_be(gateway: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": gateway})
+    assert str(caught.value) == message
+
+
+TLS = {"cert": "/c", "key": "/k"}
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        {"tls": TLS, "api_keys": "/a"},
+        {"tls": {**TLS, "client_ca": "/ca"}},
+        {"insecure": True},
+        {"insecure": True, "api_keys": "/a"},
+        {"insecure": True, "tls": TLS},
+    ],
+)
+def test_what_others_may_reach(gateway: dict[str, Any]) -> None:
+    parse_config({"gateway": {"host": "0.0.0.0", **gateway}})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "missing"),
+    [
+        ({"tls": TLS}, "gateway.api_keys or gateway.tls.client_ca, because everybody would be let in"),
+        ({"api_keys": "/a"}, "gateway.tls, because keys, prompts and answers would travel in clear text"),
+    ],
+)
+def test_half_of_what_others_reaching_it_needs(gateway: dict[str, Any], missing: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": {"host": "10.0.0.1", **gateway}})
+    assert str(caught.value) == (
+        f"gateway.host: 10.0.0.1 can be reached by others; set {missing}; "
+        "or bind to 127.0.0.1; or say gateway.insecure: true"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        ({"cert": "/c"}, "gateway.tls.key: must be set where gateway.tls is"),
+        ({**TLS, "ca": "/x"}, "gateway.tls.ca: unknown key; allowed here: cert, key, client_ca"),
+        ("/c", "gateway.tls: expected a mapping of keys to values; got '/c'"),
+    ],
+)
+def test_a_tls_section_that_cannot_be(tls: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": {"tls": tls}})
+    assert str(caught.value) == message
+
+
+def test_files_are_found_from_the_configuration_s_folder(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.yaml"
+    file.write_text("gateway: {api_keys: keys.yaml, tls: {cert: tls/c.pem, key: /etc/k.pem}}")
+    gateway = load_config(file).gateway
+    assert gateway.api_keys == str(tmp_path / "keys.yaml")
+    assert gateway.tls == TlsFiles(cert=str(tmp_path / "tls/c.pem"), key="/etc/k.pem")
+    assert override(load_config(file), {}).gateway == gateway
 
 
 @pytest.mark.parametrize(

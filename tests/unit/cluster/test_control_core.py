@@ -307,6 +307,20 @@ def test_a_gateway_that_dies_is_started_again_where_clients_know_it() -> None:
     assert control.joined() == ["publish prefill-0 decode-0"]
 
 
+def test_it_is_known_by_both_addresses() -> None:
+    control = settled({"decode": 1})
+    control(events.GatewayJoined(GATEWAY_ID, ADDRESS, 7, "127.0.0.1:8471"))
+    (gateway,) = control.core.state().gateways
+    assert (gateway.address, gateway.http_address) == (ADDRESS, "127.0.0.1:8471")
+    control.exited("gateway")
+    (gateway,) = control.core.state().gateways
+    assert (gateway.address, gateway.http_address) == ("", "")
+    assert control.tick(1) == ["stop gateway"]
+    (started,) = control.core.handle(events.GatewayStopped(), control.now)
+    assert isinstance(started, events.StartGateway)
+    assert (started.address, started.http_address) == (ADDRESS, "127.0.0.1:8471")
+
+
 def test_a_gateway_whose_line_broke_may_come_back() -> None:
     control = settled({"decode": 2})
     control(events.GatewayLeft(GATEWAY_ID))

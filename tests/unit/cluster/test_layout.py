@@ -8,6 +8,7 @@ from disagg.cluster.launch import LaunchPlan
 from disagg.proto.control import PoolName
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
+from disagg.router.gateway.config import TlsFiles
 
 
 def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") -> WorkerInfo:
@@ -93,7 +94,13 @@ def test_router_and_gateway_configs() -> None:
     config = parse_config(
         {
             "model": {"name": "m"},
-            "gateway": {"port": 5, "max_queued": 6},
+            "gateway": {
+                "port": 5,
+                "max_queued": 6,
+                "max_connections": 7,
+                "api_keys": "/a",
+                "tls": {"cert": "/c", "key": "/k"},
+            },
             "placement": {"local_prefill": "never"},
             "pools": {"decode": {"decode_reserve_tokens": 77, "watermark": 0.5}},
         }
@@ -103,7 +110,9 @@ def test_router_and_gateway_configs() -> None:
     assert (router.decode_reserve_tokens, router.watermark) == (77, 0.5)
     gateway = layout.gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
     assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
-    assert (gateway.host, gateway.port, gateway.max_model_len) == ("127.0.0.1", 5, 90)
+    assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
+    assert (gateway.max_connections, gateway.api_keys) == (7, "/a")
+    assert gateway.tls == TlsFiles(cert="/c", key="/k")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +140,11 @@ def test_workers_that_come_later_go_on_round_the_cores(
         assert [plan.worker(pool, index).cores for index in range(len(expected))] == expected
 
 
-def test_a_plan_for_the_gateway_remembers_its_port() -> None:
+def test_a_plan_for_the_gateway_remembers_its_ports() -> None:
     plan = LaunchPlan(parse_config({"gateway": {"port": 0}}), "fake", (0, 1))
     infos = [make_info("a"), make_info("b")]
-    first, again = plan.gateway(infos), plan.gateway(infos, port=77)
-    assert (first.gateway.port, again.gateway.port) == (0, 77)
+    first, again = plan.gateway(infos), plan.gateway(infos, port=77, http_port=78)
+    assert (first.gateway.port, first.gateway.http_port) == (0, 0)
+    assert (again.gateway.port, again.gateway.http_port) == (77, 78)
     assert first.gateway_id != again.gateway_id
     assert (first.workers, first.cores) == (tuple(infos), (0,))

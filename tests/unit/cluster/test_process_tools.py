@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -167,3 +168,21 @@ def test_a_family_is_found_by_its_environment_and_its_descent() -> None:
         assert ProcessRef.family(f"MARK={mark[:-1]}") == []
         for process in family:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit"),
+    [
+        (256, 4096, 1000),
+        (256, 512, 512),
+        (256, resource.RLIM_INFINITY, 1000),
+        (5000, 9000, 5000),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_limit_of_open_files_only_rises(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, limit: int) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    assert process_tools.allow_open_files(1000) == limit
+    assert limits[-1] == (limit, hard)

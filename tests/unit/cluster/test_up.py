@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cluster import up
-from disagg.cluster.config import ClusterConfig, parse_config
+from disagg.cluster.config import ClusterConfig, GatewaySection, parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import CheckStop, LaunchPlan, never_stop, plan_launch
 from disagg.proto.control import ControlState
@@ -38,6 +40,10 @@ class StubCluster:
     @property
     def address(self) -> str:
         return "127.0.0.1:9"
+
+    @property
+    def http_address(self) -> str:
+        return "127.0.0.1:10"
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -87,10 +93,62 @@ def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number:
     assert run() == 0
     assert run.cluster.num_stops == 1
     text = run.out.getvalue()
-    assert "serving fake on 127.0.0.1:9 (gRPC)" in text
-    assert 'disagg generate "What is a cache?" --address 127.0.0.1:9\n' in text
+    assert "serving fake on 127.0.0.1:9 (gRPC), 127.0.0.1:10 (HTTP)\n" in text
+    for line in up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", "fake", run.config.gateway):
+        assert f"\n  {line}\n" in text
     assert text.endswith("stopping\n")
     assert signal.getsignal(number) is before
+
+
+def gateway_of(**keys: object) -> GatewaySection:
+    return parse_config({"model": {"path": "fake"}, "gateway": keys}).gateway
+
+
+def test_lines_to_try() -> None:
+    generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", "it's", gateway_of())
+    assert generate == 'disagg generate "What is a cache?" --address 127.0.0.1:9'
+    assert top == "disagg top --address 127.0.0.1:9"
+    words = shlex.split(curl)
+    assert words[:-1] == [
+        *("curl", "-N", "http://127.0.0.1:10/v1/chat/completions"),
+        *("-H", "content-type: application/json", "-d"),
+    ]
+    assert json.loads(words[-1]) == {
+        "model": "it's",
+        "messages": [{"role": "user", "content": "What is a cache?"}],
+        "max_tokens": 64,
+        "stream": True,
+    }
+    assert shlex.split(python)[:2] == ["python", "-c"]
+    compile(shlex.split(python)[2], "line", "exec")
+
+
+def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -> None:
+    lines = up.lines_to_try("127.0.0.1:8470", "", "fake", gateway_of())
+    assert [line.split()[0] for line in lines] == ["disagg", "python", "disagg"]
+    assert not any("--address" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "exports", "curl"),
+    [
+        (
+            {"api_keys": "/k"},
+            "export DISAGG_API_KEY=...",
+            'curl -N http://b:10/v1/chat/completions -H "authorization: Bearer $DISAGG_API_KEY" -H ',
+        ),
+        (
+            {"tls": {"cert": "/c", "key": "/k", "client_ca": "/a"}},
+            "export DISAGG_CA_CERT=... DISAGG_CLIENT_CERT=... DISAGG_CLIENT_KEY=...",
+            'curl -N https://b:10/v1/chat/completions --cacert "$DISAGG_CA_CERT" '
+            '--cert "$DISAGG_CLIENT_CERT" --key "$DISAGG_CLIENT_KEY" -H ',
+        ),
+    ],
+)
+def test_keys_and_certificates_come_from_the_environment(gateway: dict[str, object], exports: str, curl: str) -> None:
+    lines = up.lines_to_try("b:9", "b:10", "fake", gateway_of(**gateway))
+    assert lines[0] == exports
+    assert lines[2].startswith(curl)
 
 
 def test_a_signal_while_starting_stops_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

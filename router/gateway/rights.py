@@ -1,0 +1,68 @@
+"""Who may do what in `AdminService`.
+
+    read the cluster                     everybody whom the authenticator let in
+    explain a request                    its tenant, an admin
+    change the cluster, list requests    an admin
+
+On a gateway without keys that others can reach, admins are those who call from this machine itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+from disagg.proto.errors import PermissionDeniedError
+from disagg.router.gateway.auth import CALLER, Caller
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Rights:
+    """What the caller of the running call may do.
+
+    Args:
+        local_is_admin: whether calls from this machine are an admin's, whatever the authenticator said.
+    """
+
+    def __init__(self, local_is_admin: bool = False) -> None:
+        self._local_is_admin = local_is_admin
+
+    def require_admin(self, context: Context) -> None:
+        """Raises `PermissionDeniedError` for anybody else."""
+        if self._caller(context).is_admin:
+            return
+        if self._local_is_admin:
+            raise PermissionDeniedError(
+                "this gateway has no API keys and others can reach it, so it takes this from its own machine only; "
+                "set gateway.api_keys in its configuration"
+            )
+        raise PermissionDeniedError("this needs the key of an admin")
+
+    def may_see(self, tenant: str, context: Context) -> bool:
+        """Whether the caller may know of a tenant's request."""
+        caller = self._caller(context)
+        return caller.is_admin or caller.tenant == tenant
+
+    def _caller(self, context: Context) -> Caller:
+        caller = CALLER.get()
+        if self._local_is_admin and is_local_peer(context.peer()):
+            return caller._replace(is_admin=True)
+        return caller
+
+
+def is_local_peer(peer: str) -> bool:
+    """Whether gRPC's name of a peer (`ipv4:127.0.0.1:5`, `ipv6:[::1]:5`, `ipv6:%5B::1%5D:5`) is of this machine."""
+    kind, _, rest = unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

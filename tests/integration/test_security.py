@@ -1,0 +1,480 @@
+"""Who gets in: API keys, certificates, tenants, and the secret between the processes of one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from disagg.client import AsyncClient, Client, Finished
+from disagg.cluster.config import parse_config
+from disagg.cluster.control.control_link import ask
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.guard import ClusterGuard
+from disagg.proto.control import StateRequest
+from disagg.proto.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    RequestNotFoundError,
+    UnavailableError,
+)
+from disagg.proto.ids import RequestId
+from disagg.proto.services import (
+    AUDIT,
+    CHANNEL_OPTIONS,
+    CONTROL,
+    CONTROLLER_SERVICE,
+    FOLLOW,
+    REGISTER,
+    SERVER_OPTIONS,
+    SESSION,
+    TRANSFER,
+    WATCH,
+    service_and_method,
+)
+from disagg.router.api import RequestTrace
+from disagg.router.gateway.auth import KEY_NEEDED
+from disagg.router.gateway.config import TlsFiles
+from disagg.router.gateway.server import GatewayServer
+from disagg.v1 import inference_pb2 as pb
+from disagg.v1 import inference_pb2_grpc as pb_grpc
+from tests.support.certificates import Authority
+from tests.support.gateway import FakeRouter, write_checkpoint
+from tests.support.gateway_server import running
+from tests.support.ports import free_port
+from tests.support.secret import OTHER_SECRET, SECRET
+from tests.support.workers import wait_until_workers_idle
+
+KEY_A, KEY_B, KEY_ADMIN = "key-of-tenant-a-0001", "key-of-tenant-b-0002", "key-of-the-operators"
+KEYS = f"""
+- {{tenant: a, key: {KEY_A}}}
+- {{tenant: b, key: {KEY_B}}}
+- {{tenant: ops, key: {KEY_ADMIN}, admin: true}}
+"""
+
+
+SMALL_POOLS = {"prefill": {"num_blocks": 256}, "decode": {"num_blocks": 256}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.touch(mode=0o600)
+    file.write_text(KEYS)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+def answers(_: object) -> list[list[int]]:
+    return [[5]]
+
+
+@asynccontextmanager
+async def keyed(folder: Path, keys: str, **changes: Any) -> AsyncIterator[tuple[GatewayServer, FakeRouter]]:
+    router = FakeRouter(answers)
+    async with running(folder, router, api_keys=keys, **changes) as server:
+        yield server, router
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+def all_methods() -> list[tuple[str, bool]]:
+    """(path, whether the client streams) of every public method but health, from the services' descriptors."""
+    services = pb.DESCRIPTOR.services_by_name.values()
+    found = [(f"/{s.full_name}/{m.name}", m.client_streaming) for s in services for m in s.methods]
+    reflection = reflection_pb2.DESCRIPTOR.services_by_name.values()
+    found += [(f"/{s.full_name}/{m.name}", m.client_streaming) for s in reflection for m in s.methods]
+    assert len(found) >= 13
+    return found
+
+
+async def status_of(
+    channel: grpc.aio.Channel, path: str, client_streams: bool, key: str | None
+) -> grpc.aio.AioRpcError:
+    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    request = b"not a protobuf \xff" * 1000
+    try:
+        if client_streams:
+            call: Any = channel.stream_stream(path, None, None)(None, metadata=metadata, timeout=10)
+        else:
+            call = channel.unary_stream(path, None, None)(request, metadata=metadata, timeout=10)
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError(f"{path} answered")
+
+
+@pytest.mark.parametrize("key", [None, "unknown-key-of-nobody", KEY_A[:-1], ""])
+async def test_every_method_needs_a_key(folder: Path, keys: str, key: str | None) -> None:
+    async with keyed(folder, keys) as (server, router), grpc.aio.insecure_channel(server.address) as channel:
+        for path, client_streams in all_methods():
+            error = await status_of(channel, path, client_streams, key)
+            assert (path, error.code(), error.details()) == (path, grpc.StatusCode.UNAUTHENTICATED, KEY_NEEDED)
+        assert router.submitted == []
+
+
+async def test_a_method_that_is_not_there_tells_nothing_without_a_key(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys) as (server, _), grpc.aio.insecure_channel(server.address) as channel:
+        error = await status_of(channel, "/disagg.v1.InferenceService/None", False, None)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        error = await status_of(channel, "/disagg.v1.InferenceService/None", False, KEY_A)
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_is_open(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys) as (server, _), grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_answers_with_a_key(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys) as (server, _), grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(metadata=(("authorization", f"Bearer {KEY_A}"),))
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = [service.name for service in (await call.read()).list_services_response.service]
+        assert "disagg.v1.AdminService" in names
+        call.cancel()
+
+
+async def test_a_key_from_argument_and_environment(folder: Path, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keyed(folder, keys) as (server, router):
+        async with AsyncClient(server.address, KEY_A) as client:
+            assert (await client.generate("hello")).reason == "length"
+        monkeypatch.setenv("DISAGG_API_KEY", KEY_B)
+        assert await asyncio.to_thread(blocking_answer, server.address) == "length"
+        assert [request.tenant for request, _ in router.submitted] == ["a", "b"]
+        async with AsyncClient(server.address, "") as client:
+            with pytest.raises(AuthenticationError, match=r"^a valid API key is needed"):
+                await client.models()
+
+
+def blocking_answer(address: str) -> str:
+    with Client(address) as client:
+        (finished,) = [delta.finished for delta in client.stream("hello") if delta.finished is not None]
+        assert isinstance(finished, Finished)
+        return finished.reason
+
+
+async def test_the_caller_is_that_of_each_call(folder: Path, keys: str) -> None:
+    """Calls of two tenants on one connection at a time, mixed."""
+    async with keyed(folder, keys) as (server, router), grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.GenerateOnceRequest(request=pb.GenerateRequest(model="tiny", text="hello"))
+
+        async def call(key: str) -> None:
+            await stub.GenerateOnce(request, metadata=(("authorization", f"Bearer {key}"),))
+
+        await asyncio.gather(*(call(key) for key in [KEY_A, KEY_B] * 20))
+        assert sorted(request.tenant for request, _ in router.submitted) == ["a"] * 20 + ["b"] * 20
+
+
+# ---------------------------------------------------------------- rights
+
+
+Operation = Callable[[AsyncClient], Any]
+ADMIN_ONLY: dict[str, Operation] = {
+    "SetPoolSizes": lambda client: client.scale({"decode": 2}),
+    "DrainWorker": lambda client: client.drain("decode-0"),
+    "ProbePair": lambda client: client.probe("prefill-0", "decode-0"),
+    "ListRequests": lambda client: client.requests(),
+}
+
+
+@pytest.mark.parametrize("name", ADMIN_ONLY)
+async def test_what_only_an_admin_may(folder: Path, keys: str, name: str) -> None:
+    async with keyed(folder, keys) as (server, _):
+        async with AsyncClient(server.address, KEY_A) as client:
+            with pytest.raises(PermissionDeniedError, match=r"^this needs the key of an admin$"):
+                await ADMIN_ONLY[name](client)
+        async with AsyncClient(server.address, KEY_ADMIN) as client:
+            try:
+                await ADMIN_ONLY[name](client)
+            except (UnavailableError, InvalidRequestError):  # there is no controller and no worker here
+                assert name != "ListRequests"
+
+
+async def test_requests_are_seen_by_their_tenant_and_admins(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys) as (server, router):
+        router.traces[RequestId("r")] = RequestTrace(request_id=RequestId("r"), tenant="a", stages={"tokenize": 0.0})
+        for key in (KEY_A, KEY_ADMIN):
+            async with AsyncClient(server.address, key) as client:
+                assert (await client.explain("r")).request_id == "r"
+        async with AsyncClient(server.address, KEY_B) as client:
+            await client.cluster_state()
+            with pytest.raises(RequestNotFoundError) as of_other:
+                await client.explain("r")
+            with pytest.raises(RequestNotFoundError) as of_none:
+                await client.explain("s")
+            assert str(of_other.value) == str(of_none.value)
+
+
+async def test_strangers_may_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No keys, all addresses: the machine itself is the operator's, others are not."""
+    message = r"^this gateway has no API keys and others can reach it"
+    async with running(folder, FakeRouter(answers), host="0.0.0.0") as server:
+        address = f"127.0.0.1:{server.port}"
+        async with AsyncClient(address) as client:
+            assert (await client.generate("hello")).reason == "length"
+            await client.requests()
+            monkeypatch.setattr("disagg.router.gateway.rights.is_local_peer", lambda peer: False)
+            for operation in ADMIN_ONLY.values():
+                with pytest.raises(PermissionDeniedError, match=message):
+                    await operation(client)
+            await client.cluster_state()
+            assert (await client.generate("hello")).reason == "length"
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+def http_get(address: str, path: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
+    host, _, port = address.rpartition(":")
+    if tls is None:
+        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    else:
+        connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=tls)
+    try:
+        connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+async def test_http_asks_for_the_same_keys(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys, http_port=0) as (server, _):
+
+        async def get(path: str, key: str | None = None) -> int:
+            return (await asyncio.to_thread(http_get, server.http_address, path, key))[0]
+
+        paths = ("/v1/models", "/health", "/metrics", "/version", "/ping", "/none")
+        assert {path: await get(path) for path in paths} == dict.fromkeys(paths, 401)
+        assert {path: await get(path, "unknown-key-of-nobody") for path in paths} == dict.fromkeys(paths, 401)
+        assert [await get(path, KEY_A) for path in ("/v1/models", "/metrics", "/none")] == [200, 200, 404]
+        assert await get("/livez") == 200
+
+
+# ---------------------------------------------------------------- connections
+
+
+async def closed_by_server(address: str, num_connections: int) -> list[bool]:
+    """Opens connections that say nothing; whether the server closes each within five seconds."""
+    host, _, port = address.rpartition(":")
+    streams = [await asyncio.open_connection(host, int(port)) for _ in range(num_connections)]
+
+    async def is_closed(reader: asyncio.StreamReader) -> bool:
+        try:
+            async with asyncio.timeout(5):
+                while await reader.read(4096):
+                    pass
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    closed = await asyncio.gather(*(is_closed(reader) for reader, _ in streams))
+    for _, writer in streams:
+        writer.close()
+    await asyncio.gather(*(writer.wait_closed() for _, writer in streams), return_exceptions=True)
+    return closed
+
+
+async def test_silent_grpc_connections_are_closed(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys, read_timeout_s=0.5) as (server, _):
+        assert await closed_by_server(server.address, 50) == [True] * 50
+        async with AsyncClient(server.address, KEY_A) as client:
+            assert (await client.generate("hello")).reason == "length"
+
+
+async def test_more_grpc_connections_than_allowed_are_closed(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys, max_connections=3) as (server, _):
+        assert sorted(await closed_by_server(server.address, 5)) == [False] * 3 + [True] * 2
+        async with AsyncClient(server.address, KEY_A) as client:
+            assert (await client.generate("hello")).reason == "length"
+
+
+async def test_an_idle_client_is_served_again(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys, idle_timeout_s=0.2) as (server, _), AsyncClient(server.address, KEY_A) as client:
+        for _ in range(3):
+            assert (await client.generate("hello")).reason == "length"
+            await asyncio.sleep(0.5)
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def client_context(ca: str, cert: tuple[str, str] | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca)
+    if cert is not None:
+        context.load_cert_chain(*cert)
+    return context
+
+
+async def test_tls_on_both_protocols(folder: Path, keys: str, authority: Authority) -> None:
+    cert, key = authority.issue("server")
+    async with keyed(folder, keys, http_port=0, tls=TlsFiles(cert=cert, key=key)) as (server, _):
+        async with AsyncClient(server.address, KEY_A, authority.ca) as client:
+            assert (await client.generate("hello")).reason == "length"
+        tls = client_context(authority.ca)
+        status, body = await asyncio.to_thread(http_get, server.http_address, "/v1/models", KEY_A, tls)
+        assert (status, b'"tiny"' in body) == (200, True)
+
+
+async def test_a_server_of_another_ca_is_not_trusted(folder: Path, authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.issue("server")
+    other = Authority(tmp_path, "other")
+    async with running(folder, FakeRouter(), http_port=0, tls=TlsFiles(cert=cert, key=key)) as server:
+        for client in (AsyncClient(server.address, ca_cert=other.ca), AsyncClient(server.address)):
+            async with client:
+                with pytest.raises(UnavailableError):
+                    await client.models()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.to_thread(http_get, server.http_address, "/livez", None, client_context(other.ca))
+
+
+async def test_mutual_tls(folder: Path, authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.issue("server")
+    ours, theirs = authority.issue("client"), Authority(tmp_path, "other").issue("stranger")
+    files = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
+    async with running(folder, FakeRouter(answers), http_port=0, tls=files) as server:
+        async with AsyncClient(server.address, None, authority.ca, *ours) as client:
+            assert (await client.generate("hello")).reason == "length"
+        tls = client_context(authority.ca, ours)
+        assert (await asyncio.to_thread(http_get, server.http_address, "/v1/models", None, tls))[0] == 200
+        for pair in (None, theirs):
+            async with AsyncClient(server.address, None, authority.ca, *(pair or ("", ""))) as client:
+                with pytest.raises(UnavailableError):
+                    await client.models()
+            tls = client_context(authority.ca, pair)
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.to_thread(http_get, server.http_address, "/livez", None, tls)
+
+
+# ---------------------------------------------------------------- the cluster's secret
+
+
+@pytest.fixture(scope="module")
+def cluster(keys: str) -> Iterator[ProcessCluster]:
+    config = {
+        "model": {"path": "fake"},
+        "gateway": {"port": 0, "api_keys": keys},
+        "placement": {"local_prefill": "never"},
+        "controller": {"port": free_port()},
+        "pools": SMALL_POOLS,
+    }
+    with ProcessCluster(parse_config(config)) as running_cluster:
+        yield running_cluster
+    assert running_cluster.killed == []
+
+
+async def call_inside(address: str, path: str, metadata: tuple[tuple[str, bytes], ...]) -> tuple[grpc.StatusCode, str]:
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call: Any = channel.stream_stream(path, None, None)(None, metadata=metadata, timeout=10)
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+    raise AssertionError(f"{path} answered")
+
+
+async def test_internal_methods_are_closed_to_others(cluster: ProcessCluster) -> None:
+    refused = (grpc.StatusCode.UNAUTHENTICATED, "not a process of this cluster")
+    prefill, decode = cluster.workers
+    controller = f"127.0.0.1:{cluster.plan.config.controller.port}"
+    inside = [(worker.address, path) for worker in (prefill, decode) for path in (SESSION, WATCH, AUDIT, "/x.Y/Z")]
+    inside += [(decode.address, TRANSFER), *((controller, path) for path in (REGISTER, FOLLOW, CONTROL))]
+    for address, path in inside:
+        for metadata in ((), OTHER_SECRET.metadata):
+            assert (path, await call_inside(address, path, metadata)) == (path, refused)
+    with pytest.raises(UnavailableError, match="not a process of this cluster"):
+        await asyncio.to_thread(ask, controller, StateRequest(), OTHER_SECRET)
+    async with AsyncClient(cluster.address, KEY_A) as client:
+        assert (await client.generate([1, 2, 3], max_tokens=2)).reason == "length"
+
+
+def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path) -> None:
+    """Neither in command lines, environments and logs of the processes, nor in what the cluster prints of itself."""
+    config = {"model": {"path": "fake"}, "gateway": {"port": 0, "api_keys": keys}, "pools": SMALL_POOLS}
+    with ProcessCluster(parse_config(config), log_dir=tmp_path) as cluster:
+        names = ("prefill-0", "decode-0", "gateway")
+        seen = [
+            Path(f"/proc/{cluster.pid(name)}/{file}").read_bytes() for name in names for file in ("cmdline", "environ")
+        ]
+        seen.append(repr(vars(cluster)).encode())
+        value = cluster.secret.value
+    logs = sorted(tmp_path.iterdir())
+    assert [log.name for log in logs] == ["decode-0.log", "gateway.log", "prefill-0.log"]
+    forms = (value, value.hex().encode(), base64.b64encode(value), repr(value)[2:-1].encode())
+    for content in (*seen, *(log.read_bytes() for log in logs)):
+        assert [form for form in forms if form in content] == []
+
+
+async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCaptureFixture) -> None:
+    server = grpc.aio.server(interceptors=(ClusterGuard(SECRET),), options=SERVER_OPTIONS)
+
+    async def control(frame: bytes, context: object) -> bytes:
+        return frame
+
+    methods = {service_and_method(CONTROL)[1]: grpc.unary_unary_rpc_method_handler(control)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CONTROLLER_SERVICE, methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        with caplog.at_level(logging.WARNING, logger="disagg.engine.guard"):
+            for _ in range(3):
+                assert (await call_inside(address, CONTROL, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
+        (line,) = caplog.messages
+        assert line.startswith("refused ipv4:127.0.0.1:")
+        assert line.endswith(", which does not know the cluster's secret (said once)")
+        async with grpc.aio.insecure_channel(address) as channel:
+            echo = channel.unary_unary(CONTROL, None, None)
+            assert await echo(b"x", metadata=SECRET.metadata) == b"x"
+    finally:
+        await server.stop(None)
+    await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop later
+
+
+# ---------------------------------------------------------------- tenants
+
+
+async def test_what_one_tenant_computed_is_no_hit_for_another(cluster: ProcessCluster) -> None:
+    """Neither in the cached tokens that a tenant is told of, nor in what the workers reuse."""
+    prompt = list(range(100, 196))
+
+    async def cached(key: str, salt: str = "") -> int:
+        async with AsyncClient(cluster.address, key) as client:
+            answer = await client.generate(prompt, max_tokens=2, ignore_eos=True, cache_salt=salt)
+            return answer.usage.cached_tokens
+
+    assert await cached(KEY_A) == 0
+    assert (of_own := await cached(KEY_A)) > 0
+    assert await cached(KEY_B) == 0
+    assert await cached(KEY_B) == of_own
+    assert await cached(KEY_A, salt="other") == 0
+    assert await cached(KEY_A) == of_own
+    await wait_until_workers_idle(cluster.workers, cluster.secret)

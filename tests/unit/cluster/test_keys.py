@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from disagg.cluster.keys import run_key_new
+from disagg.proto.errors import ConfigError
+from disagg.router.gateway.api_keys import MIN_KEY_CHARS, load_keys
+from disagg.router.gateway.auth import Caller
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=1000)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def new_key(capsys: pytest.CaptureFixture[str], console: Console, tenant: str, admin: bool, file: Path | None) -> str:
+    assert run_key_new(tenant, admin, file, console) == 0
+    (key,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"disagg_[A-Za-z0-9_-]{43}", key)
+    assert len(key) >= MIN_KEY_CHARS
+    assert key not in said(console)
+    return key
+
+
+def mode_of(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def test_keys_are_added_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], console: Console) -> None:
+    file = tmp_path / "keys.yaml"
+    mask = os.umask(0)
+    try:
+        first = new_key(capsys, console, "team-a", False, file)
+        assert mode_of(file) == 0o600
+        file.write_text("# ours\n" + file.read_text())
+        second = new_key(capsys, console, "ops", True, file)
+    finally:
+        os.umask(mask)
+    assert mode_of(file) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys.yaml"]
+    assert file.read_text().startswith("# ours\n- tenant: team-a\n  sha256: ")
+    assert first not in file.read_text()
+    keys = load_keys(str(file))
+    assert keys.authenticate(f"Bearer {first}") == Caller("team-a", False)
+    assert keys.authenticate(f"Bearer {second}") == Caller("ops", True)
+    assert f"an admin's key of ops, added to {file}; " in said(console)
+
+
+def test_without_a_file_the_entry_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], console: Console
+) -> None:
+    key = new_key(capsys, console, "team-a", True, None)
+    (entry,) = re.findall(r"- tenant: team-a\n  sha256: [0-9a-f]{64}\n  admin: true\n", said(console))
+    file = tmp_path / "keys.yaml"
+    file.write_text(entry)
+    file.chmod(0o600)
+    assert load_keys(str(file)).authenticate(f"Bearer {key}") == Caller("team-a", True)
+
+
+def test_a_file_with_an_empty_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], console: Console) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("# none yet\n")
+    file.chmod(0o600)
+    key = new_key(capsys, console, "a", False, file)
+    assert load_keys(str(file)).authenticate(f"Bearer {key}") == Caller("a", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("- tenant: a\n  key: aaaaaaaaaaaaaaaaaaaa\n", 0o644, "others can use"),
+        ("[{tenant: a, key: aaaaaaaaaaaaaaaaaaaa}]\n", 0o600, "is not valid YAML"),
+        ("a: b\n", 0o600, "Expected array, got object"),
+    ],
+)
+def test_a_file_that_cannot_be_added_to_stays_as_it_is(
+    tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str], text: str, mode: int, message: str
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=message):
+        run_key_new("b", False, file, console)
+    assert file.read_text() == text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, console: Console) -> None:
+    with pytest.raises(ConfigError, match=r"^--file: cannot write .*none/keys\.yaml \(No such file or directory\)$"):
+        run_key_new("a", False, tmp_path / "none" / "keys.yaml", console)
+
+
+@pytest.mark.parametrize("tenant", ["", "a b", "-a", "a" * 65, "ä", "a\n"])
+def test_a_name_that_is_no_tenant_s(console: Console, capsys: pytest.CaptureFixture[str], tenant: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tenant: expected at most 64 letters"):
+        run_key_new(tenant, False, None, console)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from disagg.proto.errors import AuthenticationError, ConfigError
+from disagg.router.gateway.api_keys import KeyEntry, load_keys
+from disagg.router.gateway.auth import (
+    ANONYMOUS,
+    KEY_NEEDED,
+    STRANGER,
+    ApiKey,
+    ApiKeys,
+    Caller,
+    Everybody,
+    digest_of,
+)
+
+KEY_A, KEY_B = "a" * 16, "key-of-the-operators"
+KEYS = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False)), ApiKey(digest_of(KEY_B), Caller("b", True))])
+
+
+def write(folder: Path, text: str, mode: int = 0o600) -> str:
+    file = folder / "keys.yaml"
+    file.write_text(text)
+    file.chmod(mode)
+    return str(file)
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_keys(path)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- who calls
+
+
+@pytest.mark.parametrize(
+    ("header", "caller"),
+    [
+        (f"Bearer {KEY_A}", Caller("a", False)),
+        (f"bearer {KEY_B}", Caller("b", True)),
+        (f"BEARER   {KEY_B} ", Caller("b", True)),
+    ],
+)
+def test_a_key_says_who_calls(header: str, caller: Caller) -> None:
+    assert KEYS.authenticate(header) == caller
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        KEY_A,
+        f"Basic {KEY_A}",
+        f"Bearer {KEY_A[:-1]}",
+        f"Bearer {KEY_A}a",
+        f"Bearer {KEY_A.upper()}",
+        f"Bearer {digest_of(KEY_A).hex()}",
+        "Bearer \ud800",
+        "Bearer ключ",
+        "Bearer " + "x" * 100_000,
+    ],
+)
+def test_everything_else_is_refused_in_the_same_words(header: str | None) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        KEYS.authenticate(header)
+    assert str(caught.value) == KEY_NEEDED
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No early exit, whichever key it is."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(known: bytes, brought: bytes) -> bool:
+        compared.append((known, brought))
+        return known == brought
+
+    monkeypatch.setattr("disagg.router.gateway.auth.hmac.compare_digest", compare)
+    for key in (KEY_A, KEY_B):
+        KEYS.authenticate(f"Bearer {key}")
+        assert compared == [(digest_of(KEY_A), digest_of(key)), (digest_of(KEY_B), digest_of(key))]
+        compared.clear()
+
+
+def test_only_digests_are_kept() -> None:
+    assert digest_of("k") == hashlib.sha256(b"k").digest()
+    assert KEY_B not in repr(vars(KEYS))
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    assert Everybody().authenticate(None) == ANONYMOUS == Caller("", True)
+    assert Everybody(STRANGER).authenticate("Bearer x") == Caller("", False)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_both_forms_of_an_entry(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        f"- tenant: a\n  sha256: {digest_of(KEY_A).hex().upper()}\n- {{tenant: b, key: {KEY_B}, admin: true}}\n",
+    )
+    keys = load_keys(file)
+    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("a", False)
+    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True)
+
+
+def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
+    keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}, {{tenant: a, key: {KEY_B}}}]"))
+    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == Caller("a", False)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o777])
+def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode)
+    assert refusal(file) == f"gateway.api_keys: others can use {file} (mode {mode:04o}); next: chmod 600 {file}"
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o660])
+def test_a_file_of_its_owner_and_group_is_taken(tmp_path: Path, mode: int) -> None:
+    load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode))
+
+
+SHA = digest_of(KEY_A).hex()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no key; next: disagg key new TENANT --file FILE"),
+        ("[]", "has no key; next: disagg key new TENANT --file FILE"),
+        ("- tenant: [", "is not valid YAML, line 1"),
+        ("a: b: c", "is not valid YAML, line 1"),
+        ("\0", "is not valid YAML"),
+        ("tenant: a", ": Expected array, got object"),
+        (KEY_B, ": Expected array, got str"),
+        (f"[{KEY_B}]", ": Expected object, got str - at $[0]"),
+        ("[{key: aaaaaaaaaaaaaaaaaaaa}]", ": Object missing required field tenant - at $[0]"),
+        (f"[{{tenant: a, secret: {KEY_A}}}]", ": Object contains unknown field secret - at $[0]"),
+        ("[{tenant: a, key: 1234567890123456}]", ": Expected str | null, got int - at $[0].key"),
+        ("[{tenant: a}]", "[0] needs one of key and sha256"),
+        (f"[{{tenant: a, key: {KEY_A}, sha256: {SHA}}}]", "[0] needs one of key and sha256"),
+        ("[{tenant: a, key: aaaaaaaaaaaaaaa}]", "[0].key must have 16 to 512 printable ASCII characters and no space"),
+        (
+            "[{tenant: a, key: a long enough key}]",
+            "[0].key must have 16 to 512 printable ASCII characters and no space",
+        ),
+        (
+            f"[{{tenant: a, key: {'ä' * 20}}}]",
+            "[0].key must have 16 to 512 printable ASCII characters and no space",
+        ),
+        (f"[{{tenant: a, key: {'a' * 513}}}]", "[0].key must have 16 to 512 printable ASCII characters and no space"),
+        (
+            f"[{{tenant: a, sha256: {SHA[:-1]}}}]",
+            r": Expected str matching regex '^[0-9a-fA-F]{64}\\Z' - at $[0].sha256",
+        ),
+        (
+            "[{tenant: a b, key: aaaaaaaaaaaaaaaaaaaa}]",
+            r": Expected str matching regex '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\\Z' - at $[0].tenant",
+        ),
+        (
+            f"[{{tenant: a, key: {KEY_A}}}, {{tenant: b, sha256: {SHA}}}]",
+            "[1] is the same key as [0]; each needs its own",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    said = refusal(file)
+    place = "" if message.startswith((":", "[")) else " "
+    assert said == f"gateway.api_keys: {file}{place}{message.replace('FILE', file)}"
+
+
+@pytest.mark.parametrize("text", [f"- key: {KEY_B}: {KEY_B}", f"- tenant: a\n  key: '{KEY_B}", f"&{KEY_B} *{KEY_B}"])
+def test_no_message_repeats_a_key(tmp_path: Path, text: str) -> None:
+    assert KEY_B not in refusal(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "none.yaml"
+    assert refusal(str(file)) == f"gateway.api_keys: cannot read {file} (No such file or directory)"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00")
+    file.chmod(0o600)
+    assert refusal(str(file)) == f"gateway.api_keys: {file} is not UTF-8"
+
+
+def test_yaml_objects_are_not_made(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    file = write(tmp_path, f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{made}]]")
+    assert re.fullmatch(r"gateway\.api_keys: .* is not valid YAML, line 1", refusal(file))
+    assert not made.exists()
+
+
+def test_an_entry_does_not_show_its_key() -> None:
+    assert repr(KeyEntry(tenant="a", key=KEY_B)) == "KeyEntry(tenant='a', admin=False)"
