@@ -21,7 +21,8 @@ HASH_BYTES = 16
 
 
 def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
-    """The parent of block 0. `tenant_salt` is HMAC(cluster secret, tenant), or empty where there are no tenants."""
+    """The parent of block 0. `tenant_salt` is another one for each tenant (and salt of its own choice), or empty where
+    there are neither."""
     return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
 
 

@@ -199,6 +199,10 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     attempt: int
     cached_tokens: int
     """Prompt tokens that P had."""
+    alloc_wait_s: float = 0.0
+    """From the dispatch until D had reserved room."""
+    queue_s: float = 0.0
+    """From then until the first step that computed some of the prompt."""
 
 
 class HandedOver(Message, frozen=True, kw_only=True):
@@ -211,6 +215,8 @@ class HandedOver(Message, frozen=True, kw_only=True):
     cached_tokens: int
     """Prompt tokens that D had."""
     transport: str
+    transfer_s: float = 0.0
+    """From the first chunk that was announced until all was in place; 0 where nothing moved."""
 
 
 class End(Message, frozen=True, kw_only=True):
@@ -222,6 +228,8 @@ class End(Message, frozen=True, kw_only=True):
     detail: str = ""
     cached_tokens: int = 0
     """Prompt tokens that this worker had, where it prefilled itself."""
+    queue_s: float = 0.0
+    """How long the sequence waited here for its first step."""
 
 
 class StepUpdate(Message, frozen=True, kw_only=True, tag=True):

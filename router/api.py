@@ -3,14 +3,15 @@ protocol, so that each side can be tested with a stand-in for the other."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
-from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo
+from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
+from disagg.router.tally import Rates, Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +34,24 @@ class RoutedRequest:
     """The prefill and the decode worker that must run it, for an operator's probe; None leaves it to placement."""
     trace_parent: str = ""
     """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
+    tenant: str = ""
+    """Whose it is; empty where there are no keys."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was placed where it was. Times are predictions; None where the policy makes none."""
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair of workers, or one alone, that a request could go to. Times are predictions; None where the policy makes
+    none."""
 
-    policy: str
-    num_options: int
-    """Pairs and single workers that were compared."""
+    prefill_worker: WorkerId | None
+    """None where the decode worker would compute the prompt."""
+    decode_worker: WorkerId
+    num_misses: int
+    """Targets of the request that it would miss."""
     ttft_ms: float | None
     """From the placement on."""
     tpot_ms: float | None
     cost: float
-    """What was least: the sum of the parts below where the policy knows times, else in units of its own."""
+    """The sum of the parts below where the policy knows times, else in units of its own."""
     wait_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -56,9 +62,67 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What the KV utilization was worth."""
 
 
+class Decision(Option, frozen=True, kw_only=True):
+    """Why a request was placed where it was: the option of least cost."""
+
+    policy: str
+    num_options: int
+    """Pairs and single workers that were compared."""
+
+
+class Placement(Protocol):
+    """One placement, which can be asked for more afterwards."""
+
+    ttft_ms: float | None
+    """Predicted, from the placement on; None where the policy predicts no times."""
+    tpot_ms: float | None
+    transfer_ms: float
+
+    def decision(self) -> Decision:
+        """What was taken."""
+        ...
+
+    def options(self) -> list[Option]:
+        """What it was among, least cost first."""
+        ...
+
+
+RUNNING = "running"
+"""The outcome of a request that has none yet."""
+
+Path = Literal["pd", "local", "colocated"]
+"""Which workers compute an answer: a pair; a decode worker alone; a worker with both roles."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptMarks:
+    """How far one attempt got, and when: times on the gateway's monotonic clock, durations as its workers measured
+    them. None is what did not happen, or is not known (yet)."""
+
+    path: Path
+    prefill_worker: WorkerId | None
+    decode_worker: WorkerId
+    queued: float
+    """Since when the request waited for a placement."""
+    placed: float
+    computed: float | None = None
+    """When the prompt was computed."""
+    handed_over: float | None = None
+    ended: float | None = None
+    alloc_wait_s: float | None = None
+    """From the dispatch until the decode worker had reserved room."""
+    queue_s: float | None = None
+    """From then until the first step with some of the prompt."""
+    transfer_s: float | None = None
+    """From the first chunk until all KV was in place."""
+    decode_queue_s: float | None = None
+    """From the hand-over until the first decode step."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestTrace:
-    """Where a request ran and what moved; filled while it runs, kept in a ring afterwards."""
+    """Where a request ran and what moved; filled while it runs, kept in a ring afterwards. One that was refused at
+    once has an outcome and no attempts."""
 
     request_id: RequestId
     prefill_worker: WorkerId | None = None
@@ -68,12 +132,34 @@ class RequestTrace:
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
     attempts: int = 0
-    decision: Decision | None = None
+    placement: Placement | None = None
     """Of the latest attempt."""
     arrival: float = 0.0
     """On the gateway's monotonic clock."""
     stages: dict[str, float] = field(default_factory=dict)
     """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
+    outcome: str = RUNNING
+    """`stop`, `length`, or the code of the error that ended it."""
+    tenant: str = ""
+    trace_parent: str = ""
+    is_probe: bool = False
+    """An operator's test of one pair: no part of what is counted."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    last_token_at: float | None = None
+    max_itl_s: float = 0.0
+    """Longest time between two output tokens."""
+    detokenize_s: float = 0.0
+    """Sum of the times that its text took."""
+    marks: list[AttemptMarks] = field(default_factory=list)
+    """One for each attempt."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the latest attempt is where it is."""
+        return None if self.placement is None else self.placement.decision()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +187,9 @@ class RequestHandle(Protocol):
     request_id: RequestId
     completion: Completion | None
     """Set when the iteration has ended normally."""
+    num_answered: int | None
+    """To be set before `cancel` where the answer is complete without what is still to come (a stop string): its tokens.
+    None means that the request is given up."""
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """New output tokens in index order, several at once where the consumer was slow. Ends after the last
@@ -119,6 +208,13 @@ class WorkerView:
 
     info: WorkerInfo
     load: Load
+    is_draining: bool = False
+    report_age_s: float = 0.0
+    """Since its latest report, or since it came."""
+
+
+STAGES = ("queued", "prefill", "transfer", "decode")
+"""What a request in flight can be waiting for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +224,20 @@ class ClusterView:
     workers: tuple[WorkerView, ...]
     num_queued: int
     num_running: int
+    unreachable: tuple[WorkerInfo, ...] = ()
+    """Workers that belong to the cluster and have no session with this router."""
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """Requests by what they wait for, see `STAGES`."""
+    rates: Rates = field(default_factory=Rates)
+    slos: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of the last minute: "ttft", "tpot" and "both" (all that it had) -> (requests that met it, requests that had
+    it)."""
+    tally: Tally = field(default_factory=Tally)
+    """Sums over all requests; grows on."""
+    counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
+    """Of every worker that was ever seen: sums over all of its lives; they never fall."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """What went wrong or was dropped, by name."""
 
 
 class Router(Protocol):
@@ -144,4 +254,8 @@ class Router(Protocol):
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
+        ...
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """At most so many requests that run or ended lately, the latest arrival first."""
         ...

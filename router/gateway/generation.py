@@ -1,68 +1,44 @@
-"""One request's life in the gateway, from the client's protobuf to text.
+"""One call's life in the gateway, from the client's wishes to text.
 
-    check ──> tokenize, hash ──> submit ──> delta* ──> finish
-                                   └─ stop string, error, deadline, the consumer leaves ──> cancel
+    check ──> tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, mixed ──> finish of the last one
+                                    └─ an answer fails, the deadline, the consumer leaves ──> all are cancelled
 
-Nothing is held before `submit`; after it, every way out but the normal end cancels the request in the cluster. The
+Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
 generator asks for more tokens only when its consumer wants more, and the router's handle merges what came meanwhile:
-a client that reads slowly, or not at all, costs the memory of its ids and of the messages that gRPC has in flight.
+a client that reads slowly, or not at all, costs the memory of its ids and of the messages that its connection has in
+flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import struct
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
 
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.errors import DeadlineError, InternalError
 from disagg.proto.ids import BlockHash, RequestId
-from disagg.router.api import RequestHandle, RoutedRequest, Router, TokenBatch
+from disagg.router.api import RoutedRequest, Router
+from disagg.router.gateway.answer import Answer, Delta, Finish
+from disagg.router.gateway.mixing import mixed
+from disagg.router.gateway.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.sampling import answer_seed
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
-from disagg.router.gateway.validate import (
-    ChatPrompt,
-    CheckedRequest,
-    IdsPrompt,
-    Limits,
-    Prompt,
-    Targets,
-    TextPrompt,
-    check_deadline,
-    check_request,
-    fit_prompt,
-)
-from disagg.v1 import inference_pb2 as pb
+from disagg.router.gateway.validate import CheckedRequest, Limits, check_deadline, check_request, fit_prompt
+
+__all__ = ["Delta", "Finish", "Generator"]
 
 T = TypeVar("T")
 
-NO_TARGETS = Targets()
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of an answer. `text` may lag behind the ids; the last delta may have text only."""
-
-    first_index: int
-    token_ids: tuple[int, ...]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The end of an answer; comes once, last."""
-
-    request_id: RequestId
-    reason: Literal["stop", "length"]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-
 
 class Generator:
-    """Runs requests for one model. Keeps nothing between requests.
+    """Runs calls for one model. Keeps nothing between calls.
 
     Args:
         model: what is served.
@@ -72,6 +48,7 @@ class Generator:
         executor: tokenizes prompts above `inline_prompt_bytes`; `None` tokenizes all on the event loop.
         clock: monotonic seconds, the clock of the deadlines.
         mint_seed: 64 random bits.
+        mint_id: a request id that was never used, for all answers of a call but the first.
     """
 
     def __init__(
@@ -83,58 +60,42 @@ class Generator:
         *,
         clock: Callable[[], float],
         mint_seed: Callable[[], int],
+        mint_id: Callable[[], RequestId],
         executor: Executor | None = None,
         inline_prompt_bytes: int = 0,
     ) -> None:
         self.model = model
         self.limits = limits
         self._router = router
-        self._root = root_hash(fingerprint)
+        self._fingerprint = fingerprint
         self._clock = clock
         self._mint_seed = mint_seed
+        self._mint_id = mint_id
         self._executor = executor
         self._inline_prompt_bytes = inline_prompt_bytes
 
-    async def run(
-        self,
-        request: pb.GenerateRequest,
-        request_id: RequestId,
-        deadline: float | None = None,
-        targets: Targets = NO_TARGETS,
-    ) -> AsyncGenerator[Delta | Finish, None]:
-        """Answer `request`. Close the generator (`contextlib.aclosing`) when leaving it early.
-
-        Args:
-            request: as it came in.
-            request_id: minted by the caller, never used before.
-            deadline: on `clock`; the request fails when it passes, in whatever phase.
-            targets: the client's own; they decide where and whether the request is taken in.
+    async def run(self, given: GenerationInput, call: Call) -> AsyncGenerator[Delta | Finish, None]:
+        """Answer `given`, `n` times, mixed as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
+        early.
 
         Raises:
-            DisaggError: whatever is wrong with the request or happens to it.
+            DisaggError: whatever is wrong with the request or happens to one of its answers.
         """
         arrival = self._clock()
-        checked = check_request(request, self.limits, None if deadline is None else deadline - arrival)
-        routed = await self._route(checked, request_id, deadline, targets)
-        handle = self._router.submit(routed, arrival)
-        sampling = routed.sampling
-        text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
-        tokens = aiter(handle)
+        checked = check_request(given, self.limits, None if call.deadline is None else call.deadline - arrival)
+        routed = await self._route(checked, call)
+        answers: list[Answer] = []
         try:
-            while (batch := await self._read(tokens, deadline)) is not None:
-                first_index = text.num_tokens
-                piece = text.push(batch.token_ids)
-                yield Delta(first_index, piece.token_ids, piece.text)
-                if piece.stopped:
-                    yield self._finish(routed, text, None)
-                    return
-            tail = text.finish()
-            if tail.text:
-                yield Delta(text.num_tokens, (), tail.text)
-            yield self._finish(routed, text, None if tail.stopped else handle)
+            for i in range(checked.num_answers):
+                answer = self._submit(checked, self._one_of(routed, i), arrival, i)
+                answers.append(answer)  # one by one: the next may be refused
+            streams = [answer.events() for answer in answers]
+            async with aclosing(streams[0] if len(streams) == 1 else mixed(streams)) as events:
+                async for event in events:
+                    yield event
         finally:
-            if handle.completion is None:
-                handle.cancel()
+            for answer in answers:
+                answer.cancel()
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a checked prompt. Raises `InvalidRequestError` where the chat template refuses it."""
@@ -146,63 +107,54 @@ class Generator:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    async def _route(
-        self, checked: CheckedRequest, request_id: RequestId, deadline: float | None, targets: Targets
-    ) -> RoutedRequest:
-        """Tokenize, check the context, hash."""
+    async def _route(self, checked: CheckedRequest, call: Call) -> RoutedRequest:
+        """Tokenize, check the context, hash: the first answer's request."""
         seed = self._mint_seed()
 
         def prepare() -> RoutedRequest:
             prompt_token_ids = _encode(checked.prompt, self.model.tokenizer)
+            root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
             return RoutedRequest(
-                request_id=request_id,
+                request_id=call.request_id,
                 sampling=fit_prompt(checked, prompt_token_ids, self.limits, seed),
                 prompt_token_ids=prompt_token_ids,
-                block_hashes=self._hashes(prompt_token_ids),
-                root_hash=self._root,
-                deadline=deadline,
-                ttft_slo_s=targets.ttft_s,
-                tpot_slo_s=targets.tpot_s,
+                block_hashes=_hashes(root, prompt_token_ids),
+                root_hash=root,
+                deadline=call.deadline,
+                ttft_slo_s=call.targets.ttft_s,
+                tpot_slo_s=call.targets.tpot_s,
+                trace_parent=call.trace_parent,
+                tenant=call.caller.tenant,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare)
-        check_deadline(None if deadline is None else deadline - self._clock())
+        check_deadline(None if call.deadline is None else call.deadline - self._clock())
         return routed
 
-    def _hashes(self, prompt_token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
-        return tuple(chain_hashes(self._root, prompt_token_ids))
+    def _one_of(self, first: RoutedRequest, answer_index: int) -> RoutedRequest:
+        """The request of one answer, which is its own but for the prompt."""
+        if answer_index == 0:
+            return first
+        seed = answer_seed(first.sampling.seed, answer_index)
+        sampling = msgspec.structs.replace(first.sampling, seed=seed)
+        return replace(first, request_id=self._mint_id(), sampling=sampling)
 
-    async def _read(self, tokens: AsyncIterator[TokenBatch], deadline: float | None) -> TokenBatch | None:
-        """The next batch, `None` at the end. Raises `DeadlineError` on time also where the router does not."""
-        scope = asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock()))
-        try:
-            async with scope:
-                return await anext(tokens, None)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise DeadlineError("the deadline passed while the answer was generated") from None
+    def _submit(self, checked: CheckedRequest, routed: RoutedRequest, arrival: float, answer_index: int) -> Answer:
+        sampling = routed.sampling
+        text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
+        return Answer(self._router, routed, arrival, text, self._clock, answer_index)
 
-    def _finish(self, routed: RoutedRequest, text: TextStream, handle: RequestHandle | None) -> Finish:
-        """The end, as `handle` saw it, or without one by a stop string."""
-        completion = None if handle is None else handle.completion
-        if handle is not None and completion is None:
-            raise InternalError(f"request {routed.request_id} ended without a completion")
-        cached = self._traced_cached_tokens(routed.request_id) if completion is None else completion.cached_tokens
-        return Finish(
-            request_id=routed.request_id,
-            reason="stop" if completion is None else completion.reason,
-            num_prompt_tokens=len(routed.prompt_token_ids),
-            num_cached_tokens=cached,
-            num_output_tokens=text.num_tokens,
-        )
 
-    def _traced_cached_tokens(self, request_id: RequestId) -> int:
-        """Prompt tokens that nobody computed, of an answer that was cut short."""
-        trace = self._router.trace(request_id)
-        if trace is None:
-            return 0
-        return trace.decode_cached_tokens if trace.prefill_worker is None else trace.prefill_cached_tokens
+def prefix_salt(tenant: str, cache_salt: str) -> bytes:
+    """What separates cached prefixes: another pair, another salt. Empty where both are."""
+    if not tenant and not cache_salt:
+        return b""
+    name = tenant.encode()
+    return struct.pack("<I", len(name)) + name + cache_salt.encode()
+
+
+def _hashes(root: BlockHash, prompt_token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
+    return tuple(chain_hashes(root, prompt_token_ids))
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:

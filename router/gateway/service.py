@@ -8,30 +8,38 @@ generator, which cancels.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 
-from disagg.proto.errors import InvalidRequestError, RequestCancelledError
+from disagg.proto.errors import DisaggError, InternalError, InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth import CALLER
+from disagg.router.gateway.from_protobuf import read_request, read_turns
 from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.request import Call, GenerationInput, Prompt
+from disagg.router.gateway.stall import StalledError, StallWatch
 from disagg.router.gateway.status import answered
-from disagg.router.gateway.validate import check_chat, check_ids, check_model, check_targets, check_text
+from disagg.router.gateway.to_protobuf import write_delta, write_finish, write_logprobs
+from disagg.router.gateway.traceparent import HEADER as TRACE_METADATA
+from disagg.router.gateway.traceparent import child_of
+from disagg.router.gateway.validate import check_chat, check_model, check_targets, check_text
+from disagg.router.gateway.values import check_ids
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 LABEL_METADATA = "x-request-id"
 """A client's own label; it comes back as it was and means nothing here."""
 REQUEST_ID_METADATA = "x-disagg-request-id"
-"""Our id of the request, from the start of the answer."""
+"""Our id of the request, from the start of the answer; with several answers, of the first."""
 _MAX_LABEL_CHARS = 256
 _BYTES_PER_ID = 4
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
@@ -41,33 +49,49 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         generator: answers requests.
         mint_id: a request id that was never used.
         clock: the generator's clock.
+        mint_trace_bits: 192 random bits, see `traceparent`.
+        write_timeout_s: how long a client may leave a message unread.
+        metrics: counts the calls.
     """
 
-    def __init__(self, generator: Generator, mint_id: Callable[[], RequestId], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        mint_id: Callable[[], RequestId],
+        clock: Callable[[], float],
+        mint_trace_bits: Callable[[], int],
+        *,
+        write_timeout_s: float,
+        metrics: GatewayMetrics | None = None,
+    ) -> None:
         self._generator = generator
         self._mint_id = mint_id
         self._clock = clock
+        self._mint_trace_bits = mint_trace_bits
+        self._write_timeout_s = write_timeout_s
+        self._metrics = metrics
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """See the proto."""
-        request_id = await self._begin(context)
-        async with answered(context, request_id), aclosing(self._run(request, request_id, context)) as events:
-            async for event in events:
-                await _write(context, _response(event))
+        request_id, trace_parent = await self._begin(context)
+        async with answered(context, request_id):
+            with self._counted():
+                run = self._run(read_request(request), request_id, trace_parent, context)
+                async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
+                    async for event in events:
+                        await self._write(context, _response(event), watch)
 
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
         """See the proto."""
-        request_id = await self._begin(context)
+        request_id, trace_parent = await self._begin(context)
         answer = pb.GenerateOnceResponse()
-        texts: list[str] = []
-        async with answered(context, request_id), aclosing(self._run(request.request, request_id, context)) as events:
-            async for event in events:
-                if isinstance(event, Finish):
-                    answer.finished.CopyFrom(_finished(event))
-                else:
-                    answer.token_ids.extend(event.token_ids)
-                    texts.append(event.text)
-        answer.text = "".join(texts)
+        async with answered(context, request_id):
+            with self._counted():
+                given = read_request(request.request)
+                if given.n is not None and given.n > 1:
+                    raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
+                async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
+                    await _gather(events, answer)
         return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
@@ -84,7 +108,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("input", "one of text and chat must be set")
-            prompt = check_text(request.text, "text", limits) if kind == "text" else check_chat(request.chat, limits)
+            prompt: Prompt
+            if kind == "text":
+                prompt = check_text(request.text, "text", limits)
+            else:
+                prompt = check_chat(read_turns(request.chat), limits)
             return pb.TokenizeResponse(token_ids=await self._generator.tokenize(prompt))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -97,46 +125,86 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             text = await self._generator.offload(num_bytes, lambda: model.tokenizer.decode(token_ids))
             return pb.DetokenizeResponse(text=text)
 
-    async def _begin(self, context: Context) -> RequestId:
-        """Mint the id and tell it, with the client's label, before anything can fail."""
-        request_id = self._mint_id()
+    async def _begin(self, context: Context) -> tuple[RequestId, str]:
+        """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can
+        fail. The id and the span's `traceparent`."""
+        request_id, trace_parent = self._mint_id(), ""
         metadata = [(REQUEST_ID_METADATA, str(request_id))]
-        for key, value in context.invocation_metadata() or ():
-            if key == LABEL_METADATA:
-                metadata.append((LABEL_METADATA, str(value)[:_MAX_LABEL_CHARS]))
-                break
+        given = _firsts(context, LABEL_METADATA, TRACE_METADATA)
+        if LABEL_METADATA in given:
+            metadata.append((LABEL_METADATA, given[LABEL_METADATA][:_MAX_LABEL_CHARS]))
+        if TRACE_METADATA in given:
+            trace_parent = child_of(given[TRACE_METADATA], self._mint_trace_bits())
+            metadata.append((TRACE_METADATA, trace_parent))
         await context.send_initial_metadata(tuple(metadata))
-        return request_id
+        return request_id, trace_parent
 
     def _run(
-        self, request: pb.GenerateRequest, request_id: RequestId, context: Context
+        self, given: GenerationInput, request_id: RequestId, trace_parent: str, context: Context
     ) -> AsyncGenerator[Delta | Finish, None]:
-        """The answer, under the call's deadline and targets. Raises `InvalidRequestError` for wrong targets."""
+        """The answers, as the call's metadata wants them. Raises `InvalidRequestError` for wrong targets."""
         time_left_s = context.time_remaining()
-        deadline = None if time_left_s is None else self._clock() + time_left_s
-        return self._generator.run(request, request_id, deadline, check_targets(context.invocation_metadata() or ()))
+        call = Call(
+            request_id=request_id,
+            deadline=None if time_left_s is None else self._clock() + time_left_s,
+            targets=check_targets(context.invocation_metadata() or ()),
+            caller=CALLER.get(),
+            trace_parent=trace_parent,
+        )
+        return self._generator.run(given, call)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts what is inside as one call."""
+        outcome = InternalError.code
+        try:
+            yield
+            outcome = "ok"
+        except DisaggError as error:
+            outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome = RequestCancelledError.code
+            raise
+        finally:
+            if self._metrics is not None:
+                self._metrics.count_call("grpc", outcome)
+
+    async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
+        """Send one message; returns when the client's flow control took it. Raises `UnavailableError` where that takes
+        too long."""
+        try:
+            with watch:
+                await context.write(response)
+        except grpc.aio.InternalError as error:
+            raise RequestCancelledError("the client is gone") from error
+        except StalledError:
+            raise UnavailableError(f"nothing was read for {self._write_timeout_s:g} s", "stream_lost") from None
 
 
-async def _write(context: Context, response: pb.GenerateResponse) -> None:
-    """Send one message; returns when the client's flow control took it."""
-    try:
-        await context.write(response)
-    except grpc.aio.InternalError as error:
-        raise RequestCancelledError("the client is gone") from error
+def _firsts(context: Context, *keys: str) -> dict[str, str]:
+    """The first value of each of `keys` that is in the call's metadata."""
+    found: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if key in keys:
+            found.setdefault(key, str(value))
+    return found
+
+
+async def _gather(events: AsyncGenerator[Delta | Finish, None], answer: pb.GenerateOnceResponse) -> None:
+    """Read the events of one answer into `answer`."""
+    texts: list[str] = []
+    async for event in events:
+        if isinstance(event, Finish):
+            answer.finished.CopyFrom(write_finish(event))
+        else:
+            answer.token_ids.extend(event.token_ids)
+            answer.logprobs.extend(write_logprobs(event.logprobs))
+            texts.append(event.text)
+    answer.text = "".join(texts)
 
 
 def _response(event: Delta | Finish) -> pb.GenerateResponse:
     if isinstance(event, Finish):
-        return pb.GenerateResponse(finished=_finished(event))
-    return pb.GenerateResponse(
-        delta=pb.TokenDelta(first_index=event.first_index, token_ids=event.token_ids, text=event.text)
-    )
-
-
-def _finished(finish: Finish) -> pb.Finished:
-    usage = pb.Usage(
-        prompt_tokens=finish.num_prompt_tokens,
-        cached_tokens=finish.num_cached_tokens,
-        completion_tokens=finish.num_output_tokens,
-    )
-    return pb.Finished(reason=_REASONS[finish.reason], usage=usage, request_id=finish.request_id)
+        return pb.GenerateResponse(finished=write_finish(event))
+    return pb.GenerateResponse(delta=write_delta(event))

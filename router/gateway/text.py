@@ -55,10 +55,22 @@ class IncrementalDecoder:
     def _restart(self) -> str:
         """Let the pending ids go and continue as if they had not been there."""
         text = self.finish()
+        if not self._context:  # a word that comes now is not the first, whose leading space some decoders strip
+            self._context = _any_word(self._tokenizer)
         self._stream = DecodeStream(skip_special_tokens=True)
         for token_id in self._context:
             self._stream.step(self._tokenizer.backend, token_id)
         return text
+
+
+def _any_word(tokenizer: Tokenizer) -> list[int]:
+    """An id with a text of its own, whatever comes after it; none where there is no such id. Byte tokens such as
+    `<0x41>` are not: a run of them is decoded as one."""
+    for token_id in range(tokenizer.backend.get_vocab_size()):
+        piece = tokenizer.backend.id_to_token(token_id)
+        if piece and not piece.startswith("<") and tokenizer.decode([token_id]).isalpha():
+            return [token_id]
+    return []
 
 
 class StopMatcher:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from tests.support.gateway import (
     forever,
     write_checkpoint,
 )
+from tests.support.gateway_server import running
 
 WAIT_S = 20.0
 """How long anything may take before a test fails."""
@@ -56,21 +57,6 @@ WAIT_S = 20.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@asynccontextmanager
-async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
-    """A gateway that has stopped, and left no task, when the context ends."""
-    before = asyncio.all_tasks()
-    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, **changes)
-    server = GatewayServer(config, router)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop(0.0)
-    left = [task for task in asyncio.all_tasks() - before if not task.done()]
-    assert left == []
 
 
 def ids(server: GatewayServer, text: str) -> list[int]:
@@ -440,6 +426,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         kv_blocks_active=40,
         kv_blocks_cached=7,
         kv_blocks_reserved=5,
+        fingerprint=FINGERPRINT,
     )
     assert state == pb.GetClusterStateResponse(workers=[worker], queued_requests=11, running_requests=5)
 
@@ -460,6 +447,8 @@ async def test_where_a_request_ran(folder: Path) -> None:
     )
     async with running(folder, router) as server, AsyncClient(server.address) as client:
         found = await client.explain("r1")
+    assert found.arrived_at > 0
+    found.ClearField("arrived_at")
     assert found == pb.ExplainRequestResponse(
         request_id="r1",
         prefill_worker="prefill-0",
@@ -469,6 +458,11 @@ async def test_where_a_request_ran(folder: Path) -> None:
         decode_cached_tokens=32,
         attempts=2,
         stages=[pb.StageTime(stage="tokenize", at_ms=500.0), pb.StageTime(stage="end", at_ms=2000.0)],
+        outcome="running",
+        spans=[
+            pb.StageSpan(stage="tokenize", start_ms=0.0, end_ms=500.0),
+            pb.StageSpan(stage="route", start_ms=500.0, end_ms=2000.0),
+        ],
     )
 
 

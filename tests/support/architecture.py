@@ -35,11 +35,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/ray_*.py",),
     "triton": ("kernels/*",),
+    "starlette": ("router/gateway/http/*",),
+    "uvicorn": ("router/gateway/http/*",),
+    "httptools": ("router/gateway/http/*",),
     "locust": ("loadtests/locustfile.py", "loadtests/locust_*.py"),
     "torch": (
         "kernels/*",
         "engine/convert.py",
         "engine/kv_cache.py",
+        "engine/logprobs.py",
         "engine/model/*",
         "engine/model_runner.py",
         "engine/sampler.py",
@@ -51,13 +55,16 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "grpc": (
         "*/server.py",
         "*/service.py",
+        "engine/guard.py",
         "router/gateway/*",
+        "router/worker_link.py",
         "cluster/control/*_link.py",
         "cluster/ray_auth.py",
         "loadtests/locust_*.py",
         "loadtests/fake_server.py",
         "src/disagg/client/*",
     ),
+    "prometheus_client": ("router/gateway/metrics*.py",),
     "grpc_health": ("*/server.py", "router/gateway/*", "src/disagg/client/*"),
     "grpc_reflection": ("*/server.py", "router/gateway/*"),
     "grpc_status": (
@@ -96,6 +103,9 @@ IMPURE = frozenset(
 
 UNSAFE_LOADERS = frozenset({"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"})
 """Loaders that run code from their input."""
+
+CODE_RUNNERS = frozenset({"eval", "exec", "yaml.full_load", "yaml.unsafe_load", "builtins.eval", "builtins.exec"})
+"""Calls that run, or make objects of, whatever text they are given."""
 
 IMPORT_CALLS = ("import_module", "__import__")
 
@@ -220,7 +230,7 @@ def door_findings(path: str, source: str) -> list[str]:
 
 
 def loader_findings(path: str, source: str) -> list[str]:
-    """Loaders that run code from a file or a peer: pickle and its kin, `torch.load`, numpy's `allow_pickle`."""
+    """What runs code from a file or a peer: pickle and its kin, `torch.load`, numpy's `allow_pickle`, `eval`."""
     found = [f"{path}:{i.line}: {i.root} runs code" for i in imports(path, source) if i.root in UNSAFE_LOADERS]
     found += [f"{path}:{i.line}: torch.load runs code" for i in imports(path, source) if i.name == "torch.load"]
     for node in _nodes(source):
@@ -228,6 +238,8 @@ def loader_findings(path: str, source: str) -> list[str]:
             found.append(f"{path}:{node.lineno}: torch.load runs code")
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append(f"{path}:{node.value.lineno}: allow_pickle runs code")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in CODE_RUNNERS:
+            found.append(f"{path}:{node.lineno}: {ast.unparse(node.func)} runs code")
     return sorted(set(found))
 
 

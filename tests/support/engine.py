@@ -11,13 +11,13 @@ from disagg.engine.commands import Add, Command, Ended, Event, Gather, Reserve, 
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
-from disagg.engine.plan import Buffer, StepPlan
+from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from disagg.engine.scheduler import Scheduler
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.messages import Sampling, SequenceSpec, TokenLogprobs
 
 VOCAB_SIZE = 1000
 GATEWAY = GatewayId("gateway")
@@ -39,6 +39,8 @@ def make_spec(
     max_tokens: int = 4,
     min_tokens: int = 0,
     stop: Sequence[int] = (),
+    logit_bias: Sequence[tuple[int, float]] = (),
+    logprobs: int = -1,
     emitted: Sequence[int] = (),
     attempt: int = 1,
     priority: int = 0,
@@ -55,7 +57,14 @@ def make_spec(
         emitted_token_ids=tuple(emitted),
         block_hashes=tuple(chain_hashes(ROOT, known)) if cached else (),
         root_hash=ROOT if cached else BlockHash(b""),
-        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(stop)),
+        sampling=Sampling(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(stop),
+            logit_bias=tuple(logit_bias),
+            logprobs=logprobs,
+        ),
         priority=priority,
         timeout_s=timeout_s,
     )
@@ -126,6 +135,11 @@ def token_ids_of(events: Sequence[Event], request_id: str, attempt: int = 1) -> 
     return [e.token_id for e in sampled]
 
 
+def logprobs_of(events: Sequence[Event], request_id: str, attempt: int = 1) -> list[TokenLogprobs | None]:
+    """What came with the output of one attempt."""
+    return [e.logprobs for e in events if isinstance(e, TokenSampled) and e.key == key_of(request_id, attempt)]
+
+
 def end_of(events: Sequence[Event], request_id: str, attempt: int = 1) -> Ended:
     """The one `Ended` of an attempt."""
     (ended,) = [e for e in events if isinstance(e, Ended) and e.key == key_of(request_id, attempt)]
@@ -155,7 +169,7 @@ class FailingRunner(FakeModelRunner):
         super().__init__(num_blocks, block_size, 4096, VOCAB_SIZE)
         self.failing: set[str] = set()
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepResult:
         self._fail_if_told("run")
         return super().run(plan)
 
@@ -209,7 +223,7 @@ def make_sequence(
 def step_scheduler(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Event]]:
     """Schedule and apply one step in which everybody samples `token_id`."""
     plan = scheduler.schedule()
-    events = scheduler.apply(plan, [token_id for entry in plan.entries if entry.samples])
+    events = scheduler.apply(plan, StepResult([token_id for entry in plan.entries if entry.samples]))
     assert scheduler.check_integrity() == []
     return plan, events
 

@@ -102,6 +102,7 @@ class FakeHandle:
     def __init__(self, request_id: RequestId, script: Iterable[Step]) -> None:
         self.request_id = request_id
         self.completion: Completion | None = None
+        self.num_answered: int | None = None
         self.cancelled = asyncio.Event()
         self.waiting = asyncio.Event()
         self.num_cancels = 0
@@ -161,6 +162,9 @@ class FakeRouter:
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         return self.traces.get(request_id)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        return list(reversed(self.traces.values()))[:limit]
 
 
 def _same(steps: Iterable[Step]) -> Script:

@@ -97,8 +97,8 @@ class SenderShell:
         match event:
             case ChunkComputed(key, num_computed):
                 self._carry_out(machine.on_chunk_computed(key, num_computed))
-            case PrefillComputed(key, _, token_id):
-                self._carry_out(machine.on_prefill_computed(key, token_id))
+            case PrefillComputed(key, _, token_id, _, logprobs):
+                self._carry_out(machine.on_prefill_computed(key, token_id, logprobs))
             case TokenSampled(key, _, index, token_id):
                 pair.note_token(key, index, token_id)
             case Gathered(key, seq, ok):
@@ -228,9 +228,9 @@ class ReceiverShell:
                     self.slots_in_use[slot] = (key, seq)
                     self._scatters[key, seq] = slot
                     pair.d.commands.append(Scatter(key, seq, start, end, self._buffers[slot][:nbytes]))
-                case JoinSequence(key, token_id):
+                case JoinSequence(key, token_id, logprobs):
                     self._owned.add(key)
-                    pair.d.commands.append(Join(key, token_id))
+                    pair.d.commands.append(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):
                     pair.d.commands.append(Release(key))
                 case ReceiveOver(key):

@@ -54,9 +54,9 @@ class Placing:
 
     def add(self, state: Busy) -> None:
         info = state.info
-        self.fleet.up(info)
+        self.fleet.up(info, 0.0)
         hashes = self.request.block_hashes[: state.cached // 16]
-        assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes)))
+        assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes)), 0.0)
         worker = self.fleet.worker(info.worker_id)
         for number in range(state.seqs):
             booking = Booking()

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def generate(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy output of `generate`, end-of-sequence tokens taken like any other."""
     return list(_generate(str(folder), tuple(prompt), num_tokens))
+
+
+def logprobs(folder: Path, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """The logarithms of the probabilities [len(output), vocab] of what may come at each place of `output`."""
+    with torch.inference_mode():
+        logits = _model(str(folder))(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
+    return torch.log_softmax(logits.float(), dim=-1)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import grpc
 from disagg.proto.control import WorkerFailed, WorkerToController, WorkerUnwanted, WorkerWelcome
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROLLER_SERVICE, REGISTER, SERVER_OPTIONS, service_and_method
+from tests.support.secret import SECRET
 
 MAX_WORKERS = 16
 
@@ -63,6 +64,7 @@ class Registry:
             self._changed.notify_all()
 
     def _register(self, frame: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        assert SECRET.matches(context.invocation_metadata())
         message: Any = decoder(WorkerToController).decode(frame)
         with self._changed:
             if isinstance(message, WorkerFailed):

@@ -14,6 +14,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.outbox import Outbox
 from disagg.engine.plan import Buffer
 from disagg.prefill_worker.service import PairError
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
@@ -28,6 +29,7 @@ from disagg.proto.messages import (
     StepUpdate,
     WorkerInfo,
 )
+from tests.support.secret import SECRET
 
 GATEWAY = GatewayId("gateway")
 BYTES_PER_TOKEN = 8
@@ -86,6 +88,7 @@ class PlayedContext:
             chunk_bytes=10 * BYTES_PER_TOKEN,
             staging_bytes=2 * 10 * BYTES_PER_TOKEN,
         )
+        self.cluster_secret = SECRET
         self.outbox = Outbox()
         self.info = info_of(worker_id, role)
         self.time = 100.0
@@ -156,7 +159,7 @@ class PlayedStream:
 
     all: list[PlayedStream]
 
-    def __init__(self, peer: PeerRef) -> None:
+    def __init__(self, peer: PeerRef, secret: ClusterSecret) -> None:
         self.peer = peer
         self.welcome: asyncio.Future[PairWelcome] = asyncio.get_running_loop().create_future()
         self.closed = False

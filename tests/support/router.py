@@ -1,6 +1,7 @@
 """Builders for the router's tests, and `Scenario`, which drives a `RouterCore` and writes its commands down as lines.
 
-    dispatch p0 r0/0 -> d0      dispatch d0 r0/0 alone      cancel d0 r0/0      emit r0 [7, 8]
+    dispatch p0 r0/0 -> d0      dispatch d0 r0/0 alone      cancel d0 r0/0
+    emit r0 [7, 8]              emit r0 [7, 8] -0.5 -1.5    (the latter with logprobs)
     finish r0 stop 2 cached=0   fail r0 UnavailableError worker_lost             watch p0
     drained d0 1
 
@@ -30,7 +31,7 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from disagg.router.api import RoutedRequest
+from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
 from disagg.router.draw import in_turn
@@ -104,6 +105,7 @@ def routed_request(
     *,
     max_tokens: int = 4,
     stop: Sequence[int] = (),
+    logprobs: int = -1,
     deadline: float | None = None,
     priority: int = 0,
 ) -> RoutedRequest:
@@ -116,7 +118,7 @@ def routed_request(
         prompt_token_ids=tuple(prompt),
         block_hashes=tuple(chain_hashes(ROOT, prompt)),
         root_hash=ROOT,
-        sampling=Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop)),
+        sampling=Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop), logprobs=logprobs),
         deadline=deadline,
         priority=priority,
     )
@@ -265,8 +267,8 @@ class Scenario:
                 return f"cancel {worker_id} {key}"
             case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
                 return f"pair {prefill_id} -> {peer.worker_id} {peer.incarnation}"
-            case Emit(request_id=request_id, token_ids=token_ids):
-                return f"emit {request_id} {token_ids}"
+            case Emit(request_id=request_id, batch=TokenBatch(token_ids, logprobs)):
+                return " ".join(["emit", request_id, f"{token_ids}", *(f"{each.logprob}" for each in logprobs)])
             case Finish(request_id=request_id, completion=done):
                 return f"finish {request_id} {done.reason} {done.num_output_tokens} cached={done.cached_tokens}"
             case Fail(request_id=request_id, error=error):

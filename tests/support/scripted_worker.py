@@ -14,6 +14,7 @@ from typing import Any, Self
 import grpc
 import msgspec
 
+from disagg.engine.guard import ClusterGuard
 from disagg.proto.ids import AttemptKey, Incarnation
 from disagg.proto.messages import (
     AuditReport,
@@ -38,6 +39,7 @@ from disagg.proto.services import (
     service_and_method,
 )
 from tests.support.router import worker_info
+from tests.support.secret import SECRET
 
 WAIT_S = 10.0
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -74,7 +76,7 @@ class ScriptedWorker:
 
     async def listen(self) -> None:
         """Take the address (any free port the first time)."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=(ClusterGuard(SECRET),), options=SERVER_OPTIONS)
         handlers = {
             service_and_method(SESSION)[1]: grpc.stream_stream_rpc_method_handler(self._session),
             service_and_method(WATCH)[1]: grpc.unary_stream_rpc_method_handler(self._watch),

@@ -20,6 +20,7 @@ from disagg.cluster.process_tools import thread_environment
 from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
 from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import (
     AuditReport,
@@ -35,6 +36,7 @@ from disagg.proto.messages import (
     SequenceSpec,
     SessionHello,
     StepUpdate,
+    TokenLogprobs,
     WorkerInfo,
     WorkerToGateway,
     decoder,
@@ -42,6 +44,7 @@ from disagg.proto.messages import (
 )
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION
 from tests.support.registry import Registry
+from tests.support.secret import SECRET
 
 GATEWAY = GatewayId("test-gateway")
 START_TIMEOUT_S = 60.0
@@ -52,7 +55,7 @@ def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
     """Worker processes, started together; every one must end by itself when told to."""
     with tempfile.TemporaryDirectory() as logs, Registry() as registry:
         children = [
-            start_child(c.worker_id, WORKER_MODULE, c, registry.address, Path(logs), thread_environment(1))
+            start_child(c.worker_id, WORKER_MODULE, c, registry.address, SECRET, Path(logs), thread_environment(1))
             for c in configs
         ]
         try:
@@ -71,6 +74,8 @@ class Answer:
     """What the workers said about one attempt."""
 
     tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By output index; empty where the request did not ask."""
     prefilled: list[PrefillDone] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
@@ -107,7 +112,9 @@ class GatewayStub:
             while True:
                 yield encode(await queue.get())
 
-        call = channel.stream_stream(SESSION, None, None)(frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY),))
+        call = channel.stream_stream(SESSION, None, None)(
+            frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY), *SECRET.metadata)
+        )
         self._calls.append(call)
         hello = decoder(WorkerToGateway).decode(cast(bytes, await call.read()))
         assert hello == SessionHello(info=info)
@@ -140,6 +147,8 @@ class GatewayStub:
             for offset, token in enumerate(out.token_ids):
                 known = answer.tokens.setdefault(out.first_index + offset, token)
                 assert known == token, f"token {out.first_index + offset} was {known} and is {token}"
+            for offset, logprobs in enumerate(out.logprobs):
+                assert answer.logprobs.setdefault(out.first_index + offset, logprobs) == logprobs
             answer.first_token.set()
         for prefilled in update.prefilled:
             self.answers[AttemptKey(prefilled.request_id, prefilled.attempt)].prefilled.append(prefilled)
@@ -200,18 +209,20 @@ class GatewayStub:
         await wait_until_workers_idle(list(self.infos.values()))
 
 
-async def audit(info: WorkerInfo) -> AuditReport:
+async def audit(info: WorkerInfo, secret: ClusterSecret = SECRET) -> AuditReport:
     """What a worker holds now."""
     async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
-        frame = await channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()))
+        frame = await channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()), metadata=secret.metadata)
     return decoder(AuditReport).decode(frame)
 
 
-async def wait_until_workers_idle(infos: Sequence[WorkerInfo], timeout_s: float = 5.0) -> None:
+async def wait_until_workers_idle(
+    infos: Sequence[WorkerInfo], secret: ClusterSecret = SECRET, timeout_s: float = 5.0
+) -> None:
     """Every worker holds nothing and finds no problem, within `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
-        reports = [await audit(info) for info in infos]
+        reports = [await audit(info, secret) for info in infos]
         left = {r.worker_id: (_held(r.counts), r.problems) for r in reports}
         if not any(counts or problems for counts, problems in left.values()):
             return

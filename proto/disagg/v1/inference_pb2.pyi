@@ -234,7 +234,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class GetClusterStateResponse(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -253,7 +254,8 @@ class GetClusterStateResponse(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[TransferState]
     requests_per_s: float
     output_tokens_per_s: float
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ...) -> None: ...
+    http_address: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ...) -> None: ...
 
 class StageCount(_message.Message):
     __slots__ = ("stage", "requests")
@@ -312,7 +314,7 @@ class PoolState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +328,7 @@ class WorkerState(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     address: str
@@ -339,7 +342,8 @@ class WorkerState(_message.Message):
     phase: str
     detail: str
     starts: int
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class SetPoolSizesRequest(_message.Message):
     __slots__ = ("sizes",)
@@ -378,7 +382,7 @@ class ExplainRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +402,7 @@ class ExplainRequestResponse(_message.Message):
     MAX_ITL_MS_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    IS_PROBE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -417,7 +422,8 @@ class ExplainRequestResponse(_message.Message):
     max_itl_ms: float
     trace_parent: str
     arrived_at: float
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ...) -> None: ...
+    is_probe: bool
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ...) -> None: ...
 
 class PlacementOption(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "cost", "missed_targets", "wait_ms", "prefill_ms", "transfer_ms", "decode_ms", "delay_ms", "barrier_ms", "ttft_ms", "tpot_ms")

@@ -24,6 +24,12 @@ def config(**changes: Any) -> GatewayConfig:
         ({"num_tokenizer_threads": 0}, "num_tokenizer_threads"),
         ({"max_concurrent_streams": 0}, "max_concurrent_streams"),
         ({"inline_prompt_bytes": -1}, "inline_prompt_bytes"),
+        ({"write_timeout_s": 0.0}, r"write_timeout_s: must be a positive number, not 0\.0"),
+        ({"write_timeout_s": float("inf")}, "write_timeout_s"),
+        ({"write_timeout_s": float("nan")}, "write_timeout_s"),
+        ({"idle_timeout_s": 0.0}, "idle_timeout_s"),
+        ({"read_timeout_s": float("inf")}, "read_timeout_s"),
+        ({"max_connections": 0}, "max_connections"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -19,14 +19,28 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.proto.messages import Sampling
+from disagg.proto.messages import Sampling, TokenLogprobs
 from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
+from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Targets, TextPrompt
 from disagg.router.gateway.tokenizer import ServedModel
-from disagg.v1 import inference_pb2 as pb
-from tests.support.gateway import EOS, FINGERPRINT, IM_END, MODEL_NAME, FakeHandle, FakeRouter, Wait, forever, limits_of
+from tests.support.gateway import (
+    EOS,
+    FINGERPRINT,
+    IM_END,
+    MODEL_NAME,
+    FakeHandle,
+    FakeRouter,
+    Step,
+    Wait,
+    forever,
+    limits_of,
+)
 
 ID = RequestId("r1")
+CALL = Call(request_id=ID)
 PROMPT = list(range(5, 45))
 
 
@@ -40,6 +54,14 @@ class Clock:
         now = self._now
         self._now = now if self._then is None else self._then
         return now
+
+
+class TickingClock(Clock):
+    """One second later at every reading."""
+
+    def __call__(self) -> float:
+        self._now += 1
+        return self._now
 
 
 class CountingExecutor(Executor):
@@ -60,16 +82,24 @@ class CountingExecutor(Executor):
 
 def make(model: ServedModel, router: FakeRouter, clock: Clock | None = None, **options: Any) -> Generator:
     return Generator(
-        model, router, limits_of(model), FINGERPRINT, clock=clock or Clock(), mint_seed=lambda: 77, **options
+        model,
+        router,
+        limits_of(model),
+        FINGERPRINT,
+        clock=clock or Clock(),
+        mint_seed=lambda: 77,
+        mint_id=lambda: RequestId("another"),
+        **options,
     )
 
 
-def request(stop: tuple[str, ...] = (), **stopping: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        model=MODEL_NAME,
-        token_ids=pb.TokenIds(ids=PROMPT),
-        stopping=pb.StopConditions(stop=stop, **stopping),
-    )
+def asked(stop: tuple[str, ...] = (), **fields: Any) -> GenerationInput:
+    usual: dict[str, Any] = {"model": MODEL_NAME, "prompt": IdsPrompt(tuple(PROMPT)), "stop": stop}
+    return GenerationInput(**usual | fields)
+
+
+def until(deadline: float) -> Call:
+    return Call(request_id=ID, deadline=deadline)
 
 
 async def collect(run: AsyncGenerator[Delta | Finish, None]) -> list[Delta | Finish]:
@@ -90,7 +120,7 @@ def ids(model: ServedModel, text: str) -> list[int]:
 async def test_a_whole_answer(model: ServedModel) -> None:
     a, b = ids(model, "hello"), ids(model, " wörld")
     router = FakeRouter([a, b, [EOS], Completion("stop", 99, 16)])
-    events = await collect(make(model, router).run(request(), ID))
+    events = await collect(make(model, router).run(asked(), CALL))
     assert events == [
         Delta(0, tuple(a), "hello"),
         Delta(len(a), tuple(b), " wörld"),
@@ -102,7 +132,7 @@ async def test_a_whole_answer(model: ServedModel) -> None:
 
 async def test_what_the_router_gets(model: ServedModel) -> None:
     router = FakeRouter()
-    await collect(make(model, router).run(request(max_tokens=4, ignore_eos=True), ID, deadline=150.0))
+    await collect(make(model, router).run(asked(max_tokens=4, ignore_eos=True), until(150.0)))
     root = root_hash(FINGERPRINT)
     expected = RoutedRequest(
         request_id=ID,
@@ -116,12 +146,34 @@ async def test_what_the_router_gets(model: ServedModel) -> None:
     assert len(expected.block_hashes) == 2
 
 
+async def test_what_the_router_gets_of_the_call(model: ServedModel) -> None:
+    router = FakeRouter()
+    call = Call(request_id=ID, targets=Targets(0.5, 0.02), caller=Caller("acme", False), trace_parent="00-a-b-01")
+    await collect(make(model, router).run(asked(), call))
+    ((routed, _),) = router.submitted
+    assert (routed.ttft_slo_s, routed.tpot_slo_s) == (0.5, 0.02)
+    assert (routed.tenant, routed.trace_parent) == ("acme", "00-a-b-01")
+
+
+async def test_cached_prefixes_are_separate_for_each_tenant_and_salt(model: ServedModel) -> None:
+    router = FakeRouter()
+    pairs = [("", ""), ("a", ""), ("b", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("é", ""), ("a", "b\0")]
+    for tenant, salt in pairs * 2:
+        call = Call(request_id=ID, caller=Caller(tenant, False))
+        await collect(make(model, router).run(asked(cache_salt=salt), call))
+    roots = [routed.root_hash for routed, _ in router.submitted]
+    assert roots[: len(pairs)] == roots[len(pairs) :]
+    assert len(set(roots)) == len(pairs)
+    assert roots[0] == root_hash(FINGERPRINT)
+    for routed, _ in router.submitted:
+        assert routed.block_hashes == tuple(chain_hashes(routed.root_hash, PROMPT))
+
+
 async def test_text_and_chat_are_tokenized(model: ServedModel) -> None:
     router = FakeRouter()
     generator = make(model, router)
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-    await collect(generator.run(pb.GenerateRequest(model=MODEL_NAME, text="hello"), ID))
-    await collect(generator.run(pb.GenerateRequest(model=MODEL_NAME, chat=chat), ID))
+    for prompt in (TextPrompt("hello"), ChatPrompt((ChatTurn("user", "hi"),))):
+        await collect(generator.run(asked(prompt=prompt), CALL))
     texts = [model.tokenizer.decode(routed.prompt_token_ids) for routed, _ in router.submitted]
     assert texts == ["hello", "user\nhi\nassistant\n"]
 
@@ -129,7 +181,7 @@ async def test_text_and_chat_are_tokenized(model: ServedModel) -> None:
 async def test_the_end_gives_what_was_held_back(model: ServedModel) -> None:
     cut = ids(model, "🙂")[:2]
     router = FakeRouter([ids(model, "ab"), cut, Completion("length", 4, 0)])
-    events = await collect(make(model, router).run(request(stop=("bc",)), ID))
+    events = await collect(make(model, router).run(asked(stop=("bc",)), CALL))
     assert events == [
         Delta(0, tuple(ids(model, "ab")), "a"),
         Delta(2, tuple(cut), ""),
@@ -149,7 +201,7 @@ async def test_a_stop_string_ends_and_cancels(model: ServedModel, prefill: str |
         prefill_cached_tokens=32,
         decode_cached_tokens=16,
     )
-    events = await collect(make(model, router).run(request(stop=("STOP",)), ID))
+    events = await collect(make(model, router).run(asked(stop=("STOP",)), CALL))
     first, second = ids(model, "x S"), ids(model, "TOP")
     assert events == [
         Delta(0, tuple(first), "x "),
@@ -157,12 +209,13 @@ async def test_a_stop_string_ends_and_cancels(model: ServedModel, prefill: str |
         Finish(ID, "stop", len(PROMPT), cached, len(first) + len(second)),
     ]
     assert router.handles[0].num_cancels == 1
+    assert router.handles[0].num_answered == len(first) + len(second)
 
 
 async def test_a_stop_string_waits_for_min_tokens(model: ServedModel) -> None:
     x = ids(model, "x")
     router = FakeRouter(lambda _: forever(x))
-    events = await collect(make(model, router).run(request(stop=("x",), min_tokens=3), ID))
+    events = await collect(make(model, router).run(asked(stop=("x",), min_tokens=3), CALL))
     assert [event.text for event in events if isinstance(event, Delta)] == ["x", "x", ""]
     assert events[-1] == Finish(ID, "stop", len(PROMPT), 0, 3)
     assert router.submitted[0][0].sampling.min_tokens == 3
@@ -170,7 +223,7 @@ async def test_a_stop_string_waits_for_min_tokens(model: ServedModel) -> None:
 
 async def test_a_stop_string_in_the_last_text_is_a_stop(model: ServedModel) -> None:
     router = FakeRouter([ids(model, "a🙂")[:2], Completion("length", 2, 8)])
-    events = await collect(make(model, router).run(request(stop=("\ufffd",)), ID))
+    events = await collect(make(model, router).run(asked(stop=("\ufffd",)), CALL))
     assert events[-1] == Finish(ID, "stop", len(PROMPT), 0, 2)
     assert "".join(event.text for event in events if isinstance(event, Delta)) == "a"
 
@@ -182,7 +235,7 @@ async def test_an_error_comes_after_the_tokens_before_it_and_cancels(model: Serv
     router = FakeRouter([[40], error])
     seen: list[Delta | Finish] = []
     with pytest.raises(type(error)) as caught:
-        await read_into(seen, make(model, router).run(request(), ID))
+        await read_into(seen, make(model, router).run(asked(), CALL))
     assert caught.value is error
     assert [type(event) for event in seen] == [Delta]
     assert router.handles[0].num_cancels == 1
@@ -191,22 +244,22 @@ async def test_an_error_comes_after_the_tokens_before_it_and_cancels(model: Serv
 async def test_a_refusal_of_the_router_holds_nothing(model: ServedModel) -> None:
     router = FakeRouter(refusal=OverloadedError("full", 2.0))
     with pytest.raises(OverloadedError):
-        await collect(make(model, router).run(request(), ID))
+        await collect(make(model, router).run(asked(), CALL))
     assert router.handles == []
 
 
 async def test_a_wrong_request_never_reaches_the_router(model: ServedModel) -> None:
     router = FakeRouter()
     with pytest.raises(InvalidRequestError):
-        await collect(make(model, router).run(request(max_tokens=0), ID))
+        await collect(make(model, router).run(asked(max_tokens=0), CALL))
     with pytest.raises(InvalidRequestError, match="max_tokens"):
-        await collect(make(model, router).run(request(max_tokens=1000), ID))
+        await collect(make(model, router).run(asked(max_tokens=1000), CALL))
     assert router.submitted == []
 
 
 async def test_a_consumer_that_leaves_cancels(model: ServedModel) -> None:
     router = FakeRouter(lambda _: forever([40]))
-    run = make(model, router).run(request(), ID)
+    run = make(model, router).run(asked(), CALL)
     assert isinstance(await anext(run), Delta)
     await run.aclose()
     assert router.handles[0].num_cancels == 1
@@ -214,7 +267,7 @@ async def test_a_consumer_that_leaves_cancels(model: ServedModel) -> None:
 
 async def test_a_cancelled_task_cancels(model: ServedModel) -> None:
     router = FakeRouter([Wait()])
-    task = asyncio.create_task(collect(make(model, router).run(request(), ID)))
+    task = asyncio.create_task(collect(make(model, router).run(asked(), CALL)))
     await router.arrived.wait()
     await router.handles[0].waiting.wait()
     task.cancel()
@@ -225,7 +278,7 @@ async def test_a_cancelled_task_cancels(model: ServedModel) -> None:
 
 async def test_nothing_is_read_that_nobody_asks_for(model: ServedModel) -> None:
     router = FakeRouter(lambda _: forever([40]))
-    async with aclosing(make(model, router).run(request(), ID)) as events:
+    async with aclosing(make(model, router).run(asked(), CALL)) as events:
         for num_reads in (1, 2, 3):
             await anext(events)
             for _ in range(10):
@@ -233,24 +286,54 @@ async def test_nothing_is_read_that_nobody_asks_for(model: ServedModel) -> None:
             assert router.handles[0].num_reads == num_reads
 
 
+LOGPROBS = [TokenLogprobs(-float(i), (i,), (-0.5,)) for i in range(4)]
+
+
+async def test_logprobs_come_with_their_tokens(model: ServedModel) -> None:
+    a, b, c, d = (ids(model, letter)[0] for letter in "abcd")
+    steps: list[Step] = [TokenBatch([a], LOGPROBS[:1]), TokenBatch([b, c, d], LOGPROBS[1:]), Wait()]
+    router = FakeRouter(steps)
+    events = await collect(make(model, router).run(asked(stop=("c",), logprobs=1), CALL))
+    assert events == [
+        Delta(0, (a,), "a", (LOGPROBS[0],)),
+        Delta(1, (b, c), "b", (LOGPROBS[1], LOGPROBS[2])),
+        Finish(ID, "stop", len(PROMPT), 0, 3),
+    ]
+    assert router.submitted[0][0].sampling.logprobs == 1
+
+
+async def test_logprobs_that_are_missing_are_a_fault(model: ServedModel) -> None:
+    router = FakeRouter([TokenBatch([5, 6], LOGPROBS[:1])])
+    with pytest.raises(InternalError, match="r1 has 1 logprobs of 2 tokens"):
+        await collect(make(model, router).run(asked(logprobs=0), CALL))
+    assert router.handles[0].num_cancels == 1
+
+
+async def test_how_long_the_text_took_is_noted(model: ServedModel) -> None:
+    router = FakeRouter([[5], [6]])
+    router.traces[ID] = RequestTrace(request_id=ID)
+    await collect(make(model, router, TickingClock()).run(asked(), CALL))
+    assert router.traces[ID].detokenize_s == 2.0
+
+
 async def test_a_deadline_that_passed(model: ServedModel) -> None:
     router = FakeRouter()
     with pytest.raises(DeadlineError):
-        await collect(make(model, router).run(request(), ID, deadline=100.0))
+        await collect(make(model, router).run(asked(), until(100.0)))
     assert router.submitted == []
 
 
 async def test_a_deadline_that_passes_while_tokenizing(model: ServedModel) -> None:
     router = FakeRouter()
     with pytest.raises(DeadlineError):
-        await collect(make(model, router, Clock(100.0, then=151.0)).run(request(), ID, deadline=150.0))
+        await collect(make(model, router, Clock(100.0, then=151.0)).run(asked(), until(150.0)))
     assert router.submitted == []
 
 
 async def test_a_deadline_that_passes_while_the_router_is_silent(model: ServedModel) -> None:
     router = FakeRouter([[40], Wait()])
     clock = Clock()
-    run = make(model, router, clock).run(request(), ID, deadline=150.0)
+    run = make(model, router, clock).run(asked(), until(150.0))
     assert isinstance(await anext(run), Delta)
     clock._now = 150.0
     with pytest.raises(DeadlineError):
@@ -261,20 +344,18 @@ async def test_a_deadline_that_passes_while_the_router_is_silent(model: ServedMo
 async def test_a_timeout_of_another_kind_is_not_the_deadline(model: ServedModel) -> None:
     router = FakeRouter([TimeoutError("a bug")])
     with pytest.raises(TimeoutError, match="a bug"):
-        await collect(make(model, router).run(request(), ID, deadline=150.0))
+        await collect(make(model, router).run(asked(), until(150.0)))
 
 
 async def test_only_large_prompts_go_to_a_thread(model: ServedModel) -> None:
     executor = CountingExecutor()
     generator = make(model, FakeRouter(), executor=executor, inline_prompt_bytes=160)
-    await collect(generator.run(request(), ID))
+    await collect(generator.run(asked(), CALL))
     assert executor.num_jobs == 0
-    large = request()
-    large.token_ids.ids.append(7)
-    await collect(generator.run(large, ID))
+    await collect(generator.run(asked(prompt=IdsPrompt((*PROMPT, 7))), CALL))
     assert executor.num_jobs == 1
     with pytest.raises(InvalidRequestError, match="context"):
-        await collect(generator.run(pb.GenerateRequest(model=MODEL_NAME, text="qz" * 200), ID))
+        await collect(generator.run(asked(prompt=TextPrompt("qz" * 200)), CALL))
     assert executor.num_jobs == 2
 
 
@@ -291,11 +372,11 @@ async def test_a_router_that_ends_without_a_completion_is_a_fault(
     monkeypatch.setattr("tests.support.gateway.FakeHandle", EndsSilently)
     router = FakeRouter()
     with pytest.raises(InternalError, match="r1 ended without a completion"):
-        await collect(make(model, router).run(request(), ID))
+        await collect(make(model, router).run(asked(), CALL))
     assert router.handles[0].num_cancels == 1
 
 
 async def test_stop_ids_reach_the_worker(model: ServedModel) -> None:
     router = FakeRouter()
-    await collect(make(model, router).run(request(stop_token_ids=[9]), ID))
+    await collect(make(model, router).run(asked(stop_token_ids=(9,)), CALL))
     assert router.submitted[0][0].sampling.stop_token_ids == (9, IM_END, EOS)

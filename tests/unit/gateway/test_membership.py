@@ -9,6 +9,7 @@ from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.gateway.membership import ControllerLink
 from tests.support.control import make_info
+from tests.support.secret import SECRET
 
 
 class Workers:
@@ -39,7 +40,7 @@ def membership(**states: MemberState) -> Membership:
 
 
 def make_link(workers: Workers, *known: WorkerInfo) -> ControllerLink:
-    return ControllerLink(GatewayId("g"), lambda: "127.0.0.1:1", workers, known)
+    return ControllerLink(GatewayId("g"), lambda: "127.0.0.1:1", workers, SECRET, known)
 
 
 async def test_a_membership_replaces_what_was_known() -> None:

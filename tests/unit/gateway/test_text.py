@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
@@ -116,7 +116,14 @@ def test_a_word_start_keeps_its_space_after_broken_bytes() -> None:
     assert "".join(decoder.step(token_id) for token_id in ids) + decoder.finish() == f"a{CUT * MAX_PENDING_TOKENS} bc"
 
 
+def test_a_word_after_broken_bytes_at_the_start_keeps_its_space() -> None:
+    decoder = IncrementalDecoder(sentencepiece_like())
+    ids = [*fallback(b"\xff" * MAX_PENDING_TOKENS), 2, 3]
+    assert "".join(decoder.step(token_id) for token_id in ids) + decoder.finish() == f"{CUT * MAX_PENDING_TOKENS} bc"
+
+
 @given(st.lists(st.integers(1, 259), max_size=60))
+@example([132, *[4] * 15, 2])
 def test_byte_fallback_takes_any_ids(ids: list[int]) -> None:
     """Where broken bytes make the library change its mind, every whole word is still there, in order."""
     decoder = IncrementalDecoder(sentencepiece_like())

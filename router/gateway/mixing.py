@@ -1,0 +1,40 @@
+"""Several streams as one, for the answers of one call.
+
+Each stream is asked for its next item only after its last one was taken: a consumer that reads slowly holds back all of
+them, and costs one item a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def mixed(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all `streams` as they come, each stream's in its order. Ends after the last stream, or with the
+    first error; then, and when it is closed early, every stream is closed. Close it (`contextlib.aclosing`)."""
+    reading = {asyncio.create_task(_next(stream)): stream for stream in streams}
+    try:
+        while reading:
+            await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in reading if task.done()]:
+                stream = reading.pop(task)
+                for item in task.result():
+                    yield item
+                    reading[asyncio.create_task(_next(stream))] = stream
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[T, None]) -> tuple[T, ...]:
+    """The next item, none at the end."""
+    async for item in stream:
+        return (item,)
+    return ()

@@ -1,0 +1,76 @@
+"""Checks of single values, of whatever size and content a client may have written. Pure.
+
+Numbers come from protobuf, where they are bounded, and from JSON, where an integer may have a million digits and a text
+may have half of a surrogate pair. Nothing here computes with a number before it is known to be in range.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from disagg.proto.errors import InvalidRequestError
+
+_MAX_SHOWN_BITS = 64
+_MAX_SHOWN_CHARS = 64
+
+
+class FloatRange(NamedTuple):
+    """`low` to `high`, both allowed unless `low_is_open`. NaN is in no range."""
+
+    low: float
+    high: float
+    low_is_open: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return (self.low < value if self.low_is_open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.low_is_open else '['}{self.low:g}, {self.high:g}]"
+
+
+def check_float(value: float, field: str, allowed: FloatRange) -> float:
+    """`value` as the nearest 32-bit float, which is what gRPC carries: both protocols sample alike. Raises
+    `InvalidRequestError` naming `field`, also where only the nearest 32-bit float is out of range."""
+    if value in allowed:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+        if rounded in allowed:
+            return float(rounded)
+    raise InvalidRequestError(field, f"must be in {allowed}, not {shown(value)}")
+
+
+def check_int(value: int, field: str, low: int, high: int) -> int:
+    """`value` if it is in [low, high]. Raises `InvalidRequestError` naming `field`."""
+    if not low <= value <= high:
+        raise InvalidRequestError(field, f"must be in [{low}, {high}], not {shown(value)}")
+    return value
+
+
+def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> tuple[int, ...]:
+    """Ids below `vocab_size`. Raises `InvalidRequestError` naming the first wrong one, as `field[i]`."""
+    ids = tuple(token_ids)
+    if ids and (max(ids) >= vocab_size or min(ids) < 0):
+        i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            f"{field}[{i}]", f"must be at least 0 and below the vocabulary size {vocab_size}, not {shown(ids[i])}"
+        )
+    return ids
+
+
+def check_unicode(text: str, field: str) -> int:
+    """The size of `text` in bytes of UTF-8. Raises `InvalidRequestError` naming `field` for a lone surrogate."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, f"is not Unicode: character {error.start} is a lone surrogate") from None
+
+
+def shown(value: float | str) -> str:
+    """A client's wrong value, as an error may repeat it: short, and without failing."""
+    if isinstance(value, str):
+        return repr(value[:_MAX_SHOWN_CHARS])
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return str(value) if isinstance(value, int) else f"{value:g}"

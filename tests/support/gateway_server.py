@@ -1,0 +1,28 @@
+"""A real gateway on loopback, before a router that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.server import GatewayServer
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
+
+
+@asynccontextmanager
+async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
+    """A gateway that has stopped, and left no task, when the context ends. `changes` are of its configuration."""
+    before = asyncio.all_tasks()
+    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, **changes)
+    server = GatewayServer(config, router)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0.0)
+    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    assert left == []

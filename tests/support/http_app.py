@@ -1,0 +1,138 @@
+"""For the tests of HTTP: the application without a socket, a client of it, and what it sends taken apart."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth import Authenticator, Everybody
+from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.http.app import HttpApp
+from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.tokenizer import ServedModel
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
+
+CREATED = 1_700_000_000
+NOW = 1_700_000_100.5
+MAX_BODY_BYTES = 8192
+TRACE_BITS = (0x22 << 64) | 0x11
+
+CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
+"""The least of a chat."""
+TEXT = {"model": MODEL_NAME, "prompt": "hi"}
+"""The least of a text completion."""
+
+
+class TestApp:
+    """An application with a router that follows a script; time stands still."""
+
+    __test__ = False
+
+    def __init__(
+        self, model: ServedModel, router: FakeRouter | None = None, authenticator: Authenticator | None = None
+    ) -> None:
+        self.router = router or FakeRouter()
+        self.model = model
+        self.metrics = GatewayMetrics(self.router.view, MODEL_NAME)
+        self._ids = (RequestId(f"r{i}") for i in itertools.count())
+        limits = BodyLimits(max_bytes=MAX_BODY_BYTES, timeout_s=60.0)
+        generator = Generator(
+            model,
+            self.router,
+            limits_of(model),
+            FINGERPRINT,
+            clock=lambda: 1000.0,
+            mint_seed=lambda: 7,
+            mint_id=self._mint_id,
+        )
+        self.app = HttpApp(
+            Completions(generator, self.metrics, limits, self._mint_id, lambda: 1000.0, lambda: NOW),
+            Information(generator, self.router.view, self.metrics, limits, CREATED),
+            authenticator or Everybody(),
+            self._mint_id,
+            lambda: TRACE_BITS,
+        )
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def chat(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+        """A chat with some fields changed."""
+        return await self.client.post("/v1/chat/completions", json={**CHAT, **changes}, headers=headers)
+
+    async def text(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+        """A text completion with some fields changed."""
+        return await self.client.post("/v1/completions", json={**TEXT, **changes}, headers=headers)
+
+    def outcomes(self) -> dict[str, float]:
+        """How many calls over HTTP ended in which way."""
+        lines = self.metrics.render()[0].decode().splitlines()
+        prefix = 'disagg_calls_total{outcome="'
+        counted = (line.removeprefix(prefix) for line in lines if line.startswith(prefix) and 'protocol="http"' in line)
+        return {line.split('"')[0]: float(line.split()[-1]) for line in counted}
+
+    def _mint_id(self) -> RequestId:
+        return next(self._ids)
+
+
+class AsgiCall:
+    """One call of an application by hand: for clients that leave, or send in pieces."""
+
+    def __init__(self, app: HttpApp, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
+            "state": {},
+        }
+        if body is not None:
+            self.incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.task = asyncio.ensure_future(app(scope, self.incoming.get, self._send))
+
+    def leave(self) -> None:
+        """The client closes its connection."""
+        self.incoming.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def body(self) -> bytes:
+        """What came so far."""
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def events_of(response: httpx.Response | bytes) -> list[Any]:
+    """The events of a stream; `[DONE]` as it is."""
+    raw = response if isinstance(response, bytes) else response.content
+    return list(_events(raw.decode()))
+
+
+def error_of(response: httpx.Response) -> tuple[int, str | None, str]:
+    """Status, `param` and `code` of an error in its only form."""
+    body = response.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return response.status_code, error["param"], error["code"]
+
+
+def _events(text: str) -> Iterator[Any]:
+    assert text.endswith("\n\n")
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        data = block.removeprefix("data: ")
+        assert data != block
+        assert "\n" not in data
+        yield data if data == "[DONE]" else json.loads(data)

@@ -1,0 +1,90 @@
+"""A cluster in which something of everything has happened, as its gateway's metrics see it; and a reader of what they
+say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, WorkerMetrics
+from disagg.router.api import ClusterView, WorkerView
+from disagg.router.tally import Tally
+from tests.support.router import worker_info
+
+Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
+
+
+def busy_view() -> ClusterView:
+    """One prefill and one decode worker at work, a decode worker that is away."""
+    tally = Tally()
+    tally.num_output_tokens = 70
+    tally.cached_tokens = 16
+    tally.outcomes.update({"stop": 2, "length": 1, "cancelled": 4, "timeout": 5})
+    tally.slos.update({("ttft", True): 2, ("ttft", False): 1, ("both", True): 2, ("both", False): 1})
+    tally.decisions.update({"pair": 3, "local_fallback": 1})
+    for prompt_tokens in (10, 20, 70):
+        tally.prompt_tokens.observe(prompt_tokens)
+        tally.output_tokens.observe(20)
+        tally.e2e.observe(0.5)
+    tally.ttft["pd"].observe(0.25)
+    tally.ttft["pd"].observe(0.05)
+    tally.ttft["local"].observe(0.5)
+    tally.itl.observe(0.01, 57)
+    tally.stages["prefill"].observe(0.125)
+    tally.prediction_ratio["ttft"].observe(1.5)
+    p0 = WorkerView(worker_info("p0"), Load(num_running=1, blocks_total=100, blocks_active=10), False, 0.5)
+    d0 = WorkerView(
+        worker_info("d0"),
+        Load(
+            num_running=2,
+            num_waiting=1,
+            blocks_total=200,
+            blocks_active=50,
+            blocks_cached=60,
+            blocks_reserved=30,
+        ),
+        is_draining=True,
+    )
+    steps = (3, *(0 for _ in STEP_SECONDS_BOUNDS[1:]), 1)
+    moved = TransferCount(
+        decode_worker=WorkerId("d0"), transport="gloo", num_transfers=3, num_bytes=4096, failures={"stuck": 2}
+    )
+    return ClusterView(
+        workers=(d0, p0),
+        num_queued=1,
+        num_running=6,
+        unreachable=(worker_info("d1"),),
+        stages={"queued": 1, "prefill": 1, "transfer": 2, "decode": 3},
+        tally=tally,
+        counters={
+            WorkerId("p0"): WorkerMetrics(
+                step_seconds=steps,
+                step_seconds_sum=9.0,
+                prompt_tokens=84,
+                cached_tokens=16,
+                output_tokens=3,
+                preemptions=1,
+                transfers=(moved,),
+            )
+        },
+        events={"refused": 7},
+    )
+
+
+def read_samples(exposition: bytes) -> Samples:
+    """Sample name -> labels -> value. Fails on what is no exposition, and on a sample that comes twice."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(exposition.decode()):
+        for sample in family.samples:
+            by_labels = found.setdefault(sample.name, {})
+            labels = frozenset(sample.labels.items())
+            assert labels not in by_labels, f"{sample.name} {sample.labels} comes twice"
+            by_labels[labels] = sample.value
+    return found
+
+
+def value(samples: Samples, name: str, labels: Mapping[str, str] | None = None, **more: str) -> float:
+    """The value of one sample; raises `KeyError` where it is not there."""
+    return samples[name][frozenset({**(labels or {}), **more}.items())]

@@ -1,0 +1,82 @@
+"""JSON bodies: types of known fields, and everything that is no JSON."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.http.schema import ChatBody, CompletionBody, Message, decode
+
+CHAT = msgspec.json.Decoder(ChatBody)
+TEXT = msgspec.json.Decoder(CompletionBody)
+
+
+def field_of(raw: bytes, decoder: msgspec.json.Decoder[ChatBody] = CHAT) -> tuple[str, str]:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(raw, decoder)
+    field = caught.value.field
+    return field, caught.value.message.removeprefix(f"{field}: ")
+
+
+def test_unknown_fields_are_ignored_and_null_is_absent() -> None:
+    body = decode(b'{"messages": [{"role": "user", "name": "x"}], "top_p": null, "lora_path": {"a": []}}', CHAT)
+    assert body == ChatBody(messages=[Message(role="user")])
+
+
+def test_an_integer_is_a_number() -> None:
+    assert decode(b'{"messages": [], "temperature": 1}', CHAT).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "message"),
+    [
+        (b'{"messages": [], "n": "2"}', "n", "expected `int | null`, got `str`"),
+        (b'{"messages": [], "n": true}', "n", "expected `int | null`, got `bool`"),
+        (b'{"messages": [], "max_tokens": 1.5}', "max_tokens", "expected `int | null`, got `float`"),
+        (b'{"messages": [], "logprobs": 1}', "logprobs", "expected `bool | null`, got `int`"),
+        (b'{"messages": [], "stop": ["a", 1]}', "stop[1]", "expected `str`, got `int`"),
+        (b'{"messages": [], "logit_bias": {"5": "x"}}', "logit_bias", "expected `float`, got `str`"),
+        (b'{"messages": [], "temperature": 1e999}', "temperature", "number out of range"),
+        (b'{"messages": [], "stream_options": {"include_usage": 1}}', "stream_options.include_usage", ""),
+        (b'{"messages": [{"role": "user"}, {"content": "x"}]}', "messages[1].role", "must be set"),
+        (b'{"messages": [{"role": "user", "content": [{"text": "x"}]}]}', "messages[0].content[0].type", "must be set"),
+        (b"{}", "messages", "must be set"),
+        (b"[]", "body", "expected `object`, got `array`"),
+    ],
+)
+def test_a_wrong_value_names_its_field(raw: bytes, field: str, message: str) -> None:
+    found = field_of(raw)
+    assert found[0] == field
+    assert found[1].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'{"messages": NaN}',
+        b'{"messages": [], "seed": Infinity}',
+        b'{"messages": [], "user": "\\ud800"}',
+        b'{"messages": [], "user": "\xed\xa0\x80"}',
+        b'{"messages": [], "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"messages": []} x',
+    ],
+)
+def test_what_is_no_json_is_the_clients_mistake(raw: bytes) -> None:
+    assert field_of(raw)[0] == "body"
+
+
+def test_a_huge_integer_is_taken_or_refused_with_its_field() -> None:
+    assert decode(b'{"messages": [], "seed": 99999999999999999999999}', CHAT).seed == 99999999999999999999999
+    assert field_of(b'{"messages": [], "seed": ' + b"9" * 5000 + b"}")[0] == "seed"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [(b'"a"', "a"), (b'["a", "b"]', ["a", "b"]), (b"[1, 2]", [1, 2]), (b"[[1], [2, 3]]", [[1], [2, 3]])],
+)
+def test_prompts_have_four_forms(prompt: bytes, expected: object) -> None:
+    assert decode(b'{"prompt": %b}' % prompt, TEXT).prompt == expected
