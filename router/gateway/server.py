@@ -1,4 +1,4 @@
-"""The gateway's public server: binds, serves the two services with health and reflection, drains and stops.
+"""The gateway's public servers, gRPC and HTTP: bind, serve one generator, drain and stop together.
 
 start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most grace_s ──> the rest is cancelled ──> closed
 """
@@ -6,6 +6,7 @@ start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most gra
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 import uuid
@@ -22,9 +23,20 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
+from disagg.router.gateway.auth import Authenticator
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.http.app import HttpApp
+from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.http.protocol import ConnectionLimits
+from disagg.router.gateway.http.server import HttpServer
+from disagg.router.gateway.interceptors import Authenticate
+from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.probe import PairProbe
+from disagg.router.gateway.security import secure
 from disagg.router.gateway.service import InferenceService
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
@@ -70,23 +82,34 @@ class GatewayServer:
         router: where requests go.
         model: what is served, instead of reading `config.model_path`.
         control: asks the controller; without it operators can look, but change nothing.
+        authenticator: knows the keys, instead of those of `config.api_keys`.
 
     Raises:
-        ConfigError: if the model's files are missing or broken.
+        ConfigError: if the model's files, the keys or the certificates are missing or broken.
     """
 
     def __init__(
-        self, config: GatewayConfig, router: Router, model: ServedModel | None = None, control: Control = no_controller
+        self,
+        config: GatewayConfig,
+        router: Router,
+        model: ServedModel | None = None,
+        control: Control = no_controller,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.config = config
         self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
         self._router = router
         self._control = control
+        self._security = secure(config)
+        self._authenticator = authenticator or self._security.authenticator
+        self._metrics = GatewayMetrics(router.view, self.model.info.name, vllm_aliases=config.vllm_aliases)
         self._port: int | None = None
+        self._http_port: int | None = None
         self._calls = _Calls()
         self._health = health.aio.HealthServicer()
         self._executor: ThreadPoolExecutor | None = None
         self._server: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
 
     @property
     def port(self) -> int:
@@ -98,8 +121,12 @@ class GatewayServer:
     @property
     def address(self) -> str:
         """host:port for clients. Raises `RuntimeError` before `start`."""
-        host = self.config.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return self._address(self.port)
+
+    @property
+    def http_address(self) -> str:
+        """The same of HTTP; empty where it serves none."""
+        return "" if self._http_port is None else self._address(self._http_port)
 
     async def start(self, serving: bool = True) -> None:
         """Bind and listen. Health says SERVING at once, or with `serving=False` when `set_serving` is called.
@@ -109,14 +136,21 @@ class GatewayServer:
         """
         config = self.config
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        server = grpc.aio.server(interceptors=(self._calls, DecodeRequests()), options=self._options())
-        self._add_services(server, self._executor)
+        generator = self._make_generator(self._executor)
+        interceptors = (self._calls, Authenticate(self._authenticator), DecodeRequests())
+        server = grpc.aio.server(interceptors=interceptors, options=self._options())
+        self._add_services(server, generator)
         try:
             host = f"[{config.host}]" if ":" in config.host else config.host
-            self._port = server.add_insecure_port(f"{host}:{config.port}")
-        except RuntimeError as error:
+            self._port = _listen(server, f"{host}:{config.port}", self._security.grpc_tls)
+            if config.http_port is not None:
+                self._http = self._make_http(generator)
+                self._http_port = await self._http.start(config.host, config.http_port)
+        except (RuntimeError, OSError) as error:
+            port = config.port if isinstance(error, RuntimeError) else config.http_port
+            await server.stop(None)
             self._executor.shutdown()
-            raise ConfigError(f"gateway: cannot listen on {config.host}:{config.port}: {error}") from error
+            raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
         await server.start()
         self._server = server
         await self.set_serving(serving)
@@ -133,7 +167,10 @@ class GatewayServer:
         if server is None or self._executor is None:
             return
         await self._health.enter_graceful_shutdown()
-        await server.stop(grace_s)
+        stops = [server.stop(grace_s)]
+        if self._http is not None:
+            stops.append(self._http.stop(grace_s))
+        await asyncio.gather(*stops)
         await self._calls.ended()
         self._executor.shutdown(cancel_futures=True)
 
@@ -141,23 +178,82 @@ class GatewayServer:
         return [
             ("grpc.max_receive_message_length", self.config.max_message_bytes(self.model.info.max_model_len)),
             ("grpc.max_concurrent_streams", self.config.max_concurrent_streams),
+            ("grpc.max_allowed_incoming_connections", self.config.max_connections),
+            # TLS and the first frame of HTTP/2 together: a silent connection ends.
+            ("grpc.server_handshake_timeout_ms", round(self.config.read_timeout_s * 1000)),
+            # Clients connect again by themselves.
+            ("grpc.max_connection_idle_ms", round(self.config.idle_timeout_s * 1000)),
             ("grpc.so_reuseport", 0),  # a second gateway on the same port is a mistake, and shall be seen
         ]
 
-    def _add_services(self, server: grpc.aio.Server, executor: ThreadPoolExecutor) -> None:
-        generator = Generator(
+    def _address(self, port: int) -> str:
+        host = self.config.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _make_generator(self, executor: ThreadPoolExecutor) -> Generator:
+        return Generator(
             self.model,
             self._router,
             Limits(self.model.info, self.config.max_prompt_bytes),
             self.config.fingerprint,
             clock=time.monotonic,
             mint_seed=lambda: secrets.randbits(64),
+            mint_id=_mint_id,
             executor=executor,
             inline_prompt_bytes=self.config.inline_prompt_bytes,
         )
-        inference = InferenceService(generator, lambda: RequestId(uuid.uuid4().hex), time.monotonic)
+
+    def _make_http(self, generator: Generator) -> HttpServer:
+        config, metrics = self.config, self._metrics
+        limits = BodyLimits(
+            max_bytes=config.max_message_bytes(self.model.info.max_model_len), timeout_s=config.read_timeout_s
+        )
+        app = HttpApp(
+            Completions(generator, metrics, limits, _mint_id, time.monotonic, time.time),
+            Information(generator, self._router.view, metrics, limits, created=int(time.time())),
+            self._authenticator,
+            _mint_id,
+            _mint_trace_bits,
+        )
+        connections = ConnectionLimits(
+            max_connections=config.max_connections,
+            idle_timeout_s=config.idle_timeout_s,
+            head_timeout_s=config.read_timeout_s,
+            write_timeout_s=config.write_timeout_s,
+        )
+        return HttpServer(app, connections, time.monotonic, self._security.http_tls)
+
+    def _add_services(self, server: grpc.aio.Server, generator: Generator) -> None:
+        inference = InferenceService(
+            generator,
+            _mint_id,
+            time.monotonic,
+            _mint_trace_bits,
+            write_timeout_s=self.config.write_timeout_s,
+            metrics=self._metrics,
+        )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-        admin = AdminService(self._router, self._control)
+        probe = PairProbe(
+            self._router,
+            self.model.info.vocab_size,
+            clock=time.monotonic,
+            mint_id=_mint_id,
+            dice=random.SystemRandom(),
+        )
+        admin = AdminService(self._router, self._control, probe, self._security.rights)
         pb_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
+def _listen(server: grpc.aio.Server, address: str, tls: grpc.ServerCredentials | None) -> int:
+    """The bound port. Raises `RuntimeError`."""
+    return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+
+
+def _mint_id() -> RequestId:
+    return RequestId(uuid.uuid4().hex)
+
+
+def _mint_trace_bits() -> int:
+    return secrets.randbits(192)

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from disagg.proto.errors import ConfigError, InvalidRequestError
 from disagg.router.gateway import checkpoint
 from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.token_pieces import TokenPieces, byte_alphabet
 
 FAKE_MODEL_PATH = "fake"
 FAKE_VOCAB_SIZE = 32_000
@@ -46,11 +47,12 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._template = template
+        self._pieces = TokenPieces(backend)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the model's post-processor adds. Special tokens that are spelled
-        out in the text become their ids."""
-        return self._encode(text, add_special_tokens=True)
+    def encode_text(self, text: str, special: bool = True) -> list[int]:
+        """Ids of `text`, with the special tokens that the model's post-processor adds unless `special` is false.
+        Special tokens that are spelled out in the text become their ids."""
+        return self._encode(text, add_special_tokens=special)
 
     def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added.
@@ -66,6 +68,11 @@ class Tokenizer:
         """Text of `token_ids`, special tokens left out."""
         # As in `_encode`, the batch call lets other threads run.
         return str(self.backend.decode_batch([token_ids], skip_special_tokens=True)[0])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, which may be a part of a character. Special tokens are their own names; an id
+        without a token is nothing."""
+        return self._pieces.bytes_of(token_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a
@@ -110,21 +117,13 @@ def load_model(path: str, name: str, max_model_len: int | None = None) -> Served
 def fake_model(name: str, max_model_len: int) -> ServedModel:
     """The tokenizer of the model without weights, which has no end of sequence. Ids below 256 are the bytes of UTF-8;
     those above, which only the model makes, read as ` t256`, ` t257` and so on."""
-    pieces = [*_byte_alphabet(), *(f"Ġt{token_id}" for token_id in range(256, FAKE_VOCAB_SIZE))]
+    pieces = [*byte_alphabet(), *(f"Ġt{token_id}" for token_id in range(256, FAKE_VOCAB_SIZE))]
     backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}assistant: ", {})
     info = ModelInfo(name=name, vocab_size=FAKE_VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=())
     return ServedModel(info, Tokenizer(backend, template))
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2): printable Latin-1 stands for itself,
-    the other bytes are counted up from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _model_len(folder: Path, config: checkpoint.ModelConfig, wanted: int | None) -> int:

@@ -1,0 +1,151 @@
+"""The HTTP application: who calls, which route, what went wrong.
+
+authenticate (but for `/livez`) ──> route ──> endpoint ──> response
+     └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from starlette.routing import Match, Route
+
+from disagg.proto.errors import DisaggError, InternalError, UnavailableError
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth import ANONYMOUS, CALLER, Authenticator
+from disagg.router.gateway.http.chunks import event
+from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.errors import (
+    Headers,
+    MethodNotAllowedError,
+    UnknownUrlError,
+    error_headers,
+    error_json,
+)
+from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
+from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
+from disagg.router.gateway.traceparent import child_of
+
+logger = logging.getLogger(__name__)
+
+LABEL_HEADER: Final = "x-request-id"
+"""A client's own label; it comes back as it was and means nothing here."""
+REQUEST_ID_HEADER: Final = b"x-disagg-request-id"
+"""Our id of the request; of several answers, of the first."""
+_MAX_LABEL_CHARS: Final = 256
+_OPEN_PATHS: Final = ("/livez",)
+"""Answered without a key."""
+
+Handler = Callable[[Exchange, RequestId], Awaitable[None]]
+
+
+class HttpApp:
+    """An ASGI application.
+
+    Args:
+        completions: answers prompts.
+        information: answers everything else.
+        authenticator: knows the keys.
+        mint_id: a request id that was never used.
+        mint_trace_bits: 192 random bits, see `traceparent`.
+    """
+
+    def __init__(
+        self,
+        completions: Completions,
+        information: Information,
+        authenticator: Authenticator,
+        mint_id: Callable[[], RequestId],
+        mint_trace_bits: Callable[[], int],
+    ) -> None:
+        self.stopping = False
+        """Set by the server before it cancels what still runs."""
+        self._authenticator = authenticator
+        self._mint_id = mint_id
+        self._mint_trace_bits = mint_trace_bits
+        self._routes = _routes(completions, information)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            return
+        request_id = self._mint_id()
+        exchange = Exchange(scope, receive, send, [(REQUEST_ID_HEADER, request_id.encode())])
+        try:
+            self._label(exchange, request_id)
+            self._authenticate(exchange)
+            await self._find(scope)(exchange, request_id)
+        except DisaggError as error:
+            await _fail(exchange, error)
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            await _fail(exchange, UnavailableError("the gateway stops", "gateway_stopping"))
+        except Exception:
+            logger.exception("a request failed (request id %s)", request_id)
+            await _fail(exchange, InternalError("the gateway failed; its log has the reason"))
+
+    def _label(self, exchange: Exchange, request_id: RequestId) -> None:
+        """What every response carries."""
+        label = exchange.headers.get(LABEL_HEADER, "")[:_MAX_LABEL_CHARS] or request_id
+        exchange.add_header(LABEL_HEADER.encode(), label.encode("latin-1"))
+        given = exchange.headers.get(TRACE_HEADER)
+        if given is not None:
+            exchange.trace_parent = child_of(given, self._mint_trace_bits())
+            exchange.add_header(TRACE_HEADER.encode(), exchange.trace_parent.encode())
+
+    def _authenticate(self, exchange: Exchange) -> None:
+        if exchange.scope["path"] in _OPEN_PATHS:
+            CALLER.set(ANONYMOUS)
+        else:
+            CALLER.set(self._authenticator.authenticate(exchange.headers.get("authorization")))
+
+    def _find(self, scope: Scope) -> Handler:
+        """The handler of a path and method. Raises `UnknownUrlError` or `MethodNotAllowedError`."""
+        allowed: set[str] = set()
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(found)
+                handler: Handler = route.endpoint
+                return handler
+            if match is Match.PARTIAL:
+                allowed |= route.methods or set()
+        where = f"{scope['method']} {scope['path']}"[:_MAX_LABEL_CHARS]
+        if allowed:
+            names = ", ".join(sorted(allowed))
+            raise MethodNotAllowedError(f"there is no {where}; this path takes {names}", names)
+        raise UnknownUrlError(f"there is no {where}")
+
+
+def _routes(completions: Completions, information: Information) -> Sequence[Route]:
+    get, post = ["GET"], ["POST"]
+    return (
+        Route("/v1/chat/completions", completions.chat, methods=post),
+        Route("/v1/completions", completions.text, methods=post),
+        Route("/v1/models", information.models, methods=get),
+        Route("/v1/models/{model:path}", information.model, methods=get),
+        Route("/health", information.health, methods=get),
+        Route("/ping", information.health, methods=get),
+        Route("/livez", information.alive, methods=get),
+        Route("/metrics", information.metrics, methods=get),
+        Route("/version", information.version, methods=get),
+        Route("/tokenize", information.tokenize, methods=post),
+        Route("/detokenize", information.detokenize, methods=post),
+    )
+
+
+async def _fail(exchange: Exchange, error: DisaggError) -> None:
+    """Tell the error in the form that is still possible. A client that is gone is told nothing."""
+    if exchange.ended:
+        return
+    body = error_json(error)
+    if exchange.started:
+        await exchange.end(event(body))
+    else:
+        headers: Headers = error_headers(error)
+        await exchange.respond(error.http_status, body, headers=headers)

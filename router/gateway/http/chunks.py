@@ -1,0 +1,316 @@
+"""Events of the generator as JSON: server-sent events of a stream, or one whole answer.
+
+Of a stream everything is constant but an index, a text and, where asked for, logprobs and usage: the rest is formatted
+once. What is written for a token is bytes put together, in the form that each of both APIs has for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from disagg.router.gateway.generation import Delta, Finish
+from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
+from disagg.router.gateway.tokenizer import Tokenizer
+
+DONE: Final = b"data: [DONE]\n\n"
+_JSON: Final = msgspec.json.Encoder()
+_LINE_ENDS: Final = (("\u0085", b"\\u0085"), ("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"))
+"""JSON lets these stand, but clients that split lines of text, not of bytes, would take them for ends of lines."""
+
+
+def encode_text(text: str) -> bytes:
+    """`text` as a JSON string that is one line for every reader."""
+    encoded = _JSON.encode(text)
+    if not text.isascii():
+        for char, escaped in _LINE_ENDS:
+            if char in text:
+                encoded = encoded.replace(char.encode(), escaped)
+    return encoded
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+@dataclass(slots=True)
+class UsageCount:
+    """Tokens of a call, as its answers bring them.
+
+    Args:
+        answers_each: how many answers a prompt has; they share its tokens.
+    """
+
+    answers_each: int
+    prompt_tokens: dict[int, int] = field(default_factory=dict)
+    """By prompt."""
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    output_tokens: dict[int, int] = field(default_factory=dict)
+    """By answer."""
+
+    def add(self, delta: Delta) -> None:
+        """Count what a delta brings."""
+        self.prompt_tokens[delta.answer_index // self.answers_each] = delta.num_prompt_tokens
+        self.output_tokens[delta.answer_index] = delta.first_index + len(delta.token_ids)
+
+    def end(self, finish: Finish) -> None:
+        """Count an answer that ended."""
+        prompt_index = finish.answer_index // self.answers_each
+        self.prompt_tokens[prompt_index] = finish.num_prompt_tokens
+        cached = self.cached_tokens.get(prompt_index, finish.num_cached_tokens)
+        self.cached_tokens[prompt_index] = min(cached, finish.num_cached_tokens)
+        self.output_tokens[finish.answer_index] = finish.num_output_tokens
+
+    def encode(self) -> bytes:
+        """The JSON of `usage`. Of the answers to one prompt, the one that found the least cached counts: the others
+        find what it computed."""
+        prompt, output = sum(self.prompt_tokens.values()), sum(self.output_tokens.values())
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":%b}' % (
+            prompt,
+            output,
+            prompt + output,
+            b'{"cached_tokens":%d}' % sum(self.cached_tokens.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What does not change in a call."""
+
+    call_id: str
+    """The request id with the prefix of its kind."""
+    created: int
+    """Seconds since 1970."""
+    model: str
+    tokenizer: Tokenizer
+    with_logprobs: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    def head(self, kind: str) -> bytes:
+        """The first fields of an answer or chunk, up to `choices`."""
+        fields = {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
+        return _JSON.encode(fields)[:-1] + b',"choices":['
+
+
+class Choices(Protocol):
+    """Writes the choices of one kind of answer; one object for each call."""
+
+    chunk_kind: str
+    answer_kind: str
+
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """A choice of a chunk. `logprobs` and `reason` are JSON."""
+        ...
+
+    def last_chunk(self, index: int, reason: bytes) -> bytes:
+        """A choice that brings nothing but the end."""
+        ...
+
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """A choice of a whole answer."""
+        ...
+
+    def logprobs(self, delta: Delta) -> bytes:
+        """JSON of a delta's logprobs."""
+        ...
+
+
+class ChatChoices:
+    """`chat.completion` and its chunks. The role comes with an answer's first chunk."""
+
+    chunk_kind = "chat.completion.chunk"
+    answer_kind = "chat.completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """See `Choices`."""
+        role = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            role = b'"role":"assistant",'
+        return b'{"index":%d,"delta":{%b"content":%b},"logprobs":%b,"finish_reason":%b}' % (
+            index,
+            role,
+            encode_text(text),
+            logprobs,
+            reason,
+        )
+
+    def last_chunk(self, index: int, reason: bytes) -> bytes:
+        """See `Choices`."""
+        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, reason)
+
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """See `Choices`."""
+        return (
+            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":%b,"finish_reason":%b}'
+            % (index, encode_text(text), logprobs, reason)
+        )
+
+    def logprobs(self, delta: Delta) -> bytes:
+        """See `Choices`."""
+        return _JSON.encode(chat_logprobs(delta.token_ids, delta.logprobs, self._tokenizer))
+
+
+class TextChoices:
+    """`text_completion`, whole and in chunks."""
+
+    chunk_kind = "text_completion"
+    answer_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """See `Choices`."""
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, encode_text(text), logprobs, reason)
+
+    def last_chunk(self, index: int, reason: bytes) -> bytes:
+        """See `Choices`."""
+        return self.chunk(index, "", _NULL, reason)
+
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        """See `Choices`."""
+        return self.chunk(index, text, logprobs, reason)
+
+    def logprobs(self, delta: Delta) -> bytes:
+        """See `Choices`."""
+        writer = self._logprobs.get(delta.answer_index)
+        if writer is None:
+            writer = self._logprobs[delta.answer_index] = CompletionLogprobs(self._tokenizer)
+        return _JSON.encode(writer.piece(delta.token_ids, delta.logprobs))
+
+
+_NULL: Final = b"null"
+_REASONS: Final = {"stop": b'"stop"', "length": b'"length"'}
+
+
+class StreamWriter:
+    """The events of one stream, in the order of what is put in.
+
+    A delta that its answer's end must follow waits for it, so that the last token and `finish_reason` are one chunk:
+    clients that take each chunk for a token then count as many as there are.
+
+    Args:
+        style: of the call.
+        choices: of its kind.
+        usage: of the call, to which the writer adds.
+        max_tokens: at which an answer ends; `None` where it is not known.
+        echoes: text before the answers of each prompt; empty without.
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        choices: Choices,
+        usage: UsageCount,
+        max_tokens: int | None,
+        echoes: tuple[str, ...] = (),
+    ) -> None:
+        self._style = style
+        self._choices = choices
+        self._usage = usage
+        self._max_tokens = max_tokens
+        self._echoes = echoes
+        self._head = b"data: " + style.head(choices.chunk_kind)
+        self._tail = b'],"usage":null}\n\n' if style.include_usage else b"]}\n\n"
+        self._held: dict[int, Delta] = {}
+        self._count_always = style.continuous_usage
+
+    def delta(self, delta: Delta) -> bytes:
+        """The event of a delta; empty where it waits for the end."""
+        before = self._release(delta.answer_index)
+        num_tokens = delta.first_index + len(delta.token_ids)
+        if not delta.token_ids or num_tokens == self._max_tokens:
+            self._held[delta.answer_index] = delta
+            return before
+        return before + self._chunk(delta, _NULL)
+
+    def finish(self, finish: Finish) -> bytes:
+        """The event of an answer's end."""
+        self._usage.end(finish)
+        reason = _REASONS[finish.reason]
+        held = self._held.pop(finish.answer_index, None)
+        if held is not None:
+            return self._chunk(held, reason)
+        return self._head + self._choices.last_chunk(finish.answer_index, reason) + self._end()
+
+    def flush(self) -> bytes:
+        """What still waits; before an error."""
+        return b"".join(self._release(index) for index in list(self._held))
+
+    def last(self) -> bytes:
+        """The end of a stream that ended well."""
+        if not self._style.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + self._usage.encode() + b"}\n\n" + DONE
+
+    def _release(self, index: int) -> bytes:
+        held = self._held.pop(index, None)
+        return b"" if held is None else self._chunk(held, _NULL)
+
+    def _chunk(self, delta: Delta, reason: bytes) -> bytes:
+        logprobs = self._choices.logprobs(delta) if delta.logprobs else _NULL
+        text = self._echo(delta) + delta.text if self._echoes else delta.text
+        if self._count_always:
+            self._usage.add(delta)
+        return self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason) + self._end()
+
+    def _echo(self, delta: Delta) -> str:
+        return self._echoes[delta.answer_index // self._usage.answers_each] if delta.first_index == 0 else ""
+
+    def _end(self) -> bytes:
+        return b'],"usage":' + self._usage.encode() + b"}\n\n" if self._count_always else self._tail
+
+
+@dataclass(slots=True)
+class _Whole:
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    reason: bytes = _NULL
+
+
+class AnswerWriter:
+    """One whole answer, gathered from the events of a call."""
+
+    def __init__(self, style: Style, choices: Choices, usage: UsageCount, echoes: tuple[str, ...] = ()) -> None:
+        self._style = style
+        self._choices = choices
+        self._usage = usage
+        self._echoes = echoes
+        self._answers: dict[int, _Whole] = {}
+
+    def add(self, event: Delta | Finish) -> None:
+        """Take the next event."""
+        answer = self._answers.setdefault(event.answer_index, _Whole())
+        if isinstance(event, Finish):
+            self._usage.end(event)
+            answer.reason = _REASONS[event.reason]
+            return
+        answer.texts.append(event.text)
+        answer.token_ids.extend(event.token_ids)
+        answer.logprobs.extend(event.logprobs)
+
+    def encode(self) -> bytes:
+        """The body, when all answers have ended."""
+        choices = b",".join(self._choice(index, answer) for index, answer in sorted(self._answers.items()))
+        return self._style.head(self._choices.answer_kind) + choices + b'],"usage":' + self._usage.encode() + b"}"
+
+    def _choice(self, index: int, answer: _Whole) -> bytes:
+        text = "".join(answer.texts)
+        if self._echoes:
+            text = self._echoes[index // self._usage.answers_each] + text
+        logprobs = _NULL
+        if self._style.with_logprobs:
+            whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index)
+            logprobs = self._choices.logprobs(whole)
+        return self._choices.answer(index, text, logprobs, answer.reason)

@@ -1,0 +1,218 @@
+"""`/v1/chat/completions` and `/v1/completions`: a body becomes calls of the generator, their events become JSON.
+
+    body ──> Wanted ──> one run of the generator for each prompt, mixed ──> a stream of chunks, or one whole answer
+
+A stream's status waits for the first event, so that whatever is wrong before has a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from disagg.proto.errors import DisaggError, InvalidRequestError
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth import CALLER
+from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.http.chunks import (
+    AnswerWriter,
+    ChatChoices,
+    Choices,
+    StreamWriter,
+    Style,
+    TextChoices,
+    UsageCount,
+)
+from disagg.router.gateway.http.exchange import Exchange
+from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decode
+from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
+from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.mixing import mixed
+from disagg.router.gateway.request import Call, GenerationInput, IdsPrompt, TextPrompt
+from disagg.router.gateway.tokenizer import Tokenizer
+from disagg.router.gateway.validate import check_millis, check_request, check_targets
+
+TIMEOUT_HEADER: Final = "x-request-timeout-ms"
+"""How long the whole answer may take, in milliseconds."""
+_CHAT: Final = msgspec.json.Decoder(ChatBody)
+_TEXT: Final = msgspec.json.Decoder(CompletionBody)
+_BYTES_PER_ID: Final = 4
+
+Events = AsyncGenerator[Delta | Finish, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One of the two ways to generate."""
+
+    read: Callable[[bytes], Wanted]
+    choices: Callable[[Tokenizer], Choices]
+    id_prefix: str
+
+
+_KINDS: Final = {
+    "chat": _Kind(lambda raw: read_chat(decode(raw, _CHAT)), ChatChoices, "chatcmpl-"),
+    "text": _Kind(lambda raw: read_completion(decode(raw, _TEXT)), TextChoices, "cmpl-"),
+}
+
+
+class Completions:
+    """Handlers.
+
+    Args:
+        generator: answers prompts.
+        metrics: counts the calls.
+        limits: of bodies.
+        mint_id: a request id that was never used, for all prompts of a call but the first.
+        clock: the generator's.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        metrics: GatewayMetrics,
+        limits: BodyLimits,
+        mint_id: Callable[[], RequestId],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._generator = generator
+        self._metrics = metrics
+        self._limits = limits
+        self._mint_id = mint_id
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    async def chat(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/chat/completions`."""
+        await self._answer(exchange, request_id, _KINDS["chat"])
+
+    async def text(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/completions`."""
+        await self._answer(exchange, request_id, _KINDS["text"])
+
+    async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
+        outcome = "server_error"
+        try:
+            call = self._call(exchange, request_id)
+            wanted = kind.read(await self._limits.read(exchange))
+            self._check(wanted)
+            async with exchange.until_disconnect(), aclosing(self._run(wanted, call)) as events:
+                await self._write(exchange, wanted, call, kind, events)
+            outcome = "ok"
+        except DisaggError as error:
+            outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"  # the gateway stops
+            raise
+        finally:
+            self._metrics.count_call("http", outcome)
+
+    async def _write(self, exchange: Exchange, wanted: Wanted, call: Call, kind: _Kind, events: Events) -> None:
+        echoes = await self._echoes(wanted)
+        given, tokenizer = wanted.inputs[0], self._generator.model.tokenizer
+        style = Style(
+            call_id=f"{kind.id_prefix}{call.request_id}",
+            created=int(self._wall_clock()),
+            model=given.model,
+            tokenizer=tokenizer,
+            with_logprobs=given.logprobs is not None,
+            include_usage=wanted.include_usage,
+            continuous_usage=wanted.continuous_usage,
+        )
+        choices, usage = kind.choices(tokenizer), UsageCount(max(1, wanted.answers_each))
+        if wanted.stream:
+            await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes))
+        else:
+            answer = AnswerWriter(style, choices, usage, echoes)
+            async for event in events:
+                answer.add(event)
+            await exchange.respond(200, answer.encode())
+
+    def _call(self, exchange: Exchange, request_id: RequestId) -> Call:
+        """What the headers say. Raises `InvalidRequestError`."""
+        headers = exchange.headers
+        timeout_ms = headers.get(TIMEOUT_HEADER)
+        return Call(
+            request_id=request_id,
+            deadline=None if timeout_ms is None else self._clock() + check_millis(TIMEOUT_HEADER, timeout_ms) / 1000,
+            targets=check_targets(headers.items()),
+            caller=CALLER.get(),
+            trace_parent=exchange.trace_parent,
+        )
+
+    def _check(self, wanted: Wanted) -> None:
+        """Where there are several prompts, or something is done before they run, see that all are right: else the one
+        that is wrong would end a stream that has begun."""
+        if len(wanted.inputs) == 1 and not wanted.echo:
+            return
+        for given, names in zip(wanted.inputs, wanted.names, strict=True):
+            try:
+                check_request(given, self._generator.limits)
+            except InvalidRequestError as error:
+                raise names.rename(error) from None
+
+    def _run(self, wanted: Wanted, call: Call) -> Events:
+        """The events of all prompts; choices are counted through."""
+        runs = [
+            self._run_one(given, names, call if i == 0 else replace(call, request_id=self._mint_id()))
+            for i, (given, names) in enumerate(zip(wanted.inputs, wanted.names, strict=True))
+        ]
+        if len(runs) == 1:
+            return runs[0]
+        return mixed([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
+
+    async def _run_one(self, given: GenerationInput, names: FieldNames, call: Call) -> Events:
+        try:
+            async with aclosing(self._generator.run(given, call)) as events:
+                async for event in events:
+                    yield event
+        except InvalidRequestError as error:
+            raise names.rename(error) from None
+
+    async def _echoes(self, wanted: Wanted) -> tuple[str, ...]:
+        """The texts of the prompts, where they shall be repeated."""
+        return tuple([await self._text_of(given) for given in wanted.inputs]) if wanted.echo else ()
+
+    async def _text_of(self, given: GenerationInput) -> str:
+        if isinstance(given.prompt, TextPrompt):
+            return given.prompt.text
+        assert isinstance(given.prompt, IdsPrompt)
+        token_ids, tokenizer = given.prompt.token_ids, self._generator.model.tokenizer
+        return await self._generator.offload(_BYTES_PER_ID * len(token_ids), lambda: tokenizer.decode(token_ids))
+
+
+async def _stream(exchange: Exchange, events: Events, writer: StreamWriter) -> None:
+    """Write the events as they come. What is written last goes with the end of the stream."""
+    rest = b""
+    try:
+        async for event in events:
+            if not exchange.started:
+                await exchange.start_stream()
+            if isinstance(event, Finish):
+                rest += writer.finish(event)
+                continue
+            data = rest + writer.delta(event)
+            rest = b""
+            if data:
+                await exchange.write(data)
+    except DisaggError:
+        if exchange.started and not exchange.ended and (data := rest + writer.flush()):
+            await exchange.write(data)
+        raise
+    await exchange.end(rest + writer.last())
+
+
+async def _shifted(events: Events, first_index: int) -> Events:
+    """The events of one prompt among several."""
+    async with aclosing(events):
+        async for event in events:
+            yield replace(event, answer_index=first_index + event.answer_index)

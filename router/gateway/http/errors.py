@@ -1,0 +1,109 @@
+"""Errors as this API writes them: a status, headers, and `{"error": {message, type, param, code}}`.
+
+Clients of this API try 408, 409, 429 and 5xx again by themselves. What may be tried says when (`retry-after-ms`); where
+that is pointless, because the router has tried or the answer would be the same, `x-should-retry: false` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from disagg.proto.errors import (
+    AuthenticationError,
+    DisaggError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from disagg.router.gateway.status import UNAVAILABLE_RETRY_S
+
+Headers = list[tuple[bytes, bytes]]
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+}
+"""`type` by status; otherwise `invalid_request_error` below 500, and `server_error`."""
+_MAX_MESSAGE_CHARS: Final = 1000
+
+
+class UnknownUrlError(DisaggError):
+    """There is no such path."""
+
+    http_status = 404
+    grpc_code = "UNIMPLEMENTED"
+    code = "unknown_url"
+
+
+class MethodNotAllowedError(DisaggError):
+    """The path takes other methods."""
+
+    http_status = 405
+    grpc_code = "UNIMPLEMENTED"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class SlowBodyError(DisaggError):
+    """The body did not arrive in time."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    code = "timeout"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The only form of an error."""
+
+    error: ErrorDetail
+
+
+def error_json(error: DisaggError) -> bytes:
+    """The body of an error, and its event in a stream."""
+    status = error.http_status
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message = error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[:_MAX_MESSAGE_CHARS] + "..."
+    return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, _param(error), error.code)))
+
+
+def error_headers(error: DisaggError) -> Headers:
+    """What goes with an error: whether and when to try again."""
+    if isinstance(error, OverloadedError | UnavailableError):
+        retry_s = error.retry_after_s if isinstance(error, OverloadedError) else UNAVAILABLE_RETRY_S
+        return [
+            (b"retry-after-ms", b"%d" % max(1, math.ceil(retry_s * 1000))),
+            (b"retry-after", b"%d" % max(1, math.ceil(retry_s))),
+        ]
+    headers: Headers = []
+    if isinstance(error, AuthenticationError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowedError):
+        headers.append((b"allow", error.allowed.encode()))
+    if error.http_status == 408 or error.http_status >= 500:
+        headers.append((b"x-should-retry", b"false"))
+    return headers
+
+
+def _param(error: DisaggError) -> str | None:
+    if isinstance(error, InvalidRequestError):
+        return error.field
+    return "model" if isinstance(error, ModelNotFoundError) else None

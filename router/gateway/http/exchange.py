@@ -1,0 +1,177 @@
+"""One HTTP request and its response, on bare ASGI: the body within its limits, the answer whole or as a stream.
+
+    read_body ─> respond                                       whole
+    read_body ─> start_stream ─> write* ─> end                 a stream
+                 └─ until_disconnect: the client leaves ─> the work inside is cancelled
+
+`write` waits while the connection's buffer is above its mark: a slow reader slows down what is generated for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from email.utils import formatdate
+from typing import Any, Final
+
+from starlette.datastructures import Headers as RequestHeaders
+
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from disagg.router.gateway.http.errors import Headers, SlowBodyError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON: Final = b"application/json"
+_MAX_LENGTH_DIGITS: Final = 18
+_SLICE_BYTES: Final = 64 << 10
+"""Whole answers are written in slices, so that a slow reader holds no more in the connection than a stream does."""
+
+
+class Exchange:
+    """Owner of one ASGI call.
+
+    Args:
+        scope, receive, send: of the call.
+        headers: for every response to it.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        self.scope = scope
+        self.headers = RequestHeaders(scope=scope)
+        self.started = False
+        """The status is out: an error can only be an event of the stream now."""
+        self.ended = False
+        self._receive = receive
+        self._send = send
+        self._shared = headers
+        self.trace_parent = ""
+        """The W3C `traceparent` of our span; empty where the client sent none."""
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        """What the route found in the path."""
+        params: dict[str, str] = self.scope.get("path_params", {})
+        return params
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """For the response, whatever it will be."""
+        self._shared.append((name, value))
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body.
+
+        Raises:
+            InvalidRequestError: if it is larger than `max_bytes`; no more than that is kept.
+            SlowBodyError: if it does not arrive within `timeout_s`.
+            RequestCancelledError: if the client leaves before.
+        """
+        length = self.headers.get("content-length", "0")
+        if length.isdecimal() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > max_bytes):
+            raise _too_large(max_bytes)
+        pieces: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestCancelledError("the client is gone")
+                    pieces.append(message.get("body", b""))
+                    num_bytes += len(pieces[-1])
+                    if num_bytes > max_bytes:
+                        raise _too_large(max_bytes)
+                    if not message.get("more_body", False):
+                        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        except TimeoutError:
+            raise SlowBodyError(f"the body did not arrive within {timeout_s:g} s") from None
+
+    @asynccontextmanager
+    async def until_disconnect(self) -> AsyncGenerator[None, None]:
+        """Cancels what runs inside when the client leaves.
+
+        Raises:
+            RequestCancelledError: then.
+            UnavailableError: `stream_lost`, if it was the server that closed, because the client did not read.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._disconnected(), name="http-disconnect")
+        inside, gone = True, False
+
+        def cancel(_: object) -> None:
+            nonlocal gone
+            if inside and not self.ended:
+                gone = True
+                task.cancel()
+
+        watcher.add_done_callback(cancel)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not gone or task.uncancel() > 0:
+                raise
+            raise self._loss() from None
+        finally:
+            inside = False
+            watcher.cancel()
+            await asyncio.wait([watcher])
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
+    ) -> None:
+        """Send a whole response."""
+        await self._start(
+            status,
+            [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])],
+        )
+        for begin in range(0, max(1, len(body)), _SLICE_BYTES):
+            end = begin + _SLICE_BYTES
+            self.ended = end >= len(body)
+            await self._write(body[begin:end], more=end < len(body))
+
+    async def start_stream(self) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ],
+        )
+
+    async def write(self, events: bytes) -> None:
+        """The next events of the stream."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes) -> None:
+        """The last events of the stream."""
+        self.ended = True
+        await self._write(events, more=False)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        date = formatdate(usegmt=True).encode()
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [(b"date", date), *self._shared, *headers]}
+        )
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _loss(self) -> RequestCancelledError | UnavailableError:
+        connection = self.scope.get("state", {}).get("connection")
+        if connection is not None and connection.was_stalled:
+            return UnavailableError("the client did not read its stream", "stream_lost")
+        return RequestCancelledError("the client is gone")
+
+
+def _too_large(max_bytes: int) -> InvalidRequestError:
+    return InvalidRequestError("body", f"must have at most {max_bytes} bytes")

@@ -1,0 +1,148 @@
+"""Everything but answers to prompts: models, health, metrics, version, tokens of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from disagg import __version__
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+from disagg.router.api import ClusterView
+from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.http.exchange import JSON, Exchange
+from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.http.logprobs import token_text
+from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decode
+from disagg.router.gateway.http.to_input import FieldNames, read_turns
+from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.request import ChatPrompt
+from disagg.router.gateway.validate import check_chat, check_model, check_text
+from disagg.router.gateway.values import check_ids
+
+_TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
+_BYTES_PER_ID: Final = 4
+_NAMES: Final = FieldNames("messages", "logprobs")
+
+
+class Information:
+    """Handlers.
+
+    Args:
+        generator: has the model and its tokenizer.
+        view: the cluster now.
+        metrics: what `/metrics` shows.
+        limits: of bodies.
+        created: when the model began to be served, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        view: Callable[[], ClusterView],
+        metrics: GatewayMetrics,
+        limits: BodyLimits,
+        created: int,
+    ) -> None:
+        self._generator = generator
+        self._view = view
+        self._metrics = metrics
+        self._limits = limits
+        self._created = created
+
+    async def models(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /v1/models`."""
+        await _send(exchange, {"object": "list", "data": [self._model()]})
+
+    async def model(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /v1/models/{model}`."""
+        check_model(exchange.path_params["model"], self._generator.limits)
+        await _send(exchange, self._model())
+
+    async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /livez`: the process answers."""
+        await _send(exchange, {"status": "alive"})
+
+    async def health(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /health`: some worker can serve, 200, or none, 503."""
+        num_workers = sum("decode" in worker.info.roles for worker in self._view().workers)
+        status = 200 if num_workers else 503
+        body = {"status": "ok" if num_workers else "no decode worker", "decode_workers": num_workers}
+        await exchange.respond(status, msgspec.json.encode(body))
+
+    async def metrics(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /metrics`."""
+        body, content_type = self._metrics.render(exchange.headers.get("accept", ""))
+        await exchange.respond(200, body, content_type.encode())
+
+    async def version(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /version`."""
+        await _send(exchange, {"version": __version__})
+
+    async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /tokenize`."""
+        body = decode(await self._limits.read(exchange), _TOKENIZE)
+        self._check_model(body.model)
+        token_ids = await self._encode(body)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._generator.model.info.max_model_len,
+            "tokens": token_ids,
+        }
+        if body.return_token_strs:
+            tokenizer = self._generator.model.tokenizer
+            answer["token_strs"] = [token_text(tokenizer.token_bytes(token_id)) for token_id in token_ids]
+        await _send(exchange, answer)
+
+    async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /detokenize`."""
+        body = decode(await self._limits.read(exchange), _DETOKENIZE)
+        self._check_model(body.model)
+        model = self._generator.model
+        token_ids = check_ids(body.tokens, "tokens", model.info.vocab_size)
+        num_bytes = _BYTES_PER_ID * len(token_ids)
+        text = await self._generator.offload(num_bytes, lambda: model.tokenizer.decode(token_ids))
+        await _send(exchange, {"prompt": text})
+
+    async def _encode(self, body: TokenizeBody) -> tuple[int, ...]:
+        generator = self._generator
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("prompt", "one of prompt and messages must be set")
+        if body.messages is not None:
+            return await self._encode_chat(ChatPrompt(read_turns(body.messages)))
+        prompt = check_text(body.prompt or "", "prompt", generator.limits)
+        if body.add_special_tokens is not False:
+            return await generator.tokenize(prompt)
+        tokenizer = generator.model.tokenizer
+        ids = await generator.offload(prompt.num_bytes, lambda: tokenizer.encode_text(prompt.text, special=False))
+        return tuple(ids)
+
+    async def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        try:
+            return await self._generator.tokenize(check_chat(prompt.turns, self._generator.limits))
+        except InvalidRequestError as error:
+            raise _NAMES.rename(error) from None
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFoundError` for another model; there is only one, so it may be left out."""
+        if name is not None:
+            check_model(name, self._generator.limits)
+
+    def _model(self) -> dict[str, Any]:
+        info = self._generator.model.info
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "disagg",
+            "root": info.name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+
+async def _send(exchange: Exchange, body: Any) -> None:
+    await exchange.respond(200, msgspec.json.encode(body), JSON)

@@ -1,0 +1,268 @@
+"""From a JSON body to what the generator takes: `GenerationInput`s, and how the answer is to be written.
+
+Values are not checked here but for what only this API has: lists of prompts, `best_of`, `echo`, string keys. Everything
+else is checked once, behind both protocols; `FieldNames` turns its names of fields into those of the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.chat_template import ChatTurn
+from disagg.router.gateway.http.schema import ChatBody, CompletionBody, GenerationBody, Message, StreamOptions
+from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+
+MAX_PROMPTS: Final = 64
+"""Of one call."""
+MAX_ANSWERS: Final = 128
+"""Of one call: prompts times `n`."""
+DEFAULT_MAX_TOKENS: Final = 16
+"""Of a text completion, as this API has always had it; a chat may fill the context."""
+_MAX_KEY_CHARS: Final = 20
+"""Of a token id as the key of an object."""
+
+_NEVER: Final[tuple[Any, ...]] = (None,)
+_HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": _NEVER,
+    "guided_json": _NEVER,
+    "guided_regex": _NEVER,
+    "guided_choice": _NEVER,
+    "guided_grammar": _NEVER,
+    "json_schema": _NEVER,
+    "regex": _NEVER,
+    "ebnf": _NEVER,
+    "prompt_logprobs": _NEVER,
+    "use_beam_search": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": _NEVER,
+    "chat_template": _NEVER,
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "suffix": (None, ""),
+    "prompt_embeds": _NEVER,
+}
+"""Fields that are not supported, with the values that ask for nothing."""
+_HARMLESS_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {"echo": (None, False)}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How a body calls what the generator's errors name."""
+
+    prompt: str
+    """The field of the prompt; of several, with its index."""
+    logprobs: str
+    max_tokens: str = "max_tokens"
+    stop: str = ""
+    """`stop` where the body had one string, so that its index is not named."""
+
+    def name(self, field: str) -> str:
+        """The body's name of `field`, such as `top_p` for `sampling.top_p`."""
+        if field.startswith("prompt"):
+            return self.prompt + field.removeprefix("prompt").removeprefix(".text").removeprefix(".token_ids")
+        if field.startswith("chat"):
+            return field.removeprefix("chat").removeprefix(".") or self.prompt
+        name = field.removeprefix("sampling.").removeprefix("stopping.")
+        if name == "logprobs":
+            return self.logprobs
+        if name == "max_tokens":
+            return self.max_tokens
+        return self.stop if self.stop and name.startswith("stop[") else name
+
+    def rename(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The same error in the body's words."""
+        message = error.message.removeprefix(f"{error.field}: ")
+        return type(error)(self.name(error.field), message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A call, as the body asked for it."""
+
+    inputs: tuple[GenerationInput, ...]
+    """One for each prompt, alike but for it. Never empty."""
+    names: tuple[FieldNames, ...]
+    """One for each prompt."""
+    answers_each: int
+    """`n`, unchecked where it is out of range."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool = False
+    """Each answer's text begins with its prompt."""
+
+
+def read_chat(body: ChatBody) -> Wanted:
+    """A conversation. Raises `InvalidRequestError`."""
+    _refuse_unsupported(body, _HARMLESS)
+    _refuse_unsupported(body, _HARMLESS_IN_CHAT)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    completion_tokens = body.max_completion_tokens
+    return _wanted(
+        body,
+        [ChatPrompt(read_turns(body.messages))],
+        [_names(body, "messages", "top_logprobs", "max_tokens" if completion_tokens is None else _NEW_MAX_TOKENS)],
+        logprobs=logprobs,
+        max_tokens=body.max_tokens if completion_tokens is None else completion_tokens,
+    )
+
+
+def read_completion(body: CompletionBody) -> Wanted:
+    """One prompt or several. Raises `InvalidRequestError`."""
+    _refuse_unsupported(body, _HARMLESS)
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise InvalidRequestError("best_of", "must be n: the best of more answers is not supported")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo", "with logprobs is not supported: prompts have no logprobs here")
+    prompts, fields = _read_prompts(body.prompt)
+    return _wanted(
+        body,
+        prompts,
+        [_names(body, field, "logprobs", "max_tokens") for field in fields],
+        logprobs=body.logprobs,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        echo=bool(body.echo),
+    )
+
+
+def read_turns(messages: Sequence[Message]) -> tuple[ChatTurn, ...]:
+    """The turns of a conversation; text parts are joined by line ends. Raises `InvalidRequestError`."""
+    return tuple(
+        ChatTurn(_read_role(message, f"messages[{i}]"), _read_content(message, f"messages[{i}]"))
+        for i, message in enumerate(messages)
+    )
+
+
+_NEW_MAX_TOKENS: Final = "max_completion_tokens"
+_ROLES: Final = {"developer": "system"}
+_TOOL_ROLES: Final = ("tool", "function")
+
+
+def _read_role(message: Message, place: str) -> str:
+    if message.role in _TOOL_ROLES:
+        raise InvalidRequestError(f"{place}.role", "tool calls are not supported yet")
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) not in (None, []):
+            raise InvalidRequestError(f"{place}.{name}", "tool calls are not supported yet")
+    return _ROLES.get(message.role, message.role)
+
+
+def _read_content(message: Message, place: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        raise InvalidRequestError(f"{place}.content", "must be set")
+    texts = []
+    for i, part in enumerate(message.content):
+        if part.type != "text":
+            raise InvalidRequestError(f"{place}.content[{i}].type", f"must be text, not {part.type[:64]!r}")
+        if part.text is None:
+            raise InvalidRequestError(f"{place}.content[{i}].text", "must be set")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _read_prompts(given: str | list[str | int | list[int]]) -> tuple[list[Prompt], list[str]]:
+    """The prompts, and what each is called."""
+    if isinstance(given, str):
+        return [TextPrompt(given)], ["prompt"]
+    if not given:
+        raise InvalidRequestError("prompt", "must not be empty")
+    kind = type(given[0])
+    if (odd := next((i for i, item in enumerate(given) if type(item) is not kind), None)) is not None:
+        raise InvalidRequestError(f"prompt[{odd}]", "all of a list must be texts, token ids, or lists of token ids")
+    if kind is int:
+        return [IdsPrompt(tuple(given))], ["prompt"]  # type: ignore[arg-type]  # all are ints
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one call, not {len(given)}")
+    prompts = [TextPrompt(item) if isinstance(item, str) else IdsPrompt(tuple(item)) for item in given]  # type: ignore[arg-type]
+    return list(prompts), [f"prompt[{i}]" for i in range(len(prompts))]
+
+
+def _wanted(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    names: Sequence[FieldNames],
+    *,
+    logprobs: int | None,
+    max_tokens: int | None,
+    echo: bool = False,
+) -> Wanted:
+    if not body.model:
+        raise InvalidRequestError("model", "must be set")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "needs stream to be true")
+    answers_each = 1 if body.n is None else body.n
+    if len(prompts) * answers_each > MAX_ANSWERS:
+        raise InvalidRequestError("n", f"prompts times n must be at most {MAX_ANSWERS}")
+    options = body.stream_options or StreamOptions()
+    shared: dict[str, Any] = {
+        name: getattr(body, name) for name in _AS_THEY_ARE if getattr(body, name) is not None
+    } | _translated(body)
+    inputs = tuple(
+        GenerationInput(prompt=prompt, logprobs=logprobs, max_tokens=max_tokens, **shared) for prompt in prompts
+    )
+    return Wanted(
+        inputs=inputs,
+        names=tuple(names),
+        answers_each=answers_each,
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        echo=echo,
+    )
+
+
+_AS_THEY_ARE: Final = (
+    "model",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "cache_salt",
+)
+"""Fields that the generator calls the same."""
+
+
+def _translated(body: GenerationBody) -> dict[str, Any]:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return {
+        "stop": stop,
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "logit_bias": {_read_id(key): bias for key, bias in (body.logit_bias or {}).items()},
+    }
+
+
+def _read_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_KEY_CHARS):
+        raise InvalidRequestError("logit_bias", f"its keys must be token ids, not {key[:_MAX_KEY_CHARS]!r}")
+    return int(key)
+
+
+def _names(
+    body: GenerationBody, prompt: str, logprobs: str, max_tokens: Literal["max_tokens", "max_completion_tokens"]
+) -> FieldNames:
+    return FieldNames(prompt, logprobs, max_tokens, "stop" if isinstance(body.stop, str) else "")
+
+
+def _refuse_unsupported(body: GenerationBody, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in harmless.items():
+        if (given := getattr(body, name, None)) is not None and given not in values:
+            raise InvalidRequestError(name, "this is not supported yet")
