@@ -1,14 +1,19 @@
-"""Where a gateway is, as the command line has it."""
+"""Where a gateway is, as the command line has it, and what is said when there is none."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from disagg.proto.errors import ConfigError
+from disagg.cluster.errors import LaunchError
+from disagg.proto.errors import ConfigError, UnavailableError
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8470"
 """Of the gateway that the default configuration starts."""
+UNREACHABLE = "unreachable"
+"""The code of an `UnavailableError` that no gateway sent."""
 
 
 def check_address(address: str) -> str:
@@ -16,3 +21,14 @@ def check_address(address: str) -> str:
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise ConfigError(f"--address: expected host:port; got {address!r}")
     return address
+
+
+@contextmanager
+def reaching(address: str) -> Iterator[None]:
+    """For calls to the gateway there: that nobody answers becomes a `LaunchError` with the next command."""
+    try:
+        yield
+    except UnavailableError as error:
+        if error.code != UNREACHABLE:
+            raise
+        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error

@@ -2,6 +2,8 @@
 
 Exit status: 0 done; 1 it failed; 2 the command line, configuration or model is wrong; 130 interrupted. Errors are one
 line with the cause and, where there is one, the next command; `DISAGG_DEBUG=1` adds the traceback.
+
+Each command's help ends with examples that can be typed as they stand.
 """
 
 from __future__ import annotations
@@ -18,21 +20,30 @@ from disagg import __version__
 from disagg.cluster.address import DEFAULT_ADDRESS
 from disagg.cluster.load_cli import load_app
 from disagg.cluster.ray_cli import app as cluster_app
+from disagg.cluster.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from disagg.proto.errors import DisaggError
+
+SERVE, OPERATE, MEASURE, MODELS = "Serve", "Operate", "Measure", "Models"
+"""Groups of the help."""
 
 app = typer.Typer(
     name="disagg",
     help="A disaggregated prefill/decode serving cluster for large language models.",
+    epilog="Begin with `disagg demo`, which shows it at work, then `disagg up`. `disagg doctor` looks for what is not "
+    "well. Completion for your shell: `disagg --install-completion`.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 model_app = typer.Typer(help="Models on this machine: import, list.", no_args_is_help=True)
-app.add_typer(model_app, name="model")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(load_app, name="load")
+key_app = typer.Typer(help="API keys, which clients bring to a gateway.", no_args_is_help=True)
+trace_app = typer.Typer(help="Timelines of the latest requests.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster", rich_help_panel=OPERATE)
+app.add_typer(trace_app, name="trace", rich_help_panel=OPERATE)
+app.add_typer(load_app, name="load", rich_help_panel=MEASURE)
+app.add_typer(key_app, name="key", rich_help_panel=OPERATE)
+app.add_typer(model_app, name="model", rich_help_panel=MODELS)
 
 
 class LauncherName(StrEnum):
@@ -52,9 +63,8 @@ ColocatedOption = Annotated[bool, typer.Option("--colocated", help="One pool of 
 LogDirOption = Annotated[Path | None, typer.Option(help="Keep the processes' logs here (launcher processes).")]
 WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is noted.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.", min=0)]
-AddressOption = Annotated[
-    str, typer.Option("--address", "-a", envvar="DISAGG_ADDRESS", help="host:port of the gateway.")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+LimitOption = Annotated[int, typer.Option("--limit", "-n", help="Requests, the latest ones.", min=1, max=1000)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,7 +82,14 @@ def root(
     """Options before the command."""
 
 
-@app.command()
+@app.command(
+    rich_help_panel=SERVE,
+    epilog=examples(
+        "disagg up",
+        "disagg up --prefill 2 --decode 3 --launcher processes",
+        "disagg up --config cluster.yaml --model smollm2-135m",
+    ),
+)
 def up(
     config: ConfigOption = None,
     colocated: ColocatedOption = False,
@@ -87,10 +104,10 @@ def up(
     from disagg.cluster.up import build_config, run_up
 
     settings = build_config(config, colocated=colocated, model=model, port=port, prefill=prefill, decode=decode)
-    raise typer.Exit(run_up(settings, launcher.value, _console(), log_dir))
+    raise typer.Exit(run_up(settings, launcher.value, console(), log_dir))
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE, epilog=examples("disagg demo", "disagg demo --launcher processes"))
 def demo(
     launcher: LauncherOption = LauncherName.ray,
     model: ModelOption = None,
@@ -110,10 +127,16 @@ def demo(
             "pools.decode.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
         },
     )
-    raise typer.Exit(run_demo(settings, launcher.value, _console(), log_dir))
+    raise typer.Exit(run_demo(settings, launcher.value, console(), log_dir))
 
 
-@app.command()
+@app.command(
+    rich_help_panel=SERVE,
+    epilog=examples(
+        'disagg generate "What is a cache?"',
+        "echo 'The capital of France is' | disagg generate --raw --max-tokens 8 -",
+    ),
+)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
     address: AddressOption = DEFAULT_ADDRESS,
@@ -132,15 +155,17 @@ def generate(
     run_generate(address, text, chat=chat, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE, epilog=examples("disagg status", "disagg status --address 10.0.0.5:8470"))
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Show the pools and workers of a running cluster."""
     from disagg.cluster.operate import run_status
 
-    run_status(address, _console())
+    run_status(address, console())
 
 
-@app.command()
+@app.command(
+    rich_help_panel=OPERATE, epilog=examples("disagg scale decode=2", "disagg scale prefill=2 decode=3 --no-wait")
+)
 def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="POOL=SIZE...", help="Such as: prefill=3 decode=2")],
     address: AddressOption = DEFAULT_ADDRESS,
@@ -150,10 +175,10 @@ def scale(
     """Make pools of a running cluster larger or smaller. Workers that leave finish their sequences first."""
     from disagg.cluster.operate import parse_sizes, run_scale
 
-    run_scale(address, parse_sizes(sizes), _console(), timeout if wait else None)
+    run_scale(address, parse_sizes(sizes), console(), timeout if wait else None)
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE, epilog=examples("disagg drain decode-0"))
 def drain(
     worker: Annotated[str, typer.Argument(help="Such as decode-0.")],
     address: AddressOption = DEFAULT_ADDRESS,
@@ -163,10 +188,90 @@ def drain(
     """Replace a worker by a new process, after its sequences have ended."""
     from disagg.cluster.operate import run_drain
 
-    run_drain(address, worker, _console(), timeout if wait else None)
+    run_drain(address, worker, console(), timeout if wait else None)
 
 
-@model_app.command("import")
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog=examples("disagg top", "disagg top --once"),
+)
+def top(
+    address: AddressOption = DEFAULT_ADDRESS,
+    once: Annotated[bool, typer.Option("--once", help="One picture, and the end.")] = False,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between pictures.", min=0.1)] = 1.0,
+) -> None:
+    """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. Ctrl-C ends it."""
+    from disagg.cluster.top import run_top
+
+    raise typer.Exit(run_top(address, console(), once=once, interval_s=interval))
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog=examples("disagg explain", "disagg explain --list", "disagg explain --json"),
+)
+def explain(
+    request_id: Annotated[str | None, typer.Argument(help="Of the request; the latest one without.")] = None,
+    address: AddressOption = DEFAULT_ADDRESS,
+    show_list: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
+    limit: LimitOption = 20,
+    json: JsonOption = False,
+) -> None:
+    """Tell where a request ran, why there, what was predicted and measured, and where its time went."""
+    from disagg.cluster.explain import run_explain, run_list
+
+    if show_list:
+        run_list(address, limit, console(), as_json=json)
+    else:
+        run_explain(address, request_id, console(), as_json=json)
+
+
+@app.command(rich_help_panel=OPERATE, epilog=examples("disagg doctor", "disagg doctor --address 10.0.0.5:8470"))
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", "-a", envvar="DISAGG_ADDRESS", help="host:port of the gateway; the usual one if unset."
+        ),
+    ] = None,
+) -> None:
+    """Look for what is not well, on this machine and in the cluster; count the KV bytes that every pair moves."""
+    from disagg.cluster.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(address, console()))
+
+
+@trace_app.command("export", epilog=examples("disagg trace export trace.json", "disagg trace export trace.json -n 50"))
+def trace_export(
+    file: Annotated[Path, typer.Argument(help="What to write.", dir_okay=False)],
+    address: AddressOption = DEFAULT_ADDRESS,
+    limit: LimitOption = 1000,
+) -> None:
+    """Write the latest requests as a timeline for ui.perfetto.dev: a track for each request and each worker."""
+    from disagg.cluster.trace_export import run_export
+
+    run_export(address, file, limit, console())
+
+
+@key_app.command(
+    "new",
+    epilog=examples("disagg key new team-a --file keys.yaml", "disagg key new operators --admin --file keys.yaml"),
+)
+def key_new(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is. Prefixes are cached per tenant.")],
+    admin: Annotated[bool, typer.Option("--admin", help="May change the cluster and see all requests.")] = False,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Add it to this file of gateway.api_keys.")] = None,
+) -> None:
+    """Make an API key. It is printed once; the file keeps its SHA-256."""
+    from disagg.cluster.keys import run_key_new
+
+    raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True)))
+
+
+@model_app.command(
+    "import",
+    epilog=examples("disagg model import smollm2-135m", "disagg model import ./Llama-3.2-1B --name llama"),
+)
 def model_import(
     source: Annotated[str, typer.Argument(help="'smollm2-135m', a .gguf file, a checkpoint folder, or a hub id.")],
     name: Annotated[str | None, typer.Option(help="Its name here; by default made from the source.")] = None,
@@ -175,14 +280,12 @@ def model_import(
     """Bring a model into the model cache; afterwards no network is needed."""
     from disagg.cluster.models import import_model
 
-    console = _console()
-    folder = import_model(
-        source, name=name, force=force, progress=lambda text: console.print(f"  {text}", markup=False)
-    )
-    console.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
+    screen = console()
+    folder = import_model(source, name=name, force=force, progress=lambda text: screen.print(f"  {text}", markup=False))
+    screen.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
 
 
-@model_app.command("list")
+@model_app.command("list", epilog=examples("disagg model list"))
 def model_list() -> None:
     """List the models in the model cache."""
     from disagg.cluster.models import DEFAULT_MODEL, cache_dir, list_models
@@ -192,12 +295,6 @@ def model_list() -> None:
         typer.echo(f"no models in {cache_dir()}; next: disagg model import {DEFAULT_MODEL}")
     for entry in entries:
         typer.echo(f"{entry.name}  {entry.architecture}  {entry.nbytes / 1e6:.0f} MB  from {entry.source}")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
 
 
 def main() -> None:
@@ -215,8 +312,32 @@ def _report(error: Exception) -> int:
     from disagg.cluster.errors import LaunchError
     from disagg.proto.errors import ConfigError, DisaggError
 
-    if isinstance(error, (ConfigError, LaunchError, DisaggError)):
+    if isinstance(error, (ConfigError, LaunchError)):
         typer.echo(f"error: {error}", err=True)
         return 2 if isinstance(error, ConfigError) else 1
+    if isinstance(error, DisaggError):
+        step = next_step(error)
+        typer.echo(f"error: {error}" + (f"; next: {step}" if step else ""), err=True)
+        return 1
     typer.echo(f"error: {type(error).__name__}: {error}\n(DISAGG_DEBUG=1 shows where)", err=True)
     return 1
+
+
+def next_step(error: DisaggError) -> str:
+    """What to do about an answer of the gateway; empty where its message says it, or nothing can be done."""
+    from disagg.proto import errors
+
+    match error:
+        case errors.AuthenticationError():
+            return "set DISAGG_API_KEY to a key of this cluster"
+        case errors.PermissionDeniedError():
+            return "set DISAGG_API_KEY to the key of an administrator"
+        case errors.RequestNotFoundError():
+            return "disagg explain --list"
+        case errors.UnavailableError(code="unreachable"):
+            return "disagg doctor"
+        case errors.UnavailableError():
+            return "disagg status"
+        case errors.OverloadedError(retry_after_s=wait_s):
+            return f"try again in {wait_s:g} s, or add workers: disagg scale decode=2"
+    return ""

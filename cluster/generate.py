@@ -7,9 +7,8 @@ from contextlib import closing
 from typing import TextIO
 
 from disagg.client import Client, Finished, Options, Prompt
-from disagg.cluster.address import check_address
-from disagg.cluster.errors import LaunchError
-from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.cluster.address import check_address, reaching
+from disagg.proto.errors import ConfigError
 
 
 def run_generate(
@@ -41,7 +40,8 @@ def run_generate(
         options["seed"] = seed
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     with Client(address) as client:
-        served = model or _first_model(client, address)
+        with reaching(address):
+            served = model or client.models()[0].name
         with closing(client.stream(content, model=served, **options)) as deltas:
             for delta in deltas:
                 out.write(delta.text)
@@ -49,13 +49,6 @@ def run_generate(
                 if delta.finished is not None:
                     out.write("\n")
                     notes.write(summary(delta.finished) + "\n")
-
-
-def _first_model(client: Client, address: str) -> str:
-    try:
-        return client.models()[0].name
-    except UnavailableError as error:
-        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error
 
 
 def summary(finished: Finished) -> str:

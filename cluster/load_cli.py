@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from disagg.cluster.address import DEFAULT_ADDRESS
+from disagg.cluster.terminal import AddressOption, console, examples
 
 load_app = typer.Typer(
     help="Load tests: goodput against limits on TTFT and TPOT (needs the extra `load`).", no_args_is_help=True
 )
 
-AddressOption = Annotated[
-    str, typer.Option("--address", "-a", envvar="DISAGG_ADDRESS", help="host:port of the gateway.")
-]
 ScenarioOption = Annotated[str, typer.Option("--scenario", "-s", help="File, or name of one that comes with disagg.")]
 RateOption = Annotated[float | None, typer.Option("--rate", help="Requests per second, instead of the scenario's.")]
 DurationOption = Annotated[float | None, typer.Option("--duration", help="Seconds of arrivals.")]
@@ -40,10 +37,14 @@ OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder of recordin
 AttemptsOption = Annotated[int, typer.Option("--attempts", help="At most so many tries of a run that was late.", min=1)]
 
 DEFAULT_SCENARIO = "interactive"
-DEFAULT_ADDRESS = "127.0.0.1:8470"
 
 
-@load_app.command()
+@load_app.command(
+    epilog=examples(
+        "disagg load run --scenario interactive --rate 2 --html run.html",
+        "disagg load run --scenario shared-prefix --web",
+    )
+)
 def run(
     scenario: ScenarioOption = DEFAULT_SCENARIO,
     address: AddressOption = DEFAULT_ADDRESS,
@@ -81,14 +82,14 @@ def run(
         json=json,
     )
     status = (
-        commands.web(options, address, record, web_port, _console())
+        commands.web(options, address, record, web_port, console())
         if web
-        else commands.run(options, address, record, _console())
+        else commands.run(options, address, record, console())
     )
     raise typer.Exit(status)
 
 
-@load_app.command()
+@load_app.command(epilog=examples("disagg load sweep --shape 1p1d --out build/sweep"))
 def sweep(
     out: OutOption,
     shape: Annotated[
@@ -131,10 +132,10 @@ def sweep(
         json=json,
     )
     search = commands.search_of(start_rate, max_rate, tolerance, min_attainment)
-    raise typer.Exit(commands.sweep(options, where, search, out, attempts, _console()))
+    raise typer.Exit(commands.sweep(options, where, search, out, attempts, console()))
 
 
-@load_app.command()
+@load_app.command(epilog=examples("disagg load compare 1p1d 2x1-chunked:256 --rates 0.5,1 --out build/compare"))
 def compare(
     shapes: Annotated[
         list[str],
@@ -184,12 +185,6 @@ def compare(
         commands.slos_of(slo or []),
         out,
         attempts,
-        _console(),
+        console(),
     )
     raise typer.Exit(status)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()

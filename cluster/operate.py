@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from disagg.client import Client, ClusterState
-from disagg.cluster.address import check_address
+from disagg.cluster.address import check_address, reaching
 from disagg.cluster.errors import LaunchError
-from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.cluster.terminal import table
+from disagg.proto.errors import ConfigError
 
 POLL_INTERVAL_S = 0.2
 
@@ -38,7 +38,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
 def run_status(address: str, console: Console) -> None:
     """Print pools and workers. Raises `LaunchError` if there is no gateway."""
     with open_client(address) as client:
-        show_state(_state(client, address), console)
+        show_state(state_of(client, address), console)
 
 
 def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: float | None) -> None:
@@ -49,19 +49,19 @@ def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: flo
         LaunchError: if there is no gateway, or the pools are not that large after `wait_s` seconds.
     """
     with open_client(address) as client:
-        before = _state(client, address)
+        before = state_of(client, address)
         client.scale(sizes)
         if wait_s is not None:
-            wait_settled(lambda: _state(client, address), before, console, wait_s)
+            wait_settled(lambda: state_of(client, address), before, console, wait_s)
 
 
 def run_drain(address: str, worker_id: str, console: Console, wait_s: float | None) -> None:
     """Replace a worker; with `wait_s`, wait until the new one is there. Raises as `run_scale` does."""
     with open_client(address) as client:
-        before = _state(client, address)
+        before = state_of(client, address)
         client.drain(worker_id)
         if wait_s is not None:
-            wait_settled(lambda: _state(client, address), before, console, wait_s)
+            wait_settled(lambda: state_of(client, address), before, console, wait_s)
 
 
 def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console: Console, wait_s: float) -> None:
@@ -108,10 +108,10 @@ def _news(before: _Workers, after: _Workers, details: dict[str, str]) -> list[st
 
 def show_state(state: ClusterState, console: Console) -> None:
     """Two small tables."""
-    pools = _table("pool", "ready", "desired")
+    pools = table("pool", "ready", "desired")
     for pool in state.pools:
         pools.add_row(pool.name, str(pool.ready), str(pool.desired))
-    workers = _table("worker", "phase", "pid", "address", "sequences", "KV blocks", "starts")
+    workers = table("worker", "phase", "pid", "address", "sequences", "KV blocks", "starts")
     for worker in state.workers:
         workers.add_row(
             escape(worker.worker_id),
@@ -134,20 +134,12 @@ def show_state(state: ClusterState, console: Console) -> None:
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
 def open_client(address: str) -> Client:
     """A client for an address from the command line. Raises `ConfigError`."""
     return Client(check_address(address))
 
 
-def _state(client: Client, address: str) -> ClusterState:
-    try:
+def state_of(client: Client, address: str) -> ClusterState:
+    """The state of the cluster behind a gateway. Raises `LaunchError` if there is none."""
+    with reaching(address):
         return client.cluster_state()
-    except UnavailableError as error:
-        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error

@@ -3,6 +3,8 @@ nothing behind."""
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -12,14 +14,14 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
-from rich.table import Table
 
 from disagg.cluster import changes
 from disagg.cluster.address import DEFAULT_ADDRESS
-from disagg.cluster.config import ClusterConfig, load_config, override
+from disagg.cluster.config import ClusterConfig, GatewaySection, load_config, override
 from disagg.cluster.launch import Cluster, Progress
 from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
 from disagg.cluster.process_tools import StopFlag, Stopped
+from disagg.cluster.terminal import table
 from disagg.proto.errors import ConfigError
 
 Launcher = Literal["ray", "processes"]
@@ -129,7 +131,9 @@ def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_di
 
     def show(cluster: Cluster, stop: StopFlag) -> int:
         with stop.interruptible():
-            return int(demo.run_demo(cluster.address, console))
+            status = int(demo.run_demo(cluster.address, console))
+        console.print("next: disagg up, to have one that stays", style="dim")
+        return status
 
     ensure_model(config, console)
     return _with_cluster(config, launcher, console, log_dir, show)
@@ -193,23 +197,57 @@ def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
 
 def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> None:
     """What is running where, and lines to try it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
-    for column in ("worker", "roles", "pid", "address", "KV blocks"):
-        table.add_column(column)
+    workers = table("worker", "roles", "pid", "address", "KV blocks")
     for info in cluster.workers:
         blocks = f"{info.num_blocks} x {info.block_size} tokens"
-        table.add_row(info.worker_id, ", ".join(info.roles), str(info.pid), info.address, blocks)
-    name = config.model.served_name
-    console.print(f"\nserving [bold]{escape(name)}[/bold] on [bold]{cluster.address}[/bold] (gRPC)\n", highlight=False)
-    console.print(table)
+        workers.add_row(info.worker_id, ", ".join(info.roles), str(info.pid), info.address, blocks)
+    name, http_address = config.model.served_name, cluster.http_address
+    http = f", [bold]{http_address}[/bold] (HTTP)" if http_address else ""
+    console.print(
+        f"\nserving [bold]{escape(name)}[/bold] on [bold]{cluster.address}[/bold] (gRPC){http}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(workers)
     console.print("\ntry it from another terminal:", style="dim")
-    address = "" if cluster.address == DEFAULT_ADDRESS else f" --address {cluster.address}"
-    console.print(f'  disagg generate "What is a cache?"{address}', highlight=False, markup=False, soft_wrap=True)
-    console.print(f"  {client_line(cluster.address)}", highlight=False, markup=False, soft_wrap=True)
+    for line in lines_to_try(cluster.address, http_address, name, config.gateway):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops the cluster", style="dim")
 
 
+def lines_to_try(address: str, http_address: str, model: str, gateway: GatewaySection) -> list[str]:
+    """Lines of shell that use a cluster, and look at it. Without an HTTP address there is none of curl."""
+    at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
+    lines = [*_exports(gateway), f'disagg generate "What is a cache?"{at}']
+    if http_address:
+        lines.append(curl_line(http_address, model, gateway))
+    return [*lines, client_line(address), f"disagg top{at}"]
+
+
+def _exports(gateway: GatewaySection) -> list[str]:
+    """What the other lines take from the environment."""
+    names = ["DISAGG_API_KEY"] if gateway.api_keys is not None else []
+    if gateway.tls is not None:
+        names.append("DISAGG_CA_CERT")
+        names += ["DISAGG_CLIENT_CERT", "DISAGG_CLIENT_KEY"] if gateway.tls.client_ca is not None else []
+    return [f"export {' '.join(f'{name}=...' for name in names)}"] if names else []
+
+
+def curl_line(http_address: str, model: str, gateway: GatewaySection) -> str:
+    """A streamed chat over HTTP."""
+    words = ["curl -N", f"{'https' if gateway.tls else 'http'}://{http_address}/v1/chat/completions"]
+    if gateway.tls is not None:
+        words.append('--cacert "$DISAGG_CA_CERT"')
+        if gateway.tls.client_ca is not None:
+            words.append('--cert "$DISAGG_CLIENT_CERT" --key "$DISAGG_CLIENT_KEY"')
+    if gateway.api_keys is not None:
+        words.append('-H "authorization: Bearer $DISAGG_API_KEY"')
+    body = {"model": model, "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 64}
+    words += ["-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps({**body, 'stream': True}))}"]
+    return " ".join(words)
+
+
 def client_line(address: str) -> str:
-    """A line of shell that uses the Python client."""
+    """The Python client."""
     call = "generate('The capital of France is', max_tokens=16)"
     return f"""python -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""

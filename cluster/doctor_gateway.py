@@ -1,0 +1,234 @@
+"""What `disagg doctor` looks at in a running cluster: ports, keys, health, workers, and that KV moves on every pair.
+
+    gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): a probe, its bytes counted
+
+What others depend on comes first, and ends it when it fails. The judging functions are pure.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+
+from disagg.client import Client, ClusterState, Probe
+from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
+from disagg.client.types import WorkerState
+from disagg.cluster.address import UNREACHABLE
+from disagg.cluster.demo import format_bytes
+from disagg.cluster.finding import Finding
+from disagg.cluster.operate import open_client
+from disagg.proto.errors import AuthenticationError, DisaggError, PermissionDeniedError, UnavailableError
+
+CONNECT_TIMEOUT_S = 3.0
+HTTP_TIMEOUT_S = 5.0
+NO_HTTP = "gateway.http_port: null turned it off"
+
+
+def gateway_findings(address: str) -> Iterator[Finding]:
+    """All of the cluster behind a gateway, as they are found. Raises `ConfigError` for what is no address."""
+    with open_client(address) as client:
+        tls = speaks_tls(address)
+        yield transport_finding(address, tls)
+        try:
+            state = client.cluster_state()
+        except DisaggError as error:
+            yield grpc_failure(address, error, lacks_ca=bool(tls) and not Credentials().ca_cert)
+            return
+        yield Finding("ok", "gRPC", f"answers at {address}")
+        yield keys_finding(address)
+        yield from _http(state.http_address, address, tls)
+        yield from worker_findings(state)
+        yield from _pairs(client, state)
+
+
+# ---------------------------------------------------------------- ports
+
+
+def is_open(address: str) -> bool:
+    """Whether anybody listens there."""
+    try:
+        with socket.create_connection(_host_port(address), CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def speaks_tls(address: str) -> bool | None:
+    """Whether the server there begins with a TLS handshake; None where nobody listens. Checks no certificate: that is
+    what the call that follows does."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        connection = socket.create_connection(_host_port(address), CONNECT_TIMEOUT_S)
+    except OSError:
+        return None
+    with connection:
+        try:
+            with context.wrap_socket(connection):
+                return True
+        except ssl.SSLError as error:
+            return "ALERT" in (error.reason or "")  # it speaks TLS, and asks for a certificate
+        except OSError:
+            return False
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def transport_finding(address: str, tls: bool | None) -> Finding:
+    """Of the connection to the gRPC port."""
+    if tls is None:
+        return Finding("FAIL", "port", f"nobody listens at {address}", "disagg up")
+    if tls:
+        return Finding("ok", "TLS", "on")
+    if is_local(address):
+        return Finding("ok", "TLS", "off; only this machine can reach the gateway")
+    text = f"off; what goes to {address} can be read on the way, keys too"
+    return Finding("warn", "TLS", text, "set gateway.tls in the configuration")
+
+
+def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding:
+    """A gateway that does not tell its state. `lacks_ca`: it speaks TLS, and our environment names no CA."""
+    if isinstance(error, AuthenticationError):
+        return Finding("FAIL", "gRPC", f"{address} asks for an API key", "export DISAGG_API_KEY=...")
+    if isinstance(error, UnavailableError) and error.code == UNREACHABLE:
+        if lacks_ca:
+            step = "export DISAGG_CA_CERT=FILE, of the CA that signed its certificate; or =system"
+            return Finding("FAIL", "gRPC", f"{address} speaks TLS, and no CA is named here to trust it by", step)
+        text = f"something listens at {address}, but no gRPC answers: {error.message}"
+        return Finding("FAIL", "gRPC", text, "check DISAGG_ADDRESS, and with TLS the certificates")
+    return Finding("FAIL", "gRPC", f"{error.code}: {error.message}")
+
+
+def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding]:
+    if not http_address:
+        yield Finding("warn", "HTTP", "off, or its address is not known", NO_HTTP)
+        return
+    where = reachable_from_here(http_address, address)
+    try:
+        yield health_finding(where, _get(where, "/health", bool(tls)))
+    except (OSError, http.client.HTTPException) as error:
+        yield Finding("FAIL", "HTTP", f"no answer at {where}: {error}", "check that the port is open")
+
+
+def keys_finding(address: str) -> Finding:
+    """Ask without a key."""
+    with Client(address, api_key="") as anonymous:
+        try:
+            anonymous.models()
+        except AuthenticationError:
+            return Finding("ok", "API keys", "asked for")
+        except DisaggError as error:
+            return Finding("warn", "API keys", f"cannot tell: {error.code}: {error.message}")
+    return Finding("ok", "API keys", "not asked for; whoever reaches the gateway may use it")
+
+
+def reachable_from_here(http_address: str, address: str) -> str:
+    """The HTTP server's address as a client of `address` sees it: a gateway that listens everywhere says 0.0.0.0."""
+    host, port = _host_port(http_address)
+    if host in ("0.0.0.0", "::"):
+        host = _host_port(address)[0]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _get(where: str, path: str, tls: bool) -> int:
+    """The status of the answer."""
+    host, port = _host_port(where)
+    credentials = Credentials()
+    connection: http.client.HTTPConnection
+    if tls:
+        connection = http.client.HTTPSConnection(host, port, timeout=HTTP_TIMEOUT_S, context=_tls_context(credentials))
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=dict(credentials.metadata))
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def _tls_context(credentials: Credentials) -> ssl.SSLContext:
+    """As the client's environment says."""
+    own_ca = credentials.ca_cert if credentials.ca_cert != SYSTEM_ROOTS else None
+    context = ssl.create_default_context(cafile=own_ca or None)
+    if credentials.client_cert:
+        context.load_cert_chain(credentials.client_cert, credentials.client_key)
+    return context
+
+
+def health_finding(where: str, status: int) -> Finding:
+    """Of `GET /health`."""
+    if status == http.client.OK:
+        return Finding("ok", "HTTP", f"answers at {where}, and is healthy")
+    if status == http.client.UNAUTHORIZED:
+        return Finding("FAIL", "HTTP", f"{where} asks for an API key", "export DISAGG_API_KEY=...")
+    return Finding("FAIL", "HTTP", f"{where} is not healthy (status {status})", "disagg status")
+
+
+# ---------------------------------------------------------------- workers
+
+
+def worker_findings(state: ClusterState) -> Iterator[Finding]:
+    """Of the pools, the phases and the models."""
+    if not state.pools:
+        yield Finding("warn", "controller", "cannot be asked; the gateway serves on with the workers that it knows")
+    unready = [worker for worker in state.workers if worker.phase not in ("ready", "")]
+    short = [pool for pool in state.pools if pool.ready < pool.desired]
+    if unready or short:
+        parts = [f"{w.worker_id} is {w.phase}" + (f" ({w.detail})" if w.detail else "") for w in unready]
+        parts += [f"pool {pool.name} has {pool.ready} of {pool.desired}" for pool in short]
+        yield Finding("FAIL" if short else "warn", "workers", "; ".join(parts), "disagg status")
+    else:
+        yield Finding("ok", "workers", f"{len(state.workers)}, all ready")
+    prints = {worker.fingerprint for worker in state.workers if worker.fingerprint}
+    if len(prints) > 1:
+        texts = [f"{w.worker_id} {w.fingerprint}" for w in state.workers]
+        yield Finding("FAIL", "model", f"not the same everywhere: {', '.join(texts)}", "restart the cluster")
+    elif prints:
+        yield Finding("ok", "model", f"the same everywhere ({next(iter(prints))})")
+
+
+def pairs_of(workers: Sequence[WorkerState]) -> list[tuple[str, str]]:
+    """Every prefill worker with every decode worker, of those that can be used."""
+    ready = [worker for worker in workers if worker.phase in ("ready", "")]
+    prefills = [worker.worker_id for worker in ready if list(worker.roles) == ["prefill"]]
+    decodes = [worker.worker_id for worker in ready if list(worker.roles) == ["decode"]]
+    return [(prefill, decode) for prefill in prefills for decode in decodes]
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def _pairs(client: Client, state: ClusterState) -> Iterator[Finding]:
+    pairs = pairs_of(state.workers)
+    if not pairs:
+        is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
+        why = "workers do both (colocated), so no KV moves" if is_colocated else "there is no pair that could be used"
+        yield Finding("ok" if is_colocated else "FAIL", "KV", why, "" if is_colocated else "disagg status")
+    for prefill, decode in pairs:
+        try:
+            yield pair_finding(prefill, decode, client.probe(prefill, decode))
+        except PermissionDeniedError:
+            yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
+            return
+        except DisaggError as error:
+            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.message}", "disagg status")
+
+
+def pair_finding(prefill: str, decode: str, probe: Probe) -> Finding:
+    """Of the bytes that a probe moved."""
+    name = f"{prefill} -> {decode}"
+    if probe.kv_bytes != probe.expected_bytes:
+        text = f"{name}: {probe.kv_bytes} bytes moved, the prompt has {probe.expected_bytes}"
+        return Finding("FAIL", "KV", text, f"disagg drain {decode}")
+    text = f"{name}: {format_bytes(probe.kv_bytes)} by {probe.transport} in {probe.exposed_ms:.1f} ms"
+    if probe.exposed_ms > 0:
+        rate = probe.kv_bytes / probe.exposed_ms / 1e3
+        text += f", {rate:.0f} MB/s" if rate >= 10 else f", {rate:.2f} MB/s"
+    return Finding("ok", "KV", text)

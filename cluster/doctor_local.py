@@ -1,0 +1,151 @@
+"""What `disagg doctor` looks at on this machine. Each check reads the machine and gives what it read to a pure function
+that judges it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from disagg.cluster.finding import Finding
+from disagg.cluster.models import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
+from disagg.cluster.process_tools import available_cores
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_BYTES = 3 << 30
+"""Of the default cluster with the default model: two KV caches of 1 GiB, and two processes with weights."""
+MIN_OPEN_FILES = 4096
+"""Every client's connection is one, and some dozens are our own."""
+MIN_CORES = 2
+DESCRIBE_TIMEOUT_S = 180.0
+"""The first time, the kernels are compiled."""
+RAY_TOKEN_FILE = "~/.ray/auth_token"
+
+
+def local_findings() -> Iterator[Finding]:
+    """All of this machine, one after the other, as they are found."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        lambda: python_finding(sys.version_info[:3]),
+        _engine,
+        lambda: cores_finding(len(available_cores())),
+        _memory,
+        lambda: files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        _ray,
+        _models,
+    )
+    for check in checks:
+        yield check()
+
+
+# ---------------------------------------------------------------- judged
+
+
+def python_finding(version: tuple[int, int, int]) -> Finding:
+    """Of the interpreter."""
+    text = ".".join(map(str, version))
+    if version < MIN_PYTHON:
+        return Finding("FAIL", "Python", f"{text} is too old", "make PYTHON=python3.12 install")
+    return Finding("ok", "Python", text)
+
+
+def engine_finding(described: dict[str, object]) -> Finding:
+    """Of torch and the kernels, as `disagg.kernels.describe` says."""
+    kernels = str(described["cpu_kernels"])
+    text = f"torch {described['torch']}, {described['num_cuda_devices']} CUDA devices, CPU kernels: {kernels}"
+    if not kernels.startswith("torch reference"):
+        return Finding("ok", "engine", text)
+    if "DISAGG_KERNELS" in kernels:
+        return Finding("warn", "engine", f"{text}; several times slower", "unset DISAGG_KERNELS")
+    return Finding("warn", "engine", f"{text}; several times slower", "install a C++ compiler, such as g++")
+
+
+def cores_finding(num_cores: int) -> Finding:
+    """Of the cores that this process may use."""
+    if num_cores < MIN_CORES:
+        text = f"{num_cores}: prefill and decode share it, which is fine for trying out, not for timing"
+        return Finding("warn", "cores", text)
+    return Finding("ok", "cores", str(num_cores))
+
+
+def memory_finding(num_bytes: int) -> Finding:
+    """Of what is available."""
+    text = f"{num_bytes / (1 << 30):.1f} GiB are free"
+    if num_bytes < MIN_MEMORY_BYTES:
+        need = f"the default cluster takes up to {MIN_MEMORY_BYTES >> 30} GiB"
+        return Finding("warn", "memory", f"{text}; {need}", "lower pools.*.kv_cache_bytes in the configuration")
+    return Finding("ok", "memory", text)
+
+
+def files_finding(soft_limit: int) -> Finding:
+    """Of the files that one process may have open."""
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= MIN_OPEN_FILES:
+        shown = "no limit" if soft_limit == resource.RLIM_INFINITY else f"at most {soft_limit}"
+        return Finding("ok", "open files", shown)
+    text = f"at most {soft_limit}, and every connection of a client is one"
+    return Finding("warn", "open files", text, f"ulimit -n {MIN_OPEN_FILES}")
+
+
+def ray_finding(version: str, has_token: bool, file_mode: int | None, auth_mode: str) -> Finding:
+    """Of Ray and its token. `file_mode`: permission bits of the token's file, None without one."""
+    if file_mode is not None and file_mode & 0o077:
+        text = f"{version}; others can read the token in {RAY_TOKEN_FILE} (mode {file_mode:o})"
+        return Finding("warn", "Ray", text, f"chmod 600 {RAY_TOKEN_FILE}")
+    if auth_mode and auth_mode.lower() != "token":
+        text = f"{version}; RAY_AUTH_MODE={auth_mode}: clusters of several machines run without authentication"
+        return Finding("warn", "Ray", text, "unset RAY_AUTH_MODE")
+    if has_token:
+        return Finding("ok", "Ray", f"{version}, with a token for clusters of several machines")
+    return Finding("ok", "Ray", f"{version}; no token yet, which only `ray up` needs: ray get-auth-token --generate")
+
+
+def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
+    """Of the model cache."""
+    names = ", ".join(entry.name for entry in models)
+    if DEFAULT_MODEL in {entry.name for entry in models}:
+        return Finding("ok", "models", f"{names} in {cache}")
+    text = f"{names} in {cache}; not the default one" if names else f"none in {cache}"
+    return Finding("warn", "models", text, f"disagg model import {DEFAULT_MODEL}")
+
+
+# ---------------------------------------------------------------- read
+
+
+def _engine() -> Finding:
+    """In a process of its own: see `disagg.kernels.describe`."""
+    command = [sys.executable, "-m", "disagg.kernels.describe"]
+    install = "install disagg anew: make install"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("FAIL", "engine", f"torch did not load in {DESCRIBE_TIMEOUT_S:g} s", install)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Finding("FAIL", "engine", f"torch does not load: {lines[-1]}", install)
+    return engine_finding(json.loads(done.stdout))
+
+
+def _memory() -> Finding:
+    numbers = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return memory_finding(int(numbers["MemAvailable"].split()[0]) * 1024)
+
+
+def _ray() -> Finding:
+    from disagg.cluster.ray_auth import has_token
+
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("warn", "Ray", "not installed; only --launcher processes works", "pip install 'ray[default]'")
+    file = Path(RAY_TOKEN_FILE).expanduser()
+    mode = stat.S_IMODE(file.stat().st_mode) if file.is_file() else None
+    return ray_finding(version, has_token(), mode, os.environ.get("RAY_AUTH_MODE", ""))
+
+
+def _models() -> Finding:
+    return models_finding(list_models(), cache_dir())

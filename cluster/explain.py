@@ -1,0 +1,238 @@
+"""`disagg explain`: where a request ran, why there, what then happened, and where its time went.
+
+    ExplainRequestResponse ──report──> facts, options with predicted costs, predicted against measured, a waterfall
+
+`report` is pure; what a policy or an early state does not know is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from disagg.client import Explanation
+from disagg.client.types import PlacementOption, StageSpan
+from disagg.cluster.address import reaching
+from disagg.cluster.demo import format_bytes
+from disagg.cluster.errors import LaunchError
+from disagg.cluster.operate import open_client
+from disagg.cluster.terminal import table
+
+WATERFALL_CELLS = 40
+PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
+"""Of an option's cost; a column of the table each, where any option has some of it."""
+LOOKED_AT = 100
+"""Of the latest requests, to find one that is no probe of `disagg doctor`."""
+NO_REQUEST = "there was no request yet; next: disagg generate TEXT"
+
+
+def run_explain(address: str, request_id: str | None, console: Console, *, as_json: bool) -> None:
+    """Explain a request, or the latest one.
+
+    Raises:
+        LaunchError: if there is no gateway, or no request.
+        RequestNotFoundError: if the request is not known (any more).
+    """
+    with open_client(address) as client, reaching(address):
+        found = latest(client.requests(LOOKED_AT)) if request_id is None else client.explain(request_id)
+    if found is None:
+        raise LaunchError(NO_REQUEST)
+    if as_json:
+        console.print_json(data=to_dict(found))
+    else:
+        console.print(report(found, ascii_only=console.options.ascii_only))
+
+
+def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> None:
+    """The latest requests, newest first. Raises `LaunchError` if there is no gateway."""
+    with open_client(address) as client, reaching(address):
+        requests = client.requests(limit)
+    if as_json:
+        console.print_json(data=[to_dict(request) for request in requests])
+    elif requests:
+        console.print(listing(requests, time.time()))
+    else:
+        console.print(NO_REQUEST, markup=False, highlight=False)
+
+
+def latest(requests: Sequence[Explanation]) -> Explanation | None:
+    """The first that a client sent; else the first probe; None of none."""
+    return next((request for request in requests if not request.is_probe), requests[0] if requests else None)
+
+
+def to_dict(request: Explanation) -> dict[str, Any]:
+    """All fields under their names in the proto; ids of workers that took no part are empty."""
+    found: dict[str, Any] = MessageToDict(
+        request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    found["kv_bytes"] = request.kv_bytes  # the JSON form of protobuf writes 64 bits as a string
+    return found
+
+
+# ---------------------------------------------------------------- one request
+
+
+def report(request: Explanation, *, ascii_only: bool = False) -> Group:
+    """Everything about one request."""
+    parts: list[RenderableType] = [_facts(request)]
+    if request.options or request.HasField("chosen"):
+        parts += [Text(), Text("Why there", style="bold"), *_why(request)]
+    if forecast := _forecast(request):
+        parts += [Text(), Text("Predicted and measured", style="bold"), forecast]
+    if request.spans:
+        parts += [Text(), Text("Where the time went", style="bold"), waterfall(request.spans, ascii_only=ascii_only)]
+    return Group(*parts)
+
+
+def _facts(request: Explanation) -> Table:
+    facts = {
+        "request": request.request_id,
+        "outcome": request.outcome + (", a probe of disagg doctor" if request.is_probe else ""),
+        "ran on": _route(request),
+        "tokens": f"{request.prompt_tokens} of the prompt, {request.completion_tokens} generated",
+        "cached": _cached(request),
+        "KV moved": f"{format_bytes(request.kv_bytes)} by {request.transport}" if request.transport else "none",
+        "attempts": str(request.attempts) if request.attempts != 1 else "",
+        "longest gap": f"{request.max_itl_ms:.1f} ms between two tokens" if request.max_itl_ms else "",
+        "traceparent": request.trace_parent,
+    }
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            made.add_row(name, Text(value))
+    return made
+
+
+def _route(request: Explanation) -> str:
+    prefill, decode = request.prefill_worker, request.decode_worker
+    if prefill and decode:
+        return f"{prefill} (prefill) -> {decode} (decode)"
+    if prefill:
+        return f"{prefill}, where the answer ended with its first token"
+    return f"{decode}, prompt and answer" if decode else "nowhere yet"
+
+
+def _cached(request: Explanation) -> str:
+    found = {
+        request.prefill_worker: request.prefill_cached_tokens,
+        request.decode_worker: request.decode_cached_tokens,
+    }
+    texts = [f"{tokens} tokens on {worker}" for worker, tokens in found.items() if worker and tokens]
+    return ", ".join(texts) or "nothing"
+
+
+# ---------------------------------------------------------------- why there
+
+
+def _why(request: Explanation) -> list[RenderableType]:
+    chosen = request.chosen if request.HasField("chosen") else None
+    options = list(request.options) or ([chosen] if chosen is not None else [])
+    parts = [part for part in PARTS if any(getattr(option, f"{part}_ms") for option in options)]
+    has_misses = any(option.missed_targets for option in options)
+    columns = ["", "prefill", "decode", "cost>", *(f"{part}>" for part in parts), "TTFT>", "TPOT>"]
+    made = table(*columns, *(["misses>"] if has_misses else []))
+    for option in options:
+        is_chosen = chosen is not None and _workers(option) == _workers(chosen)
+        cells = [
+            ">" if is_chosen else "",
+            option.prefill_worker or "-",
+            option.decode_worker,
+            f"{option.cost:.1f}",
+            *(f"{getattr(option, f'{part}_ms'):.1f}" for part in parts),
+            f"{option.ttft_ms:.1f}" if option.HasField("ttft_ms") else "",
+            f"{option.tpot_ms:.1f}" if option.HasField("tpot_ms") else "",
+            *([str(option.missed_targets)] if has_misses else []),
+        ]
+        made.add_row(*map(Text, cells), style="bold" if is_chosen else "")
+    attempt = " of the latest attempt" if request.attempts > 1 else ""
+    note = f"policy {request.policy}; milliseconds, as predicted at the placement{attempt}; > was chosen"
+    return [made, Text(note, style="dim")]
+
+
+def _workers(option: PlacementOption) -> tuple[str, str]:
+    return (option.prefill_worker, option.decode_worker)
+
+
+def _forecast(request: Explanation) -> Table | None:
+    """TTFT from the placement on, and TPOT; None where neither was predicted and measured."""
+    ended = {entry.stage: entry.at_ms for entry in request.stages}
+    made = table("", "predicted>", "measured>", "")
+    chosen = request.chosen
+    if chosen.HasField("ttft_ms") and {"route", "first_token"} <= ended.keys():
+        measured = ended["first_token"] - ended["route"]
+        made.add_row("TTFT", f"{chosen.ttft_ms:.1f} ms", f"{measured:.1f} ms", _ratio(measured, chosen.ttft_ms))
+    num_gaps = request.completion_tokens - 1
+    if chosen.HasField("tpot_ms") and {"first_token", "end"} <= ended.keys() and num_gaps > 0:
+        measured = (ended["end"] - ended["first_token"]) / num_gaps
+        made.add_row("TPOT", f"{chosen.tpot_ms:.1f} ms", f"{measured:.1f} ms", _ratio(measured, chosen.tpot_ms))
+    return made if made.row_count else None
+
+
+def _ratio(measured: float, predicted: float) -> str:
+    return f"{measured / predicted:.2f} of it" if predicted > 0 else ""
+
+
+# ---------------------------------------------------------------- where the time went
+
+
+def waterfall(spans: Sequence[StageSpan], *, cells: int = WATERFALL_CELLS, ascii_only: bool = False) -> Table:
+    """A line for each span, in the order in which they began: where, when, how long. One that lasts is open-ended."""
+    end_ms = max(max(span.end_ms, span.start_ms) for span in spans)
+    made = table("stage", "worker", "from ms>", "for ms>", "")
+    for span in sorted(spans, key=lambda span: span.start_ms):
+        lasts = not span.HasField("end_ms")
+        stop_ms = end_ms if lasts else span.end_ms
+        made.add_row(
+            Text(span.stage),
+            Text(span.worker or "gateway"),
+            f"{span.start_ms:.1f}",
+            "lasts" if lasts else f"{stop_ms - span.start_ms:.1f}",
+            Text(_bar(span.start_ms, stop_ms, end_ms, cells, "#" if ascii_only else "█"), style="cyan"),
+        )
+    return made
+
+
+def _bar(start_ms: float, stop_ms: float, whole_ms: float, cells: int, mark: str) -> str:
+    """At least one cell, within the whole."""
+    if whole_ms <= 0:
+        return mark
+    first = min(int(start_ms / whole_ms * cells), cells - 1)
+    last = max(first + 1, round(stop_ms / whole_ms * cells))
+    return " " * first + mark * (last - first)
+
+
+# ---------------------------------------------------------------- many requests
+
+
+def listing(requests: Sequence[Explanation], now: float) -> Table:
+    """A line for each request. `now` is in seconds since the epoch."""
+    made = table("request", "ago>", "outcome", "prefill", "decode", "prompt>", "output>", "TTFT ms>", "total ms>")
+    for request in requests:
+        ended = {entry.stage: entry.at_ms for entry in request.stages}
+        made.add_row(
+            Text(request.request_id, overflow="fold"),
+            _ago(now - request.arrived_at),
+            Text(request.outcome + (" (probe)" if request.is_probe else "")),
+            Text(request.prefill_worker or "-"),
+            Text(request.decode_worker or "-"),
+            str(request.prompt_tokens),
+            str(request.completion_tokens),
+            f"{ended['first_token']:.0f}" if "first_token" in ended else "",
+            f"{ended['end']:.0f}" if "end" in ended else "",
+        )
+    return made
+
+
+def _ago(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,56 @@
+"""Logs of a cluster's processes: on standard error, as text or as one JSON object a line.
+
+The launcher tells its children by environment (`log_environment`), so that everybody logs alike; `DISAGG_LOG`, set by
+hand, goes before the configured level.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+LEVEL_VARIABLE = "DISAGG_LOG"
+FORMAT_VARIABLE = "DISAGG_LOG_FORMAT"
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+DEFAULT_LEVEL = "warning"
+_IDS = ("request_id", "trace_id")
+"""What a record may carry besides its message."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ts (UTC), level, logger, message; request_id and trace_id where the record has them; error
+    with the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "ts": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in _IDS if (value := getattr(record, name, ""))}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def setup_logging(environ: Mapping[str, str]) -> None:
+    """Log to standard error as the environment says: warnings and up, as text, where it says nothing. Does nothing
+    where logging is set up already."""
+    handler = logging.StreamHandler(sys.stderr)
+    as_json = environ.get(FORMAT_VARIABLE) == "json"
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT_FORMAT))
+    level = environ.get(LEVEL_VARIABLE, DEFAULT_LEVEL).upper()
+    known = level in logging.getLevelNamesMapping()
+    logging.basicConfig(handlers=[handler], level=level if known else DEFAULT_LEVEL.upper())
+
+
+def log_environment(level: str, log_format: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes children log like this. A level that `environ` has goes before `level`."""
+    return {LEVEL_VARIABLE: environ.get(LEVEL_VARIABLE, level), FORMAT_VARIABLE: log_format}

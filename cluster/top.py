@@ -1,0 +1,204 @@
+"""`disagg top`: the running cluster, drawn again every second.
+
+    gateway ──WatchClusterState──> states ──picture(state, earlier)──> rich
+                └── it goes away: the last picture stays, with a line that says so, until it is back
+
+`picture` is pure: a state and an earlier one make what is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from disagg.client import Client, ClusterState
+from disagg.client.types import SloState, TransferState, WorkerState
+from disagg.cluster.demo import format_bytes
+from disagg.cluster.operate import open_client, state_of
+from disagg.cluster.terminal import table
+from disagg.proto.errors import RequestCancelledError, UnavailableError
+
+RETRY_S = 1.0
+BAR_CELLS = 24
+MAX_PAIRS = 12
+"""Pairs that are listed, those with the most bytes first."""
+STAGES = ("queued", "prefill", "transfer", "decode")
+_STYLES = {"ready": "green", "lost": "red", "failed": "red"}
+"""Of phases; others are yellow."""
+_MARKS = {False: ("█", "▒", "░", "·"), True: ("#", "+", "-", ".")}
+"""Cells of a bar (active, reserved, cached, free), by whether only ASCII can be shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A state before the one that is shown: counters between the two make rates."""
+
+    state: ClusterState
+    elapsed_s: float
+    """From then to now."""
+
+
+def run_top(address: str, console: Console, *, once: bool, interval_s: float) -> int:
+    """Draw until Ctrl-C; one picture and the end with `once`, or where nobody watches. The exit status.
+
+    Raises:
+        LaunchError: if there is no gateway when it begins.
+        DisaggError: if the gateway refuses.
+    """
+    ascii_only = console.options.ascii_only
+    with open_client(address) as client:
+        state = state_of(client, address)
+        if once or not console.is_terminal:
+            console.print(picture(state, address, ascii_only=ascii_only))
+            return 0
+        try:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                for drawn in pictures(client, address, interval_s, ascii_only=ascii_only):
+                    live.update(drawn, refresh=True)
+        except KeyboardInterrupt:
+            pass  # the way to end it
+    return 0
+
+
+def pictures(client: Client, address: str, interval_s: float, *, ascii_only: bool) -> Iterator[RenderableType]:
+    """One picture for each state, and one that says so whenever the gateway is away; never ends by itself."""
+    state, seen_at = ClusterState(), 0.0
+    earlier: Earlier | None = None
+    while True:
+        try:
+            for state_now in client.watch(interval_s):
+                now = time.monotonic()
+                earlier = Earlier(state, now - seen_at) if seen_at else None
+                state, seen_at = state_now, now
+                yield picture(state, address, earlier, ascii_only=ascii_only)
+        except (UnavailableError, RequestCancelledError):
+            pass  # shown below
+        seen_at = 0.0
+        problem = f"no gateway answers at {address}; waiting for it (Ctrl-C ends this)"
+        yield picture(state, address, problem=problem, ascii_only=ascii_only)
+        time.sleep(RETRY_S)
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def picture(
+    state: ClusterState,
+    address: str,
+    earlier: Earlier | None = None,
+    *,
+    problem: str = "",
+    ascii_only: bool = False,
+) -> Group:
+    """Everything on one screen. `problem` is a line above the rest, which may then be out of date."""
+    parts: list[RenderableType] = [Text(problem, style="bold red"), Text()] if problem else []
+    parts += [_headline(state, address), Text(), _workers(state.workers, ascii_only), _legend(ascii_only), Text()]
+    parts += [_requests(state), _targets(state.slos)]
+    if state.transfers:
+        parts += [Text(), *_transfers(state.transfers, earlier)]
+    parts += [Text(f"{worker.worker_id}: {worker.detail}") for worker in state.workers if _is_unwell(worker)]
+    return Group(*parts)
+
+
+def _headline(state: ClusterState, address: str) -> Text:
+    line = Text.assemble(("disagg", "bold"), f" {address}")
+    if not state.pools:
+        return line.append("   the controller cannot be asked; this is what the gateway sees", style="yellow")
+    for pool in state.pools:
+        style = "green" if pool.ready == pool.desired else "yellow"
+        line.append(f"   {pool.name} ").append(f"{pool.ready} of {pool.desired}", style=style)
+    return line
+
+
+def _workers(workers: Sequence[WorkerState], ascii_only: bool) -> Table:
+    made = table("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>")
+    for worker in workers:
+        phase = worker.phase or "unknown"
+        made.add_row(
+            Text(worker.worker_id),
+            Text(phase, style=_STYLES.get(phase, "yellow")),
+            str(worker.sequences),
+            kv_bar(worker, ascii_only=ascii_only),
+            str(worker.kv_blocks_active + worker.kv_blocks_reserved),
+            str(worker.kv_blocks_cached),
+            str(worker.kv_blocks_total or ""),
+        )
+    return made
+
+
+def kv_bar(worker: WorkerState, *, cells: int = BAR_CELLS, ascii_only: bool = False) -> Text:
+    """The KV blocks of a worker, as so many cells; whatever is there at all shows."""
+    bar = Text()
+    total = worker.kv_blocks_total
+    if not total:
+        return bar
+    active, reserved, cached, free = _MARKS[ascii_only]
+    num_drawn = num_blocks = 0
+    for mark, blocks, style in (
+        (active, worker.kv_blocks_active, "cyan"),
+        (reserved, worker.kv_blocks_reserved, "magenta"),
+        (cached, worker.kv_blocks_cached, "blue"),
+    ):
+        num_blocks += blocks
+        end = min(cells, -(-num_blocks * cells // total))
+        bar.append(mark * (end - num_drawn), style=style)
+        num_drawn = end
+    return bar.append(free * (cells - num_drawn), style="dim")
+
+
+def _legend(ascii_only: bool) -> Text:
+    active, reserved, cached, free = _MARKS[ascii_only]
+    return Text(f"KV: {active} in use  {reserved} promised  {cached} cached, can be had  {free} free", style="dim")
+
+
+def _requests(state: ClusterState) -> Text:
+    counts = {entry.stage: entry.requests for entry in state.stages}
+    if not counts:
+        counts = {"queued": state.queued_requests, "running": state.running_requests}
+    names = [*(name for name in STAGES if name in counts), *(name for name in counts if name not in STAGES)]
+    stages = "  ".join(f"{name} {counts[name]}" for name in names)
+    return Text.assemble(
+        ("requests ", "dim"), stages, f"   {state.requests_per_s:.1f}/s, {state.output_tokens_per_s:.0f} tokens/s"
+    )
+
+
+def _targets(slos: Sequence[SloState]) -> Text:
+    line = Text.assemble(("targets  ", "dim"))
+    met = [f"{slo.slo} {100 * slo.met / slo.total:.1f} % ({slo.met} of {slo.total})" for slo in slos if slo.total]
+    return line.append("  ".join(met) if met else "no request that had some ended in the last minute")
+
+
+def _transfers(transfers: Sequence[TransferState], earlier: Earlier | None) -> list[RenderableType]:
+    before = {_pair(entry): entry.bytes for entry in earlier.state.transfers} if earlier is not None else {}
+    made = table("from", "to", "transport", "hand-overs>", "KV>", "MB/s>", "failed>")
+    busiest = sorted(transfers, key=lambda entry: (-entry.bytes, _pair(entry)))
+    for entry in busiest[:MAX_PAIRS]:
+        rate = ""
+        if earlier is not None and earlier.elapsed_s > 0 and _pair(entry) in before:
+            # A worker that was started anew counts from zero.
+            rate = f"{max(0, entry.bytes - before[_pair(entry)]) / earlier.elapsed_s / 1e6:.1f}"
+        made.add_row(
+            Text(entry.prefill_worker),
+            Text(entry.decode_worker),
+            entry.transport,
+            str(entry.transfers),
+            format_bytes(entry.bytes),
+            rate,
+            Text(str(entry.failures), style="red" if entry.failures else ""),
+        )
+    left_out = len(busiest) - MAX_PAIRS
+    return [made, Text(f"and {left_out} pairs more", style="dim")] if left_out > 0 else [made]
+
+
+def _pair(entry: TransferState) -> tuple[str, str, str]:
+    return (entry.prefill_worker, entry.decode_worker, entry.transport)
+
+
+def _is_unwell(worker: WorkerState) -> bool:
+    return bool(worker.detail) and worker.phase != "ready"

@@ -1,0 +1,28 @@
+"""What this machine offers to the engine, as one JSON object on standard output: `python -m disagg.kernels.describe`.
+
+A program of its own, so that whoever asks is not brought down by a torch that cannot be loaded here. It compiles the
+C++ kernels if nobody has yet.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from disagg.kernels import dispatch
+
+
+def main() -> None:
+    """Print it."""
+    found = {
+        "torch": torch.__version__,
+        "num_cuda_devices": torch.cuda.device_count(),
+        "cpu_kernels": dispatch.describe(),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Sends a short random prompt through one pair of workers, to see that KV moves from the one to the other.
+
+    find both ──> random ids ──submit(pair)──> two tokens ──> trace: bytes that moved against bytes that the prompt has
+
+The prompt fits into one step of P, so that nothing of the transfer hides behind further prefill: what is exposed is all
+of it. Its hashes start from a random root: no cache has any of it, and nothing else will ever hit what it leaves there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.proto.block_hash import HASH_BYTES, chain_hashes
+from disagg.proto.errors import InternalError, InvalidRequestError, UnavailableError
+from disagg.proto.ids import BlockHash, RequestId, WorkerId
+from disagg.proto.messages import Sampling, WorkerInfo
+from disagg.router.api import RoutedRequest, Router
+
+MAX_PROMPT_TOKENS = 256
+OUTPUT_TOKENS = 2
+"""One of P and one of D."""
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """What moved."""
+
+    kv_bytes: int
+    expected_bytes: int
+    """Of KV that the prompt has."""
+    exposed_s: float
+    """From the end of prefill to the hand-over, as the gateway saw both."""
+    transport: str
+
+
+class PairProbe:
+    """Probes the pairs of one gateway. Keeps nothing between probes.
+
+    Args:
+        router: where probes go.
+        vocab_size: ids are below it.
+        clock: the router's clock.
+        mint_id: a request id that was never used.
+        dice: where random ids come from.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float],
+        mint_id: Callable[[], RequestId],
+        dice: random.Random,
+    ) -> None:
+        self._router = router
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._mint_id = mint_id
+        self._dice = dice
+
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
+        """Probe one pair.
+
+        Raises:
+            InvalidRequestError: for a worker that is not there.
+            UnavailableError: if the two form no pair, have no room now, or fail.
+            DeadlineError: if that takes longer than `TIMEOUT_S` seconds.
+        """
+        prefill, decode = self._find("prefill_worker", prefill_id), self._find("decode_worker", decode_id)
+        request = self._request(prefill, decode)
+        handle = self._router.submit(request, self._clock())
+        try:
+            async for _ in handle:
+                pass
+        finally:
+            if handle.completion is None:
+                handle.cancel()
+        return self._result(request, prefill)
+
+    def _find(self, field: str, worker_id: WorkerId) -> WorkerInfo:
+        infos = {view.info.worker_id: view.info for view in self._router.view().workers}
+        if worker_id not in infos:
+            raise InvalidRequestError(
+                field, f"there is no worker {worker_id!r}; there are {', '.join(sorted(infos)) or 'none'}"
+            )
+        return infos[worker_id]
+
+    def _request(self, prefill: WorkerInfo, decode: WorkerInfo) -> RoutedRequest:
+        longest = min(min(info.max_model_len, info.num_blocks * info.block_size) for info in (prefill, decode))
+        num_tokens = min(MAX_PROMPT_TOKENS, prefill.token_budget, longest - OUTPUT_TOKENS)
+        if num_tokens < 1:
+            raise UnavailableError(f"{prefill.worker_id}, {decode.worker_id}: not even one token fits", "no_room")
+        prompt = tuple(self._dice.randrange(self._vocab_size) for _ in range(num_tokens))
+        root = BlockHash(self._dice.randbytes(HASH_BYTES))
+        return RoutedRequest(
+            request_id=self._mint_id(),
+            prompt_token_ids=prompt,
+            block_hashes=tuple(chain_hashes(root, prompt)),
+            root_hash=root,
+            sampling=Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS),
+            deadline=self._clock() + TIMEOUT_S,
+            pair=(prefill.worker_id, decode.worker_id),
+        )
+
+    def _result(self, request: RoutedRequest, prefill: WorkerInfo) -> ProbeResult:
+        trace = self._router.trace(request.request_id)
+        if trace is None:
+            raise InternalError("the probe ended without a trace")
+        computed, moved = trace.stages.get("first_token"), trace.stages.get("kv_transfer")
+        return ProbeResult(
+            kv_bytes=trace.kv_bytes,
+            expected_bytes=len(request.prompt_token_ids) * prefill.kv_layout.bytes_per_token,
+            exposed_s=0.0 if computed is None or moved is None else max(0.0, moved - computed),
+            transport=trace.transport,
+        )
