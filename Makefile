@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.install-stamp
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 PROTO_TOOLS := build/proto-tools
+CLIENTS := $(patsubst tests/clients/requirements-%.txt,%,$(sort $(wildcard tests/clients/requirements-*.txt)))
 PROTOS := $(sort $(wildcard proto/disagg/v1/*.proto))
 GRPC_TOOLS := grpcio-tools==1.74.0 # the oldest version that pyproject.toml accepts: newer runtimes read older stubs, not the reverse
 
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-cluster lint format check bench proto wheel clean
+.PHONY: help install model demo serve test test-cluster test-clients lint format check bench bench-gateway proto wheel clean
 
 help: ## what can be made
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -56,6 +57,20 @@ test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a
 	@echo "Testing ray up (about a minute)"
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
+test-clients: export OMP_NUM_THREADS = 1
+test-clients: export TOKENIZERS_PARALLELISM = false
+test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) ## other people's programs against a real cluster
+	@echo "Testing with $(CLIENTS) (about two minutes)"
+	@$(BIN)/python -m pytest tests/clients $(ARGS)
+
+# Each in an environment of its own: their requirements need not agree with ours, nor with each other's.
+build/clients/%/.install-stamp: tests/clients/requirements-%.txt
+	@mkdir -p build/clients
+	@$(QUIET) "Creating build/clients/$*" build/clients/$*-venv.log $(PYTHON) -m venv build/clients/$*
+	@$(QUIET) "Installing $*" build/clients/$*-install.log \
+	  build/clients/$*/bin/python -m pip --disable-pip-version-check -q install -r $<
+	@touch $@
+
 lint: $(STAMP) ## ruff, mypy (strict) and buf
 	@echo "ruff check";  $(BIN)/ruff check .
 	@echo "ruff format"; $(BIN)/ruff format --check .
@@ -72,6 +87,12 @@ check: lint test ## lint and test
 bench: model ## tokens/s, TTFT and TPOT of a cluster that it starts (a few minutes)
 	@mkdir -p build
 	@$(BIN)/python benchmarks/serving.py --launch both --json build/serving.json $(ARGS)
+
+bench-gateway: model ## what a token costs the gateway, by protocol, and what misbehaving clients cost (ten minutes)
+	@mkdir -p build
+	@$(BIN)/python benchmarks/gateway.py --json build/gateway.json $(ARGS)
+	@$(BIN)/python benchmarks/gateway.py --slow --json build/gateway-slow.json
+	@$(BIN)/python benchmarks/bad_input.py --generated 12000 --json build/bad-input.json
 
 $(PROTO_TOOLS)/.install-stamp: Makefile
 	@mkdir -p build

@@ -1,9 +1,14 @@
-"""How long a client waits for the refusal of bad input: everything that can be seen before tokenizing, one kind a row.
+"""How long a client waits for the refusal of bad input, and whether all of it is refused.
 
-    python benchmarks/bad_input.py [--address 127.0.0.1:8470] [--json FILE]
+    python benchmarks/bad_input.py [--address 127.0.0.1:8470] [--json FILE]      times, one kind a row
+    python benchmarks/bad_input.py --generated 12000 [--seed 1] [--json FILE]    generated input, over HTTP and gRPC
 
-Requests go one at a time over one open connection, so the figure is the round trip plus the check. The target is
-10 ms. A deadline that has passed already is not here: the client's own library answers it.
+Times are of everything that can be seen before tokenizing. Requests go one at a time over one open connection, so the
+figure is the round trip plus the check. The target is 10 ms. A deadline that has passed already is not here: the
+client's own library answers it.
+
+Generated input (bad_input_http.py, bad_input_grpc.py) goes to a cluster of processes with the model without weights.
+Each must be refused, no worker may compute or hold anything, and good requests must be answered before and after.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import grpc.aio
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.bad_input_run import Outcomes, throw_at_a_cluster
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from benchmarks.load import channel, only_model, service
@@ -141,27 +147,65 @@ def show(measured: list[Measured]) -> None:
     print_table(title, ("bad input", "answer", "requests", "p50 ms", "p99 ms", "within"), lines)
 
 
+def show_outcomes(outcomes: Outcomes) -> None:
+    """Print the table, and every problem."""
+    lines = []
+    for kind, outcome in sorted(outcomes.kinds.items()):
+        answers = ", ".join(f"{count} {answer}" for answer, count in sorted(outcome.answers.items()))
+        lines.append((kind, str(outcome.num_requests), answers, str(len(outcome.problems))))
+    print_table(f"{outcomes.num_requests} bad inputs", ("kind", "inputs", "answers", "problems"), lines)
+    for problem in outcomes.problems:
+        print(problem)
+
+
+def generated_rows(outcomes: Outcomes) -> list[dict[str, object]]:
+    """One per kind."""
+    return [
+        {"kind": kind, "inputs": o.num_requests, "answers": dict(o.answers), "problems": o.problems}
+        for kind, o in sorted(outcomes.kinds.items())
+    ]
+
+
 def main() -> None:
     """Measure, print the table, write the report."""
+    options = parse_arguments()
+    if options.generated:
+        outcomes = throw_at_a_cluster(options.seed, options.generated)
+        show_outcomes(outcomes)
+        rows, flat = generated_rows(outcomes), outcomes.summary()
+    else:
+        measured = measure_somewhere(options)
+        show(measured)
+        rows = [
+            {"kind": name, "answer": code.name, "times_ms": [round(t, 3) for t in ms]} for name, code, ms in measured
+        ]
+        flat = summary(measured)
+    if options.json:
+        write_json(options.json, report(rows, flat))
+        print(f"report: {options.json}")
+    if options.generated and outcomes.problems:
+        sys.exit(1)
+
+
+def measure_somewhere(options: argparse.Namespace) -> list[Measured]:
+    """At the address that was given, or at a cluster of its own."""
+    if options.address:
+        return asyncio.run(measure(options.address, options.repeats))
+    print("starting a cluster ...", file=sys.stderr, flush=True)
+    with launched("disaggregated", {}, options.launcher) as address:
+        return asyncio.run(measure(address, options.repeats))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="host:port of a running cluster; without it one is started")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="ray", help="what starts the processes")
     parser.add_argument("--repeats", type=int, default=200, help="requests of each kind")
     parser.add_argument("--json", type=Path, help="write the report to this file")
-    options = parser.parse_args()
-    if options.address:
-        measured = asyncio.run(measure(options.address, options.repeats))
-    else:
-        print("starting a cluster ...", file=sys.stderr, flush=True)
-        with launched("disaggregated", {}, options.launcher) as address:
-            measured = asyncio.run(measure(address, options.repeats))
-    show(measured)
-    if options.json:
-        rows = [
-            {"kind": name, "answer": code.name, "times_ms": [round(t, 3) for t in ms]} for name, code, ms in measured
-        ]
-        write_json(options.json, report(rows, summary(measured)))
-        print(f"report: {options.json}")
+    parser.add_argument("--generated", type=int, default=0, help="throw so many generated inputs instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the generated inputs")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

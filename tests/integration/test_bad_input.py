@@ -1,0 +1,52 @@
+"""Bad input of every kind, over HTTP and gRPC, against a whole cluster: each is refused, nothing is computed or held,
+and good requests are answered as before.
+
+`python benchmarks/bad_input.py --generated 12000` does the same with more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.bad_input_run import CONFIG, MODEL, answers_well, run
+from disagg.client import AsyncClient
+from disagg.cluster.config import parse_config
+from disagg.cluster.processes import ProcessCluster
+from tests.support.workers import wait_until_workers_idle
+
+NUM_REQUESTS = 1500
+SEED = 20_261_121
+NUM_KINDS = 90
+"""Fewer would mean that the generator lost some."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    logs = tmp_path_factory.mktemp("logs")
+    with ProcessCluster(parse_config(CONFIG), log_dir=logs) as running:
+        yield running
+    assert running.killed == []
+    assert [file.name for file in logs.iterdir() if "Traceback" in file.read_text(errors="replace")] == []
+
+
+async def num_requests_in(cluster: ProcessCluster) -> int:
+    """How many requests the router was ever given. Nothing is queued or running, and no worker holds anything."""
+    async with AsyncClient(cluster.address) as client:
+        state = await client.cluster_state()
+        assert (state.queued_requests, state.running_requests) == (0, 0)
+        known = await client.requests()
+    await wait_until_workers_idle(cluster.workers, cluster.secret)
+    return len(known)
+
+
+async def test_all_of_it_is_refused(cluster: ProcessCluster) -> None:
+    assert await answers_well(cluster.address, cluster.http_address, MODEL) == []
+    assert await num_requests_in(cluster) == 2
+    outcomes = await run(cluster.address, cluster.http_address, MODEL, SEED, NUM_REQUESTS)
+    assert outcomes.problems == []
+    assert outcomes.num_requests == NUM_REQUESTS
+    assert len(outcomes.kinds) >= NUM_KINDS
+    assert await num_requests_in(cluster) == 2, "bad input reached the router"
+    assert await answers_well(cluster.address, cluster.http_address, MODEL) == []
