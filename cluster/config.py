@@ -151,7 +151,7 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`network`: how our own processes reach each other. Nothing there is encrypted or authenticated."""
+    """`network`: how our own processes reach each other. Nothing there is encrypted, and KV is not authenticated."""
 
     bind: Literal["loopback", "node"] = "loopback"
     """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must

@@ -1,14 +1,25 @@
-"""The options of `disagg load run | sweep | compare`. What they do is in load_commands.py."""
+"""The options of `disagg load run | sweep | compare`. What they do is in load_commands.py.
+
+An API key and certificates are no options: they come from the environment, as for every command that talks to a
+gateway.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from disagg.cluster.address import DEFAULT_ADDRESS
 from disagg.cluster.terminal import AddressOption, console, examples
+
+if TYPE_CHECKING:
+    from disagg.cluster.load_commands import Common
 
 load_app = typer.Typer(
     help="Load tests: goodput against limits on TTFT and TPOT (needs the extra `load`).", no_args_is_help=True
@@ -39,48 +50,92 @@ AttemptsOption = Annotated[int, typer.Option("--attempts", help="At most so many
 DEFAULT_SCENARIO = "interactive"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The options that all three commands have."""
+
+    scenario: ScenarioOption = DEFAULT_SCENARIO
+    seed: SeedOption = None
+    slo_ttft_ms: TtftOption = None
+    slo_tpot_ms: TpotOption = None
+    min_attainment: AttainmentOption = 0.9
+    html: HtmlOption = None
+    json: JsonOption = None
+    generator_cores: CoresOption = "auto"
+    generator_nice: NiceOption = -10
+
+    def common(
+        self,
+        address: str | None,
+        requests: int | None,
+        *,
+        rate: float | None = None,
+        duration: float | None = None,
+        request_timeout_s: float | None = None,
+    ) -> Common:
+        """What the commands are given. `address` is None for clusters of their own. Raises `ConfigError`."""
+        from disagg.cluster import load_commands as commands
+        from disagg.cluster.load_generator import GeneratorOptions
+        from disagg.loadtests.scenario import Overrides
+
+        return commands.Common(
+            scenario=self.scenario,
+            overrides=Overrides(rate_per_s=rate, duration_s=duration, num_requests=requests, seed=self.seed),
+            ttft_ms=self.slo_ttft_ms,
+            tpot_ms=self.slo_tpot_ms,
+            min_attainment=self.min_attainment,
+            generator=GeneratorOptions(
+                cores=commands.cores_of(self.generator_cores, address),
+                nice=self.generator_nice,
+                request_timeout_s=request_timeout_s,
+            ),
+            html=self.html,
+            json=self.json,
+        )
+
+
+def with_shared(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer is to see it: its own options, then those of `Shared`, its first parameter."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        shared = {field.name: given.pop(field.name) for field in fields(Shared)}
+        command(Shared(**shared), **given)
+
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    hints = get_type_hints(Shared, include_extras=True)
+    added = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(Shared)
+    ]
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return run
+
+
 @load_app.command(
     epilog=examples(
         "disagg load run --scenario interactive --rate 2 --html run.html",
         "disagg load run --scenario shared-prefix --web",
     )
 )
+@with_shared
 def run(
-    scenario: ScenarioOption = DEFAULT_SCENARIO,
+    shared: Shared,
     address: AddressOption = DEFAULT_ADDRESS,
     rate: RateOption = None,
     duration: DurationOption = None,
     requests: RequestsOption = None,
-    seed: SeedOption = None,
-    slo_ttft_ms: TtftOption = None,
-    slo_tpot_ms: TpotOption = None,
-    min_attainment: AttainmentOption = 0.9,
     record: Annotated[Path | None, typer.Option("--record", help="Keep the records in this .jsonl file.")] = None,
-    html: HtmlOption = None,
-    json: JsonOption = None,
     web: Annotated[bool, typer.Option("--web", help="Open Locust's page instead of running at once.")] = False,
     web_port: Annotated[int, typer.Option("--web-port", help="Of Locust's page.", min=1, max=65535)] = 8089,
-    generator_cores: CoresOption = "auto",
-    generator_nice: NiceOption = -10,
     request_timeout_s: TimeoutOption = None,
 ) -> None:
     """Play a scenario against a running cluster. Exit status: 0 limits met, 1 missed, 2 not valid."""
     from disagg.cluster import load_commands as commands
-    from disagg.cluster.load_generator import GeneratorOptions
-    from disagg.loadtests.scenario import Overrides
 
-    options = commands.Common(
-        scenario=scenario,
-        overrides=Overrides(rate_per_s=rate, duration_s=duration, num_requests=requests, seed=seed),
-        ttft_ms=slo_ttft_ms,
-        tpot_ms=slo_tpot_ms,
-        min_attainment=min_attainment,
-        generator=GeneratorOptions(
-            cores=commands.cores_of(generator_cores, address), nice=generator_nice, request_timeout_s=request_timeout_s
-        ),
-        html=html,
-        json=json,
-    )
+    options = shared.common(address, requests, rate=rate, duration=duration, request_timeout_s=request_timeout_s)
     status = (
         commands.web(options, address, record, web_port, console())
         if web
@@ -90,7 +145,9 @@ def run(
 
 
 @load_app.command(epilog=examples("disagg load sweep --shape 1p1d --out build/sweep"))
+@with_shared
 def sweep(
+    shared: Shared,
     out: OutOption,
     shape: Annotated[
         str | None, typer.Option("--shape", help="Start clusters of this shape, such as 1p1d, instead of --address.")
@@ -98,45 +155,25 @@ def sweep(
     address: AddressOption = DEFAULT_ADDRESS,
     config: ConfigOption = None,
     model: ModelOption = None,
-    scenario: ScenarioOption = DEFAULT_SCENARIO,
     requests: RequestsOption = 300,
-    seed: SeedOption = None,
-    slo_ttft_ms: TtftOption = None,
-    slo_tpot_ms: TpotOption = None,
-    min_attainment: AttainmentOption = 0.9,
     start_rate: Annotated[float, typer.Option("--start-rate", help="The first rate, in requests per second.")] = 1.0,
     max_rate: Annotated[float, typer.Option("--max-rate", help="The largest rate that is tried.")] = 1000.0,
     tolerance: Annotated[float, typer.Option("--tolerance", help="How closely the rate is bracketed.")] = 0.05,
     attempts: AttemptsOption = 2,
-    html: HtmlOption = None,
-    json: JsonOption = None,
-    generator_cores: CoresOption = "auto",
-    generator_nice: NiceOption = -10,
 ) -> None:
     """Find the largest rate at which enough requests meet their limits."""
     from disagg.cluster import load_commands as commands
-    from disagg.cluster.load_generator import GeneratorOptions
-    from disagg.loadtests.scenario import Overrides
 
     where = address if shape is None else commands.shape_of(shape, config, model)
-    options = commands.Common(
-        scenario=scenario,
-        overrides=Overrides(num_requests=requests, seed=seed),
-        ttft_ms=slo_ttft_ms,
-        tpot_ms=slo_tpot_ms,
-        min_attainment=min_attainment,
-        generator=GeneratorOptions(
-            cores=commands.cores_of(generator_cores, address if shape is None else None), nice=generator_nice
-        ),
-        html=html,
-        json=json,
-    )
-    search = commands.search_of(start_rate, max_rate, tolerance, min_attainment)
+    options = shared.common(address if shape is None else None, requests)
+    search = commands.search_of(start_rate, max_rate, tolerance, shared.min_attainment)
     raise typer.Exit(commands.sweep(options, where, search, out, attempts, console()))
 
 
 @load_app.command(epilog=examples("disagg load compare 1p1d 2x1-chunked:256 --rates 0.5,1 --out build/compare"))
+@with_shared
 def compare(
+    shared: Shared,
     shapes: Annotated[
         list[str],
         typer.Argument(help="The subject first: 1p1d, 2x1-chunked:256, 2x1-prefill-first, 1x2-static, FILE.yaml, ..."),
@@ -150,33 +187,13 @@ def compare(
     ] = None,
     config: ConfigOption = None,
     model: ModelOption = None,
-    scenario: ScenarioOption = DEFAULT_SCENARIO,
     requests: RequestsOption = 300,
-    seed: SeedOption = None,
-    slo_ttft_ms: TtftOption = None,
-    slo_tpot_ms: TpotOption = None,
-    min_attainment: AttainmentOption = 0.9,
     attempts: AttemptsOption = 2,
-    html: HtmlOption = None,
-    json: JsonOption = None,
-    generator_cores: CoresOption = "auto",
-    generator_nice: NiceOption = -10,
 ) -> None:
     """Compare shapes of a cluster under the same requests at the same times. Goes on where it was stopped."""
     from disagg.cluster import load_commands as commands
-    from disagg.cluster.load_generator import GeneratorOptions
-    from disagg.loadtests.scenario import Overrides
 
-    options = commands.Common(
-        scenario=scenario,
-        overrides=Overrides(num_requests=requests, seed=seed),
-        ttft_ms=slo_ttft_ms,
-        tpot_ms=slo_tpot_ms,
-        min_attainment=min_attainment,
-        generator=GeneratorOptions(cores=commands.cores_of(generator_cores, None), nice=generator_nice),
-        html=html,
-        json=json,
-    )
+    options = shared.common(None, requests)
     status = commands.compare(
         options,
         commands.shapes_of(shapes, config, model),

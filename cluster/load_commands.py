@@ -11,9 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.client.credentials import is_local
 from disagg.cluster import load_compare, load_report, load_sweep
 from disagg.cluster.load_generator import (
     GeneratorOptions,
+    check_credentials,
     end,
     gateway_cores,
     locust_command,
@@ -95,6 +97,7 @@ def run(options: Common, address: str, record: Path | None, console: Console) ->
 def web(options: Common, address: str, record: Path | None, port: int, console: Console) -> int:
     """Locust's page, with the options filled in; until Ctrl-C."""
     _, slo = options.load()
+    check_credentials(address)
     given = options.overrides
     numbers = (
         ("rate", given.rate_per_s),
@@ -243,11 +246,6 @@ def _slo_of(text: str) -> Slo:
         return Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     except ValueError:
         raise ConfigError(f"--slo: expected TTFT_MS:TPOT_MS such as 4000:12 or -:12; got {text!r}") from None
-
-
-def is_local(address: str) -> bool:
-    """Whether a gateway is on this machine, by its address."""
-    return address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
 
 
 def cores_of(text: str, address: str | None) -> tuple[int, ...]:

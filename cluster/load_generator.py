@@ -5,6 +5,8 @@ puts the gateway and the first worker, whatever the shape of the cluster: the sa
 compared, and none for the decode worker. There it may run before the others (`nice`): it uses a few per cent of the
 core, and if it had to wait for the worker's long steps it would measure itself. Its lateness is recorded, and too much
 of it makes a run invalid.
+
+It proves who it is as every client does, from the environment, which it inherits; see `disagg.client.credentials`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from disagg.client.credentials import SYSTEM_ROOTS, Credentials
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import available_cores, last_lines
 from disagg.loadtests.goodput import Slo
@@ -31,6 +34,7 @@ LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
 GENERATOR_NICE = -10
 """Ignored, with a line in the log, where the system does not allow it."""
+_CREDENTIAL_FILES = ("DISAGG_CA_CERT", "DISAGG_CLIENT_CERT", "DISAGG_CLIENT_KEY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,9 @@ def play(
 
     Raises:
         LaunchError: if the run did not come to its end; with the end of Locust's log.
-        ConfigError: if Locust is not installed.
+        ConfigError: if Locust is not installed, or the environment's credentials cannot be used at `target`.
     """
+    check_credentials(target)
     record = record.resolve()
     info_path(record).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="disagg-load-") as folder:
@@ -120,9 +125,19 @@ def locust_command() -> list[str]:
     return [sys.executable, "-m", "locust", "-f", str(locustfile)]
 
 
+def check_credentials(target: str) -> None:
+    """Raises `ConfigError` if the environment's credentials cannot be used at host:port; Locust would say so later."""
+    Credentials().channel(target)
+
+
 def locust_environment() -> dict[str, str]:
-    """This process's, without what Locust would take options from."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
+    """This process's, without what Locust would take options from; in another folder it names the same files."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
+    for name in _CREDENTIAL_FILES:
+        path = found.get(name)
+        if path and path != SYSTEM_ROOTS:
+            found[name] = str(Path(path).expanduser().resolve())
+    return found
 
 
 def _run(command: list[str], folder: Path, log: Path) -> int:

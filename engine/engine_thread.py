@@ -14,11 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from disagg.engine.commands import ChunkComputed, Command, Event, Gather
 from disagg.engine.core import EngineCore
+from disagg.engine.counters import EngineTotals
 from disagg.proto.messages import KvEvent, Load, StepSample
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Batch:
     load: Load
     step: StepSample | None = None
     """The step that was run, if there was something to compute."""
+    totals: EngineTotals = field(default_factory=EngineTotals)
+    """As of now."""
 
 
 class EngineThread:
@@ -61,7 +64,8 @@ class EngineThread:
         self._core = core
         self._deliver = deliver
         self._on_crash = on_crash
-        self._inbox: deque[Command] = deque()
+        self._inbox: deque[tuple[float, Command]] = deque()
+        """With the time at which each was posted: from then on its sequence waits."""
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -76,7 +80,7 @@ class EngineThread:
     def post(self, command: Command) -> None:
         """Queue a command; commands are handled in order. Any thread."""
         with self._wake:
-            self._inbox.append(command)
+            self._inbox.append((time.monotonic(), command))
             self._wake.notify()
 
     def call(self, function: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
@@ -150,8 +154,8 @@ class EngineThread:
             commands, self._inbox = self._inbox, deque()
             num_calls = len(self._calls)
         events: list[Event] = []
-        for command in commands:
-            events += self._core.handle(command, time.monotonic())
+        for posted_at, command in commands:
+            events += self._core.handle(command, posted_at)
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
@@ -169,7 +173,8 @@ class EngineThread:
         while self._gather_comes(timeout_s):
             with self._wake:
                 commands, self._inbox = self._inbox, deque()
-            self._tell([event for command in commands for event in self._core.handle(command, time.monotonic())], None)
+            events = [event for posted_at, command in commands for event in self._core.handle(command, posted_at)]
+            self._tell(events, None)
             timeout_s = NEXT_GATHER_WAIT_S
 
     def _gather_comes(self, timeout_s: float) -> bool:
@@ -178,10 +183,11 @@ class EngineThread:
             return self._has_gather() and not self._stopping
 
     def _has_gather(self) -> bool:
-        return any(isinstance(command, Gather) for command in self._inbox)
+        return any(isinstance(command, Gather) for _, command in self._inbox)
 
     def _tell(self, events: list[Event], step: StepSample | None) -> None:
-        self._deliver(Batch(events, self._core.drain_kv_events(), self._core.load(), step))
+        core = self._core
+        self._deliver(Batch(events, core.drain_kv_events(), core.load(), step, core.totals()))
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

@@ -31,6 +31,7 @@ from disagg.engine.outbox import Outbox
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.role import Role, RoleContext
 from disagg.engine.service import WorkerService
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (
     AuditReport,
@@ -39,6 +40,7 @@ from disagg.proto.messages import (
     Connect,
     Dispatch,
     GatewayToWorker,
+    TransferCount,
     WorkerInfo,
 )
 
@@ -73,8 +75,9 @@ def make_runner(config: WorkerConfig) -> ModelRunner:
 class Worker:
     """A worker process's one object. Owner of the asyncio side; see the module docstring."""
 
-    def __init__(self, config: WorkerConfig, role_factories: Sequence[RoleFactory]) -> None:
+    def __init__(self, config: WorkerConfig, role_factories: Sequence[RoleFactory], secret: ClusterSecret) -> None:
         self.config = config
+        self.cluster_secret = secret
         self.outbox = Outbox()
         self.incarnation = Incarnation(uuid.uuid4().hex[:16])
         self._role_factories = role_factories
@@ -94,7 +97,7 @@ class Worker:
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
         runner = make_runner(self.config)
-        self._calibration = calibrate(runner, self.config, time.monotonic) if self.config.calibrate else ()
+        self._calibration = calibrate(runner, self.config, time.monotonic)
         core = EngineCore(runner, config=self.config)
         self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
@@ -131,7 +134,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._stop_event = asyncio.Event()
         self._roles = [factory(self) for factory in self._role_factories]
-        self._service = WorkerService(self, self._idle_load)
+        self._service = WorkerService(self, self._idle_load, self.cluster_secret)
         ticker: asyncio.Task[None] | None = None
         try:
             await self._open()
@@ -256,10 +259,10 @@ class Worker:
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:
             if isinstance(event, TokenSampled):
-                self.outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+                self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
             else:
                 self._route(event)
-        self._service.publish(batch.load, batch.kv_events, batch.step)
+        self._service.publish(batch)
 
     def _route(self, event: Event) -> None:
         for role in self._roles:
@@ -298,6 +301,10 @@ class Worker:
         for role in self._roles:
             for key in role.keys_of_gateway(gateway_id):
                 role.cancel(key)
+
+    def transfers(self) -> tuple[TransferCount, ...]:
+        """What was sent to each decode worker since the start."""
+        return tuple(count for role in self._roles for count in role.transfers())
 
     async def prefix_snapshot(self) -> BlocksSnapshot:
         """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""

@@ -11,19 +11,33 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from disagg.proto import messages
+from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
-from disagg.proto.messages import HandedOver
-from disagg.router.api import Decision
+from disagg.proto.messages import End, HandedOver, PrefillDone
+from disagg.router.api import AttemptMarks, Path
 from disagg.router.config import RouterConfig
 from disagg.router.draw import Draw
 from disagg.router.events import CancelOn, Dispatch
+from disagg.router.explain import Placed
 from disagg.router.fleet import Fleet
-from disagg.router.placement import Choice, Demand, Policy, choose, decode_booking, prefill_booking
+from disagg.router.placement import (
+    Choice,
+    Demand,
+    Policy,
+    Shortlist,
+    choose,
+    choose_pair,
+    decode_booking,
+    prefill_booking,
+)
 from disagg.router.record import Attempt, RequestRecord
 from disagg.router.running_mean import RunningMean
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
+from disagg.router.worker import Worker, has_both_roles
 
 
 class Blocked(enum.Enum):
@@ -47,6 +61,9 @@ class Attempts:
         self._policy = policy
         self._draw = draw
         self._num_started = 0
+        self.decisions: Counter[str] = Counter()
+        """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
+        colocated, probe; no_room and no_slot left the request in the queue."""
 
     def try_start(self, record: RequestRecord, now: float) -> Dispatch | Blocked:
         """Place a queued request if somebody has room for it now; the caller takes it out of the queue."""
@@ -54,15 +71,35 @@ class Attempts:
         shortlists = self._fleet.shortlists(demand, record.block_hashes, record.avoided(now), now)
         choice = choose(self._policy, demand, shortlists, self._draw)
         if choice is None:
+            self.decisions["no_room"] += 1
             return Blocked.NO_ROOM
-        return self._start(record, choice, demand, now) if choice.has_slot else Blocked.WAITS
+        if not choice.has_slot:
+            self.decisions["no_slot"] += 1
+            return Blocked.WAITS
+        self.decisions[_reason(choice, shortlists)] += 1
+        return self._start(record, choice, demand, now)
+
+    def start_on(
+        self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
+    ) -> tuple[Dispatch | None, UnavailableError | None]:
+        """Place a new request on this pair, whatever would be better and even where P has no slot; or why it cannot be
+        there now."""
+        if not self._fleet.forms_pair(*pair):
+            return None, UnavailableError(f"{pair[0]} and {pair[1]} form no pair now", "no_such_pair")
+        demand = self._demand(record, now)
+        prefill, decode = (self._fleet.candidate(demand, worker_id) for worker_id in pair)
+        if prefill is None or decode is None:
+            full = pair[0] if prefill is None else pair[1]
+            return None, UnavailableError(f"{full} has no room now", "no_room")
+        self.decisions["probe"] += 1
+        return self._start(record, choose_pair(self._policy, demand, prefill, decode), demand, now), None
 
     def computed(self, attempt: Attempt, worker_id: WorkerId, now: float) -> None:
         """The worker computed the prompt: P waits for the hand-over, a worker alone decodes on. Idempotent."""
         if attempt.state is AttemptState.PREFILLING:
             here = attempt.prefill is None
             attempt.advance(AttemptEvent.PREFILLED_HERE if here else AttemptEvent.PREFILLED)
-            attempt.prefilled_at = now
+            attempt.marks.computed = now
         if worker_id in attempt.live:
             self._fleet.computed(worker_id, attempt.key)
 
@@ -74,13 +111,14 @@ class Attempts:
         if prefill is not None:
             if prefill in attempt.live:
                 self.leave(attempt, prefill)
-            exposed_s = 0.0 if attempt.prefilled_at is None else max(0.0, now - attempt.prefilled_at)
+            exposed_s = 0.0 if attempt.marks.computed is None else max(0.0, now - attempt.marks.computed)
             self._fleet.links.observe(prefill, attempt.decode, message.kv_bytes, exposed_s * 1000)
         trace = record.trace
         trace.kv_bytes = message.kv_bytes
         trace.decode_cached_tokens = message.cached_tokens
         trace.transport = message.transport
-        trace.stages["kv_transfer"] = now
+        trace.stages["kv_transfer"] = attempt.marks.handed_over = now
+        attempt.marks.transfer_s = message.transfer_s
 
     def grew(self, attempt: Attempt, num_tokens: int) -> None:
         """The answer got longer."""
@@ -96,12 +134,13 @@ class Attempts:
         attempt.live.remove(worker_id)
         self._fleet.close(worker_id, attempt.key)
 
-    def end(self, record: RequestRecord) -> list[CancelOn]:
+    def end(self, record: RequestRecord, now: float) -> list[CancelOn]:
         """Whatever the end: the books get everything back, and the workers that still owe something are to be told."""
         attempt = record.running
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
             self.leave(attempt, cancel.worker_id)
+        attempt.marks.ended = now
         record.end_attempt()
         return cancels
 
@@ -135,34 +174,16 @@ class Attempts:
         fleet.predict(first, record.block_hashes, now)
         self._reuse.observe((choice.prefill or choice.decode).cached_tokens / demand.num_tokens)
         self._num_started += 1
-        record.attempt = Attempt(key, None if peer is None else first.worker_id, decode.worker_id, live)
+        prefill_id = None if peer is None else first.worker_id
+        marks = _begin_marks(record, prefill_id, decode, now)
+        record.attempt = Attempt(key, prefill_id, decode.worker_id, live, marks)
         record.num_attempts += 1
         record.ledger.begin(key.attempt)
         record.advance(RequestEvent.PLACED)
-        _trace_start(record, record.attempt, explain(self._policy, choice), now)
+        _trace_start(record, marks, now)
+        record.trace.placement = Placed(self._policy, demand, choice)
         spec = record.spec(key, self._gateway_id, now)
         return Dispatch(first.worker_id, messages.Dispatch(spec=spec, decode_peer=peer))
-
-
-def explain(policy: Policy, choice: Choice) -> Decision:
-    """Why this was chosen, for the trace."""
-    decode = choice.decode_weight
-    prefill = choice.prefill_weight or decode
-    both = prefill is not decode
-    knows_times = decode.step_ms > 0
-    return Decision(
-        policy=policy.name,
-        num_options=choice.num_options,
-        ttft_ms=prefill.wait_ms + prefill.prefill_ms if knows_times else None,
-        tpot_ms=decode.step_ms if knows_times else None,
-        cost=(prefill.cost if both else 0.0) + decode.cost + choice.link_ms,
-        wait_ms=prefill.wait_ms,
-        prefill_ms=prefill.prefill_ms,
-        transfer_ms=choice.link_ms,
-        decode_ms=decode.decode_ms,
-        delay_ms=decode.delay_ms,
-        barrier_ms=decode.barrier_ms + (prefill.barrier_ms if both else 0.0),
-    )
 
 
 def blame(attempt: Attempt, worker_id: WorkerId) -> tuple[str, WorkerId]:
@@ -184,11 +205,50 @@ def note_cached(record: RequestRecord, num_tokens: int) -> None:
         record.trace.prefill_cached_tokens = attempt.cached_tokens or 0
 
 
-def _trace_start(record: RequestRecord, attempt: Attempt, decision: Decision, now: float) -> None:
+def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
+    """The worker that computes the prompt is done with it."""
+    note_cached(record, message.cached_tokens)
+    marks = record.running.marks
+    marks.alloc_wait_s = message.alloc_wait_s if marks.prefill_worker else None
+    marks.queue_s = message.queue_s
+
+
+def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
+    """The worker that makes the last token made it: D, or the one that computed the prompt."""
+    attempt, marks = record.running, record.running.marks
+    if worker_id == attempt.computes_prompt:
+        note_cached(record, end.cached_tokens)
+        marks.queue_s = end.queue_s
+    else:
+        marks.decode_queue_s = end.queue_s
+    if worker_id == attempt.prefill:
+        record.trace.decode_worker = None
+
+
+def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Worker, now: float) -> AttemptMarks:
     trace = record.trace
-    trace.prefill_worker, trace.decode_worker = attempt.prefill, attempt.decode
+    path: Path = "pd" if prefill_id is not None else "colocated" if has_both_roles(decode.info) else "local"
+    queued = trace.marks[-1].ended if trace.marks else trace.stages["tokenize"]
+    assert queued is not None, "the earlier attempt was ended"
+    marks = AttemptMarks(
+        path=path, prefill_worker=prefill_id, decode_worker=decode.worker_id, queued=queued, placed=now
+    )
+    trace.marks.append(marks)
+    return marks
+
+
+def _trace_start(record: RequestRecord, marks: AttemptMarks, now: float) -> None:
+    trace = record.trace
+    trace.prefill_worker, trace.decode_worker = marks.prefill_worker, marks.decode_worker
     trace.prefill_cached_tokens = trace.decode_cached_tokens = trace.kv_bytes = 0
     trace.transport = ""
     trace.attempts = record.num_attempts
-    trace.decision = decision
     trace.stages.setdefault("route", now)
+
+
+def _reason(choice: Choice, shortlists: Sequence[Shortlist]) -> str:
+    if choice.prefill is not None:
+        return "pair"
+    if has_both_roles(choice.decode.worker.info):
+        return "colocated"
+    return "local_prefill" if any(shortlist.prefills for shortlist in shortlists) else "local_fallback"

@@ -21,18 +21,18 @@ from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, Work
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
 from disagg.router import events
 from disagg.router.admission import predicted_miss, refusal
-from disagg.router.api import ClusterView, RequestTrace, RoutedRequest
-from disagg.router.attempts import Attempts, blame, note_cached
+from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.attempts import Attempts, blame, note_answer, note_prefilled
 from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.draw import Draw, mixed
 from disagg.router.events import Command, Event
 from disagg.router.fleet import Fleet
-from disagg.router.ledger import TokenLedger
+from disagg.router.journal import Journal
 from disagg.router.policies import create
-from disagg.router.record import EndOfAnswer, RequestRecord
+from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
 from disagg.router.states import AttemptState, RequestEvent, RequestState
-from disagg.router.traces import TraceRing
+from disagg.router.views import cluster_view
 from disagg.router.waiting import Waiting
 from disagg.router.wakeups import Wakeups
 
@@ -51,7 +51,7 @@ class RouterCore:
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._wakeups = Wakeups()
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups)
-        self._traces = TraceRing(config.num_traces)
+        self._journal = Journal(config.num_traces, self._attempts.decisions)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same life comes back, it must be told."""
         self._num_submitted = 0
@@ -65,11 +65,11 @@ class RouterCore:
             case events.FromWorker():
                 self._on_update(event, now)
             case events.WorkerReported(report=report):
-                self._on_report(report)
+                self._on_report(report, now)
             case events.Submit():
                 self._on_submit(event, now)
-            case events.CancelRequest(request_id=request_id):
-                self._on_cancel(request_id, now)
+            case events.CancelRequest(request_id=request_id, num_answered=num_answered):
+                self._on_cancel(request_id, num_answered, now)
             case events.WorkerUp(info=info):
                 self._on_worker_up(info, now)
             case events.WorkerLost(worker_id=worker_id, incarnation=incarnation):
@@ -91,14 +91,17 @@ class RouterCore:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
         return self._wakeups.earliest(self._requests)
 
-    def view(self) -> ClusterView:
+    def view(self, now: float) -> ClusterView:
         """The cluster now."""
-        num_queued = len(self._waiting)
-        return ClusterView(self._fleet.views(), num_queued, len(self._requests) - num_queued)
+        return cluster_view(self._fleet, self._requests.values(), self._journal, self.counters, now)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
-        return self._traces.get(request_id)
+        return self._journal.traces.get(request_id)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """See `api.Router`."""
+        return self._journal.traces.latest(limit)
 
     def request_ids(self) -> list[RequestId]:
         """All requests that have not ended."""
@@ -128,42 +131,36 @@ class RouterCore:
         request = event.request
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
-        error = refusal(request, self._fleet, len(self._waiting), self._config, now)
+        trace = new_trace(request, event.arrival, now, self._config)
+        dispatch, error = None, refusal(request, self._fleet, len(self._waiting), self._config, now)
         if error is None:
-            record = self._record(request, event.arrival, now)
-            if self._config.admission:
+            record = new_record(request, trace, self._num_submitted, self._config)
+            if request.pair is not None:  # an operator's probe: there and now, or not at all
+                dispatch, error = self._attempts.start_on(record, request.pair, now)
+            elif self._config.admission:
                 error = predicted_miss(record, self._fleet, self._waiting.queue, self._config, now)
         if error is not None:
+            self._journal.ended(trace, error.code, now)
             self._out.append(events.Fail(request.request_id, error))
             return
-        self._traces.begin(record.trace)
+        self._journal.arrived(trace)
         self._num_submitted += 1
         self._requests[request.request_id] = record
         if request.deadline is not None:
             self._wakeups.add(request.deadline, request.request_id)
-        dispatch = self._waiting.add(record, now)
+        if dispatch is None:
+            dispatch = self._waiting.add(record, now)
         if dispatch is not None:
             self._out.append(dispatch)
 
-    def _record(self, request: RoutedRequest, arrival: float, now: float) -> RequestRecord:
-        config = self._config
-        ttft_slo_s = config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
-        due = arrival + (config.queue_horizon_s if ttft_slo_s is None else ttft_slo_s)
-        return RequestRecord(
-            request=request,
-            arrival_order=self._num_submitted,
-            ledger=TokenLedger(request.sampling.max_tokens),
-            trace=RequestTrace(request_id=request.request_id, arrival=arrival, stages={"tokenize": now}),
-            block_hashes=request.block_hashes,
-            ttft_slo_s=ttft_slo_s,
-            tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
-            due=due if request.deadline is None else min(due, request.deadline),
-        )
-
-    def _on_cancel(self, request_id: RequestId, now: float) -> None:
+    def _on_cancel(self, request_id: RequestId, num_answered: int | None, now: float) -> None:
         record = self._requests.get(request_id)
-        if record is not None:
-            self._fail(record, RequestCancelledError("the request was cancelled"), now, RequestEvent.CANCELLED)
+        if record is None:
+            return
+        if num_answered is not None:
+            self._attempts.answered(num_answered)
+        error = RequestCancelledError("the request was cancelled")
+        self._fail(record, error, now, RequestEvent.CANCELLED, num_answered)
 
     # ---------------------------------------------------------------- workers
 
@@ -171,7 +168,7 @@ class RouterCore:
         known = self._fleet.incarnation(info.worker_id)
         if known is not None and known != info.incarnation:
             self._on_worker_lost(info.worker_id, known, now)
-        self._fleet.up(info)
+        self._fleet.up(info, now)
         self._out.extend(
             events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_with(info.worker_id)
         )
@@ -197,8 +194,8 @@ class RouterCore:
             self._fleet.drain(worker_id)
             self._waiting.workers_changed(now)
 
-    def _on_report(self, report: WorkerReport) -> None:
-        if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report):
+    def _on_report(self, report: WorkerReport, now: float) -> None:
+        if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report, now):
             self.counters["report_gap"] += 1
             self._out.append(events.WatchAgain(report.worker_id))
 
@@ -240,10 +237,10 @@ class RouterCore:
         attempt = record.running
         if attempt.prefill is None and attempt.state is AttemptState.PREFILLING:
             self._attempts.computed(attempt, worker_id, now)
-        released = record.ledger.add(message.attempt, message.first_index, message.token_ids)
-        if released:
-            self._attempts.grew(attempt, len(released))
-            record.trace.stages.setdefault("first_token", now)
+        released = record.ledger.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
+        if released.token_ids:
+            self._attempts.grew(attempt, len(released.token_ids))
+            self._journal.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
 
     def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone, now: float) -> None:
@@ -253,7 +250,7 @@ class RouterCore:
         if worker_id != record.running.computes_prompt:
             self.counters["wrong_worker"] += 1
             return
-        note_cached(record, message.cached_tokens)
+        note_prefilled(record, message)
         self._attempts.computed(record.running, worker_id, now)
 
     def _on_handed_over(self, worker_id: WorkerId, message: HandedOver, now: float) -> None:
@@ -296,10 +293,7 @@ class RouterCore:
             self.counters["end_before_tokens"] += 1
             self._failed(record, worker_id, end, now)
             return
-        if worker_id == record.running.computes_prompt:
-            note_cached(record, end.cached_tokens)
-        if worker_id == record.running.prefill:
-            record.trace.decode_worker = None
+        note_answer(record, worker_id, end)
         self._finish(record, reason, now)
 
     # ---------------------------------------------------------------- ends
@@ -310,7 +304,7 @@ class RouterCore:
         self.counters["refused"] += 1
         if self._finish_if_complete(record, now):
             return
-        if record.num_refusals >= self._config.max_refusals:
+        if record.num_refusals >= self._config.max_refusals or record.is_probe:
             message = f"refused {record.num_refusals} times, the last time by {worker_id}: {detail}"
             self._fail(record, UnavailableError(message), now)
             return
@@ -328,7 +322,7 @@ class RouterCore:
         record.num_failures += 1
         if self._finish_if_complete(record, now):
             return
-        if record.num_failures >= self._config.max_attempts:
+        if record.num_failures >= self._config.max_attempts or record.is_probe:
             self._fail(record, UnavailableError(f"{record.num_failures} attempts failed; {message}", code), now)
         else:
             self._put_back(record, now)
@@ -341,32 +335,38 @@ class RouterCore:
         return reason is not None
 
     def _put_back(self, record: RequestRecord, now: float) -> None:
-        self._out.extend(self._attempts.end(record))
+        self._out.extend(self._attempts.end(record, now))
         record.advance(RequestEvent.PUT_BACK)
         record.prepare_to_continue()
         self._waiting.put_back(record, now)
 
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
-        self._out.extend(self._attempts.end(record))
+        self._out.extend(self._attempts.end(record, now))
         record.advance(RequestEvent.ANSWERED)
         self._attempts.answered(len(record.ledger.released))
         self._out.append(events.Finish(record.request_id, record.completion(reason)))
-        self._close(record, now)
+        self._close(record, reason, now)
 
     def _fail(
-        self, record: RequestRecord, error: DisaggError, now: float, event: RequestEvent = RequestEvent.FAILED
+        self,
+        record: RequestRecord,
+        error: DisaggError,
+        now: float,
+        event: RequestEvent = RequestEvent.FAILED,
+        num_answered: int | None = None,
     ) -> None:
         if record.attempt is None:
             self._waiting.remove(record.request_id)
         else:
-            self._out.extend(self._attempts.end(record))
+            self._out.extend(self._attempts.end(record, now))
         record.advance(event)
         self._out.append(events.Fail(record.request_id, error))
-        self._close(record, now)
+        self._close(record, error.code if num_answered is None else "stop", now, num_answered)
 
-    def _close(self, record: RequestRecord, now: float) -> None:
+    def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
         del self._requests[record.request_id]
-        self._traces.end(record.request_id, now)
+        cached_tokens = record.cached_tokens or 0
+        self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
         ledger = record.ledger
         self.counters["duplicate_tokens"] += ledger.num_duplicate
         self.counters["contradicting_tokens"] += ledger.num_contradicting

@@ -20,11 +20,12 @@ from disagg.router.books import Booking, Books
 from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.kinds import Kind, longest_of
-from disagg.router.placement import Demand, Policy, Shortlist
+from disagg.router.placement import Candidate, Demand, Policy, Shortlist
 from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.prefix_match import PrefixMatch
 from disagg.router.worker import Worker, decodes_only
+from disagg.router.worker_counts import WorkerCounts
 
 
 class Fleet:
@@ -34,6 +35,7 @@ class Fleet:
         self.books = Books()
         self.links = links
         self.index = PrefixIndex()
+        self.counts = WorkerCounts()
         self.num_openings = 0
         """Counts how often a worker got a slot again (or came)."""
         self.num_releases = 0
@@ -54,7 +56,7 @@ class Fleet:
 
     # ---------------------------------------------------------------- lives
 
-    def up(self, info: WorkerInfo) -> None:
+    def up(self, info: WorkerInfo, now: float) -> None:
         """A worker is there. One that was there before in another life must have been lost first; in the same life it
         keeps what is known of it."""
         worker = self._workers.get(info.worker_id)
@@ -68,6 +70,7 @@ class Fleet:
             assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
             self._leave_pool(worker)
             worker.greet(info)
+        worker.reported_at = now
         if not worker.is_draining:
             self._join_pool(worker)
         self._longest = self._longest_new = None
@@ -121,10 +124,12 @@ class Fleet:
 
     # ---------------------------------------------------------------- changes
 
-    def report(self, report: WorkerReport) -> bool:
+    def report(self, report: WorkerReport, now: float) -> bool:
         """Take the report of a present life. Returns False when its KV events have a gap, see `PrefixIndex.apply`."""
         worker = self._workers[report.worker_id]
         worker.take_report(report)
+        worker.reported_at = now
+        self.counts.take(report)
         self.num_releases += 1
         self._changed(worker)
         self._match = None
@@ -215,9 +220,22 @@ class Fleet:
         local = self._may_prefill_locally
         return [kind.shortlist(demand, without, matched, local) for kind in self._kinds.values()]
 
-    def views(self) -> tuple[WorkerView, ...]:
+    def forms_pair(self, prefill_id: WorkerId, decode_id: WorkerId) -> bool:
+        """Whether these two are present, not draining, a P and a D, and of one kind."""
+        if prefill_id not in self._pool_of or decode_id not in self._pool_of:
+            return False
+        return any(p == prefill_id and peer.worker_id == decode_id for p, peer in self.pairs_with(prefill_id))
+
+    def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:
+        """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
+        return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
+
+    def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
-        return tuple(WorkerView(worker.info, worker.load) for _, worker in sorted(self._workers.items()))
+        return tuple(
+            WorkerView(worker.info, worker.load, worker.is_draining, max(0.0, now - worker.reported_at))
+            for _, worker in sorted(self._workers.items())
+        )
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""

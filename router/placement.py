@@ -109,6 +109,8 @@ class Choice(NamedTuple):
     decode_weight: Weight
     link_ms: float
     num_options: int
+    weighed: Sequence[Weighed] = ()
+    """What it was among, by kind of worker; for those who want to know afterwards."""
 
 
 class Policy(Protocol):
@@ -187,9 +189,12 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
     sequences, then the draw decides."""
     best = _Best(policy.equal_up_to)
     num_options = 0
+    all_weighed = []
     for shortlist in shortlists:
-        num_options += _weigh_pairs(policy, demand, shortlist, best)
-        num_options += _weigh_alone(policy, demand, shortlist, best)
+        prefills, decodes = _weigh_pairs(policy, demand, shortlist, best)
+        alone = _weigh_alone(policy, demand, shortlist, best)
+        num_options += len(prefills) * len(decodes) + len(alone)
+        all_weighed.append(Weighed(prefills, decodes, alone))
     if not best.options:
         return None
     is_closed, ties = best.ties()
@@ -202,15 +207,43 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         decode_weight=decode[4],
         link_ms=link,
         num_options=num_options,
+        weighed=all_weighed,
     )
 
 
-_Side = tuple[int, float, bool, int, Weight, Candidate]
+def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Candidate) -> Choice:
+    """This pair, with what the policy thinks of it; whether P has a slot does not matter."""
+    prefill_weight, decode_weight = policy.weigh_prefill(demand, prefill), policy.weigh_decode(demand, decode)
+    return Choice(
+        prefill=prefill,
+        decode=decode,
+        has_slot=True,
+        prefill_weight=prefill_weight,
+        decode_weight=decode_weight,
+        link_ms=policy.weigh_link(demand, prefill, decode),
+        num_options=1,
+        weighed=(Weighed([_side(prefill, prefill_weight)], [_side(decode, decode_weight)], []),),
+    )
+
+
+def _side(candidate: Candidate, weight: Weight) -> Side:
+    return weight.num_misses, weight.cost, False, 0, weight, candidate
+
+
+Side = tuple[int, float, bool, int, Weight, Candidate]
 """One candidate in one role: (missed targets, cost, has no slot now, a number that makes it unique, weight,
 candidate)."""
 
 
-_Option = tuple["_Side | None", "_Side", float]
+class Weighed(NamedTuple):
+    """The best sides of one kind of worker, best first. Any of `prefills` forms a pair with any of `decodes`."""
+
+    prefills: list[Side]
+    decodes: list[Side]
+    alone: list[Side]
+
+
+_Option = tuple["Side | None", "Side", float]
 """(P or none, D, cost of the link)."""
 
 
@@ -257,11 +290,11 @@ def _num_sequences(option: _Option) -> int:
     return booked if prefill is None else booked + len(prefill[5].worker.account.bookings) + 1
 
 
-def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> int:
-    """Returns how many pairs there are."""
+def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> tuple[list[Side], list[Side]]:
+    """Returns the sides of the pairs."""
     prefills = _sides(policy.weigh_prefill, demand, shortlist.prefills, takes_closed=policy.waits, has_slots=True)
     if not prefills:
-        return 0
+        return [], []
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
     weigh_link = policy.weigh_link
     for prefill in prefills:
@@ -272,16 +305,16 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
                 break  # Links cost something or nothing, and those that follow are no better.
             link = weigh_link(demand, p_candidate, decode[5])
             best.offer(misses, cost + link, is_closed, (prefill, decode, link))
-    return len(prefills) * len(decodes)
+    return prefills, decodes
 
 
-def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> int:
-    """Returns how many workers there are that could do all of it."""
+def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
+    """Returns the workers that could do all of it."""
     candidates = shortlist.wholes + shortlist.decodes if shortlist.local else shortlist.wholes
     sides = _sides(policy.weigh_alone, demand, candidates, takes_closed=policy.waits, has_slots=True)
     for side in sides:
         best.offer(side[0], side[1], side[2], (None, side, 0.0))
-    return len(sides)
+    return sides
 
 
 def _sides(
@@ -291,10 +324,10 @@ def _sides(
     *,
     takes_closed: bool,
     has_slots: bool,
-) -> list[_Side]:
+) -> list[Side]:
     """The best of the candidates, best first; `has_slots` is for the roles that compute prompts, and need a slot for
     that."""
-    sides: list[_Side] = []
+    sides: list[Side] = []
     for candidate in candidates:
         is_closed = has_slots and not candidate.worker.has_slot
         if takes_closed or not is_closed:

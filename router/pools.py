@@ -113,6 +113,11 @@ class Pool:
             demand, self._by_room.first(1, without), matched
         )
 
+    def candidate(self, demand: Demand, worker: Worker) -> Candidate | None:
+        """A member that has room, as one that has nothing of the request; else None."""
+        found = self._with_room(demand, [worker], None) if demand.num_tokens < self.longest else []
+        return found[0] if found else None
+
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
         """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""
         found = []

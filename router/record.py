@@ -14,7 +14,8 @@ from typing import Literal
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec
-from disagg.router.api import Completion, RequestTrace, RoutedRequest
+from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
+from disagg.router.config import RouterConfig
 from disagg.router.ledger import TokenLedger
 from disagg.router.queue import Urgency
 from disagg.router.states import (
@@ -39,9 +40,9 @@ class Attempt:
     decode: WorkerId
     live: list[WorkerId]
     """Workers with an open booking: P until the hand-over, D until its end."""
+    marks: AttemptMarks
+    """How far it got and when, for the trace."""
     state: AttemptState = AttemptState.PREFILLING
-    prefilled_at: float | None = None
-    """When P said that the prompt is computed."""
     cached_tokens: int | None = None
     """Known tokens that the worker which computed the prompt had; None before it said so."""
 
@@ -110,6 +111,11 @@ class RequestRecord:
         """Its place in the queue."""
         return Urgency(-self.request.priority, self.num_attempts == 0, self.due, self.arrival_order)
 
+    @property
+    def is_probe(self) -> bool:
+        """Whether it is for one pair of workers only; then it is tried once."""
+        return self.request.pair is not None
+
     def advance(self, event: RequestEvent) -> None:
         """Take one step of the request's state table."""
         self.state = next_request_state(self.state, event)
@@ -169,3 +175,33 @@ class RequestRecord:
         if released and released[-1] in sampling.stop_token_ids:
             return "stop"
         return "length" if len(released) >= sampling.max_tokens else None
+
+
+def new_trace(request: RoutedRequest, arrival: float, now: float, config: RouterConfig) -> RequestTrace:
+    """Of a request that arrived at the gateway then and reached the router now."""
+    return RequestTrace(
+        request_id=request.request_id,
+        arrival=arrival,
+        stages={"tokenize": now},
+        tenant=request.tenant,
+        trace_parent=request.trace_parent,
+        is_probe=request.pair is not None,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
+        tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
+    )
+
+
+def new_record(request: RoutedRequest, trace: RequestTrace, arrival_order: int, config: RouterConfig) -> RequestRecord:
+    """Of a request that may be taken in."""
+    due = trace.arrival + (config.queue_horizon_s if trace.ttft_slo_s is None else trace.ttft_slo_s)
+    return RequestRecord(
+        request=request,
+        arrival_order=arrival_order,
+        ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
+        trace=trace,
+        block_hashes=request.block_hashes,
+        ttft_slo_s=trace.ttft_slo_s,
+        tpot_slo_s=trace.tpot_slo_s,
+        due=due if request.deadline is None else min(due, request.deadline),
+    )

@@ -37,6 +37,8 @@ class Worker:
     is_draining: bool = False
     last_turn: int = -1
     """Number of the latest placement on it."""
+    reported_at: float = 0.0
+    """When it last said anything of its load, or came."""
 
     # What it is.
     worker_id: WorkerId = field(init=False)

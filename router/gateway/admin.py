@@ -5,6 +5,8 @@ to the controller."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
@@ -19,18 +21,24 @@ from disagg.proto.control import (
     PoolName,
     ScaleRequest,
     StateRequest,
-    WorkerRecord,
 )
 from disagg.proto.errors import InternalError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.proto.messages import Load, WorkerInfo
-from disagg.router.api import RequestTrace, Router
+from disagg.router.api import Router
+from disagg.router.gateway.admin_answers import cluster_state, explanation, pool_states
+from disagg.router.gateway.probe import PairProbe
+from disagg.router.gateway.rights import Rights
 from disagg.router.gateway.status import answered
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 Control = Callable[[ControlRequest], Awaitable[ControlReply]]
 """Asks the controller; raises `UnavailableError` when it does not answer."""
+
+DEFAULT_INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 100
+DEFAULT_LISTED = 20
+MAX_LISTED = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,58 +49,109 @@ async def no_controller(request: ControlRequest) -> ControlReply:
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """`disagg.v1.AdminService`, for operators."""
+    """`disagg.v1.AdminService`, for operators.
 
-    def __init__(self, router: Router, control: Control = no_controller) -> None:
+    Args:
+        router: what is looked at.
+        control: asks the controller.
+        probe: tries pairs of workers.
+        rights: who may do what; without, as the authenticator said.
+        clock: the router's clock.
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        control: Control = no_controller,
+        probe: PairProbe | None = None,
+        rights: Rights | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._router = router
         self._control = control
+        self._probe = probe
+        self._rights = rights or Rights()
+        self._clock = clock
+        self._wall_clock = wall_clock
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         """See the proto."""
         async with answered(context):
-            try:
-                known = _state(await self._control(StateRequest()))
-            except UnavailableError:
-                known = ControlState(pools=(), workers=(), gateways=())
-            view = self._router.view()
-            seen = {worker.info.worker_id: worker for worker in view.workers}
-            workers = [
-                _worker_state(record.info, record, worker.load if (worker := seen.get(record.worker_id)) else None)
-                for record in known.workers
-            ]
-            others = seen.keys() - {record.worker_id for record in known.workers}
-            workers += [_worker_state(w.info, None, w.load) for w in view.workers if w.info.worker_id in others]
-            return pb.GetClusterStateResponse(
-                workers=workers,
-                queued_requests=view.num_queued,
-                running_requests=view.num_running,
-                pools=_pools(known),
-            )
+            return await self._cluster_state()
+
+    async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> None:
+        """See the proto."""
+        async with answered(context):
+            interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+            if interval_ms < MIN_INTERVAL_MS:
+                raise InvalidRequestError("interval_ms", f"must be at least {MIN_INTERVAL_MS}, not {interval_ms}")
+            while True:
+                await context.write(pb.WatchClusterStateResponse(state=await self._cluster_state()))
+                await asyncio.sleep(interval_ms / 1000)
 
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
         """See the proto."""
         async with answered(context):
             trace = self._router.trace(RequestId(request.request_id))
-            if trace is None:
+            if trace is None or not self._rights.may_see(trace.tenant, context):
                 raise RequestNotFoundError("request_id: no such request runs or is remembered")
-            return _explanation(trace)
+            return explanation(trace, self._clock_to_epoch_s())
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
+        """See the proto."""
+        async with answered(context):
+            self._rights.require_admin(context)
+            limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
+            if limit > MAX_LISTED:
+                raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
+            offset_s = self._clock_to_epoch_s()
+            return pb.ListRequestsResponse(requests=[explanation(t, offset_s) for t in self._router.recent(limit)])
 
     async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
         """See the proto."""
         async with answered(context):
+            self._rights.require_admin(context)
             sizes: dict[PoolName, int] = {}
             for entry in request.sizes:
                 name = _pool_name(entry.pool)
                 if name in sizes:
                     raise InvalidRequestError(f"sizes.{name}", "it is named twice")
                 sizes[name] = entry.size
-            return pb.SetPoolSizesResponse(pools=_pools(_state(await self._control(ScaleRequest(sizes=sizes)))))
+            return pb.SetPoolSizesResponse(pools=pool_states(_state(await self._control(ScaleRequest(sizes=sizes)))))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """See the proto."""
         async with answered(context):
+            self._rights.require_admin(context)
             _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
             return pb.DrainWorkerResponse()
+
+    async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
+        """See the proto."""
+        async with answered(context):
+            self._rights.require_admin(context)
+            if self._probe is None:
+                raise UnavailableError("this gateway has no probe", "no_probe")
+            result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
+            return pb.ProbePairResponse(
+                kv_bytes=result.kv_bytes,
+                expected_bytes=result.expected_bytes,
+                exposed_ms=result.exposed_s * 1000,
+                transport=result.transport,
+            )
+
+    async def _cluster_state(self) -> pb.GetClusterStateResponse:
+        try:
+            known = _state(await self._control(StateRequest()))
+        except UnavailableError:
+            known = ControlState(pools=(), workers=(), gateways=())
+        return cluster_state(self._router.view(), known)
+
+    def _clock_to_epoch_s(self) -> float:
+        return self._wall_clock() - self._clock()
 
 
 def _pool_name(text: str) -> PoolName:
@@ -109,44 +168,3 @@ def _state(reply: ControlReply) -> ControlState:
     if not isinstance(reply, ControlState):
         raise InternalError(f"the controller answered {type(reply).__name__}")
     return reply
-
-
-def _pools(state: ControlState) -> list[pb.PoolState]:
-    return [pb.PoolState(name=pool.name, desired=pool.desired, ready=pool.ready) for pool in state.pools]
-
-
-def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, load: Load | None) -> pb.WorkerState:
-    state = pb.WorkerState()
-    if record is not None:
-        state.worker_id, state.phase, state.detail = record.worker_id, record.phase, record.detail
-        state.starts = record.num_starts
-    if info is not None:
-        state.worker_id, state.address, state.incarnation, state.pid = (
-            info.worker_id,
-            info.address,
-            info.incarnation,
-            info.pid,
-        )
-        state.roles.extend(info.roles)
-        state.kv_blocks_total = info.num_blocks
-    if load is not None:
-        state.sequences = load.num_running + load.num_waiting
-        state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
-        state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved
-    return state
-
-
-def _explanation(trace: RequestTrace) -> pb.ExplainRequestResponse:
-    return pb.ExplainRequestResponse(
-        request_id=trace.request_id,
-        prefill_worker=trace.prefill_worker or "",
-        decode_worker=trace.decode_worker or "",
-        transport=trace.transport,
-        kv_bytes=trace.kv_bytes,
-        prefill_cached_tokens=trace.prefill_cached_tokens,
-        decode_cached_tokens=trace.decode_cached_tokens,
-        attempts=trace.attempts,
-        stages=[
-            pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
-        ],
-    )

@@ -1,47 +1,68 @@
 """What the gateway counts, and the whole cluster as Prometheus sees it.
 
-calls answered, per protocol and outcome ──┐
-request timelines as they end           ───┼──> registry ──render──> `/metrics`
-the router's view: loads, WorkerMetrics ───┘
+    calls answered, per protocol and outcome ──┐
+    the router's view: sums over requests,     ├──> families, made when somebody asks ──render──> `/metrics`
+      loads and counters of the workers      ──┘
+
+Nothing is counted twice: the router keeps plain numbers, and both the names of our own (`metrics_cluster`) and those
+of vLLM (`metrics_vllm`) are views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from disagg.router.api import ClusterView
+from disagg.router.gateway.metrics_cluster import cluster_families
+from disagg.router.gateway.metrics_vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     """One registry, owned by one gateway; nothing is registered globally.
 
     Args:
         view: the cluster now.
         model: name of the served model, a label of the `vllm:*` aliases.
+        vllm_aliases: whether the names of vLLM are there too.
     """
 
-    def __init__(self, view: Callable[[], ClusterView], model: str) -> None:
+    def __init__(self, view: Callable[[], ClusterView], model: str, *, vllm_aliases: bool = True) -> None:
         self._view = view
         self._model = model
+        self._vllm_aliases = vllm_aliases
+        self._calls: Counter[tuple[Protocol, str]] = Counter()
         self._registry = CollectorRegistry()
-        self._calls = Counter(
-            "disagg_calls",
-            "Calls of clients that were answered, by protocol and outcome (ok, or the error's code).",
-            ("protocol", "outcome"),
-            registry=self._registry,
-        )
+        self._registry.register(self)
 
     def count_call(self, protocol: Protocol, outcome: str) -> None:
         """A call that asked for an answer ended: `ok`, or with the code of an error."""
-        self._calls.labels(protocol, outcome).inc()
+        self._calls[protocol, outcome] += 1
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type, as the header `Accept` asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, as of now; called by the registry."""
+        calls = CounterMetricFamily(
+            "disagg_calls",
+            "Calls that asked for an answer, by protocol and outcome (ok, or the code of an error).",
+            labels=("protocol", "outcome"),
+        )
+        for labels, count in sorted(self._calls.items()):
+            calls.add_metric(labels, count)
+        yield calls
+        view = self._view()
+        yield from cluster_families(view)
+        if self._vllm_aliases:
+            yield from vllm_families(view, self._model)

@@ -21,6 +21,7 @@ from disagg.proto.control import ControlRefused, ControlState, DrainRequest, Sca
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import WorkerId
 from tests.integration.test_processes import FAKE, PROMPT, wait_until
+from tests.support.secret import SECRET
 
 NUM_TOKENS = 2000
 
@@ -56,7 +57,7 @@ def free_port() -> int:
 @contextmanager
 def running(plan: LaunchPlan, launcher: ProcessLauncher) -> Iterator[tuple[LocalController, str]]:
     """A controller whose cluster is complete, and its address."""
-    controller = LocalController(plan, launcher)
+    controller = LocalController(plan, launcher, SECRET)
     address = controller.start()
     try:
         assert wait_until(lambda: controller.state().is_settled), controller.state()
@@ -66,7 +67,7 @@ def running(plan: LaunchPlan, launcher: ProcessLauncher) -> Iterator[tuple[Local
 
 
 def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_path: Path) -> None:
-    plan, launcher = make_plan(port=free_port()), LastingLauncher(tmp_path)
+    plan, launcher = make_plan(port=free_port()), LastingLauncher(tmp_path, SECRET)
     names = ("prefill-0", "decode-0", "gateway")
     with running(plan, launcher) as (first, address):
         pids = [launcher.pid(name) for name in names]
@@ -79,7 +80,7 @@ def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_pa
             client.scale({"decode": 2})
         assert caught.value.code == "controller_away"
         with pytest.raises(UnavailableError, match=f"^the controller at {address} does not answer"):
-            ask(address, StateRequest(), timeout_s=1)
+            ask(address, StateRequest(), SECRET, timeout_s=1)
         state = client.cluster_state()
         assert ([w.worker_id for w in state.workers], len(state.pools)) == (["decode-0", "prefill-0"], 0)
         with running(plan, launcher) as (second, _):
@@ -94,14 +95,14 @@ def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_pa
 
 
 def test_control_over_grpc(tmp_path: Path) -> None:
-    with running(make_plan(), ProcessLauncher(tmp_path)) as (_, address):
-        state = ask(address, StateRequest())
+    with running(make_plan(), ProcessLauncher(tmp_path, SECRET)) as (_, address):
+        state = ask(address, StateRequest(), SECRET)
         assert isinstance(state, ControlState)
         assert state.is_settled
-        refused = ask(address, ScaleRequest(sizes={"colocated": 3}))
+        refused = ask(address, ScaleRequest(sizes={"colocated": 3}), SECRET)
         assert refused == ControlRefused(field="sizes.colocated", message="there are the pools prefill, decode")
-        assert isinstance(ask(address, DrainRequest(worker_id=WorkerId("x"))), ControlRefused)
-        assert ask(address, ScaleRequest(sizes={"decode": 1})) == state
+        assert isinstance(ask(address, DrainRequest(worker_id=WorkerId("x")), SECRET), ControlRefused)
+        assert ask(address, ScaleRequest(sizes={"decode": 1}), SECRET) == state
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        controller = LocalController(make_plan(port=port), ProcessLauncher(tmp_path))
+        controller = LocalController(make_plan(port=port), ProcessLauncher(tmp_path, SECRET), SECRET)
         with pytest.raises(LaunchError, match=rf"^controller\.port: cannot listen on {port}"):
             controller.start()
         controller.stop()

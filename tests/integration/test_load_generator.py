@@ -26,11 +26,13 @@ from disagg.loadtests.recorder import read_info
 from disagg.loadtests.records import PlannedRequest, RequestRecord, read_file
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.workload import MultiTurnWorkload, RandomWorkload, plan_requests
+from disagg.proto.errors import ConfigError
 from tests.support.ports import free_port
 
 QUICK = FakeTiming(ttft_s=0.02, tpot_s=0.002)
 PLAIN = GeneratorOptions(nice=0)
 TIMEOUT_S = 60.0
+KEY = "a-key-of-nobody-0001"
 
 
 def random_scenario(num_requests: int, *, rate_per_s: float = 60.0, osl: int = 8) -> Scenario:
@@ -138,7 +140,7 @@ def test_a_deadline_is_one_of_every_request(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_gateway_is_an_error_with_its_cause(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="no gateway answers within 10 s"):
+    with pytest.raises(LaunchError, match=r"no gateway answers within 10 s \(UNAVAILABLE: .*onnect"):
         play(random_scenario(4), f"127.0.0.1:{free_port()}", tmp_path / "run.jsonl", PLAIN)
 
 
@@ -174,6 +176,18 @@ def test_options_that_cannot_be_end_locust_before_anything_is_sent(tmp_path: Pat
     assert (ended.returncode, "--rate: expected a number; got 'fast'" in ended.stderr) == (2, True)
     ended = locust(tmp_path, "127.0.0.1:1", "--min-attainment=2")
     assert (ended.returncode, "--min-attainment" in ended.stderr) == (2, True)
+
+
+def test_a_key_does_not_go_to_another_machine_in_clear_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_API_KEY", KEY)
+    ended = locust(tmp_path, "192.0.2.1:8470")
+    assert (ended.returncode, "api_key (DISAGG_API_KEY): 192.0.2.1:8470 is another machine" in ended.stderr) == (
+        2,
+        True,
+    )
+    assert KEY not in ended.stderr + ended.stdout
+    with pytest.raises(ConfigError, match=r"^api_key \(DISAGG_API_KEY\): 192\.0\.2\.1:8470 is another machine"):
+        play(random_scenario(4), "192.0.2.1:8470", tmp_path / "run.jsonl", PLAIN)
 
 
 def test_locusts_page_has_a_goodput_tab_and_plays_one_run_after_the_other(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +22,11 @@ from disagg.cluster.process_tools import ProcessRef, Stopped
 from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import fake_generate
+from disagg.proto.errors import ConfigError
 from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning
 from tests.support.registry import Registry
+from tests.support.secret import SECRET
 
 FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
 PROMPT = tuple(range(40))
@@ -115,7 +118,7 @@ def test_a_child_is_pinned_with_all_its_threads_and_ends_when_told(tmp_path: Pat
     core = max(os.sched_getaffinity(0))
     with Registry() as registry:
         config = worker_config("w", cores=(core,))
-        children.append(start_child("w", WORKER_MODULE, config, registry.address, tmp_path, {}))
+        children.append(start_child("w", WORKER_MODULE, config, registry.address, SECRET, tmp_path, {}))
         (info,) = registry.wait(["w"])
         assert info.pid == children[0].process.pid
         threads = [int(task.name) for task in Path(f"/proc/{info.pid}/task").iterdir()]
@@ -126,7 +129,7 @@ def test_a_child_is_pinned_with_all_its_threads_and_ends_when_told(tmp_path: Pat
 
 
 def test_a_child_that_does_not_end_is_killed(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", WORKER_MODULE, worker_config("w"), "127.0.0.1:1", tmp_path, {}))
+    children.append(start_child("w", WORKER_MODULE, worker_config("w"), "127.0.0.1:1", SECRET, tmp_path, {}))
     children[0].process.send_signal(signal.SIGSTOP)
     stat = Path(f"/proc/{children[0].process.pid}/stat")
     assert wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
@@ -136,7 +139,7 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path, children: list[Chil
 
 def test_a_child_that_nobody_wants_ends(tmp_path: Path, children: list[Child]) -> None:
     with Registry() as registry:
-        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, tmp_path, {}))
+        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, SECRET, tmp_path, {}))
         registry.wait(["w"])
         registry.dismiss("w")
         assert children[0].process.wait(20) == 0
@@ -145,7 +148,7 @@ def test_a_child_that_nobody_wants_ends(tmp_path: Path, children: list[Child]) -
 def test_a_child_registers_again_and_again(tmp_path: Path, children: list[Child]) -> None:
     """With whoever listens where it was told; here the second one is another."""
     with Registry() as registry:
-        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, tmp_path, {}))
+        children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, SECRET, tmp_path, {}))
         (info,) = registry.wait(["w"])
         port = int(registry.address.rpartition(":")[2])
     with Registry(port) as later:
@@ -153,7 +156,7 @@ def test_a_child_registers_again_and_again(tmp_path: Path, children: list[Child]
 
 
 def test_a_child_that_dies_shows_its_log(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", "disagg.no_such_module", worker_config("w"), "127.0.0.1:1", tmp_path, {}))
+    children.append(start_child("w", "disagg.no_such_module", worker_config("w"), "127.0.0.1:1", SECRET, tmp_path, {}))
     why = children[0].why_ended()
     assert why.startswith("exit status 1; the end of its log:\n")
     assert "no_such_module" in why
@@ -162,13 +165,13 @@ def test_a_child_that_dies_shows_its_log(tmp_path: Path, children: list[Child]) 
 def test_a_start_that_fails_is_told_to_the_controller(tmp_path: Path, children: list[Child]) -> None:
     with Registry() as registry:
         config = worker_config("w", block_size=17)
-        children.append(start_child("w", WORKER_MODULE, config, registry.address, tmp_path, {}))
+        children.append(start_child("w", WORKER_MODULE, config, registry.address, SECRET, tmp_path, {}))
         assert "17" in registry.wait_error("w")
         assert children[0].process.wait(20) == 1
 
 
 def test_a_configuration_that_is_no_worker_s_ends_the_child(tmp_path: Path, children: list[Child]) -> None:
-    children.append(start_child("w", WORKER_MODULE, RouterConfig(), "127.0.0.1:1", tmp_path, {}))
+    children.append(start_child("w", WORKER_MODULE, RouterConfig(), "127.0.0.1:1", SECRET, tmp_path, {}))
     assert re.search(r"exit status 1; .*Object contains unknown field", children[0].why_ended(), re.DOTALL)
 
 
@@ -178,16 +181,42 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         "from disagg.cluster.processes import start_child\n"
         "from disagg.engine.config import WorkerConfig\n"
         "config = WorkerConfig(worker_id='w', roles=('decode',), model_path='fake')\n"
-        f"child = start_child('w', {WORKER_MODULE!r}, config, sys.argv[2], pathlib.Path(sys.argv[1]), {{}})\n"
+        "from disagg.proto.cluster_secret import ClusterSecret\n"
+        "secret = ClusterSecret(bytes.fromhex(sys.argv[3]))\n"
+        f"child = start_child('w', {WORKER_MODULE!r}, config, sys.argv[2], secret, pathlib.Path(sys.argv[1]), {{}})\n"
         "time.sleep(600)\n"
     )
     with Registry() as registry:
-        arguments = [sys.executable, "-c", code, str(tmp_path), registry.address]
+        arguments = [sys.executable, "-c", code, str(tmp_path), registry.address, SECRET.value.hex()]
         with subprocess.Popen(arguments) as parent:
             worker = ProcessRef.of(registry.wait(["w"])[0].pid)
             assert worker.is_alive()
             parent.kill()
         assert wait_until(lambda: not worker.is_alive())
+
+
+def test_what_the_gateway_cannot_have_is_told_before_anything_starts(tmp_path: Path) -> None:
+    started: list[str] = []
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{tenant: a, key: aaaaaaaaaaaaaaaaaaaa}]")
+    keys.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for gateway, message in (
+            (
+                {"port": port, "http_port": None},
+                f"gateway: cannot listen on 127.0.0.1:{port} (Address already in use); ",
+            ),
+            ({"port": 0, "http_port": port}, f"gateway: cannot listen on 127.0.0.1:{port} (Address already in use); "),
+            ({"port": 0, "api_keys": str(keys)}, f"gateway.api_keys: others can use {keys} (mode 0644); next: chmod"),
+        ):
+            cluster = ProcessCluster(
+                parse_config({"model": {"path": "fake"}, "gateway": gateway}),
+                progress=lambda name, state: started.append(name),
+            )
+            with pytest.raises((LaunchError, ConfigError), match=f"^{re.escape(message)}"):
+                cluster.start()
+    assert started == []
 
 
 # ---------------------------------------------------------------- disagg up

@@ -27,6 +27,7 @@ from tests.support.router import (
     worker_report,
 )
 from tests.support.scripted_worker import ScriptedWorker
+from tests.support.secret import SECRET
 
 WAIT_S = 10.0
 CONFIG = RouterConfig(local_prefill="never", min_reconnect_s=0.02, max_reconnect_s=0.1)
@@ -36,7 +37,7 @@ CONFIG = RouterConfig(local_prefill="never", min_reconnect_s=0.02, max_reconnect
 async def router(*workers: ScriptedWorker, config: RouterConfig = CONFIG) -> AsyncIterator[RouterServer]:
     """A router with sessions to all workers; afterwards it holds nothing and no task is left."""
     before = asyncio.all_tasks()
-    server = RouterServer(config, GatewayId("g0"), [worker.info for worker in workers])
+    server = RouterServer(config, GatewayId("g0"), [worker.info for worker in workers], SECRET)
     await server.start()
     try:
         await server.wait_until_connected(WAIT_S)
@@ -192,7 +193,7 @@ async def test_no_session_without_a_proper_hello() -> None:
     async with ScriptedWorker("p0") as p0, ScriptedWorker("p1") as silent:
         p0.hello = b"\xc1"
         silent.greets = False
-        server = RouterServer(config, GatewayId("g0"), [p0.info, silent.info])
+        server = RouterServer(config, GatewayId("g0"), [p0.info, silent.info], SECRET)
         await server.start()
         with pytest.raises(TimeoutError, match=r"no session with p0, p1 after 0\.3 s"):
             await server.wait_until_connected(0.3)
@@ -205,7 +206,7 @@ async def test_no_session_without_a_proper_hello() -> None:
 async def test_a_worker_that_starts_late_is_found() -> None:
     async with ScriptedWorker("c0") as c0:
         await c0.stop_listening()
-        server = RouterServer(CONFIG, GatewayId("g0"), [c0.info])
+        server = RouterServer(CONFIG, GatewayId("g0"), [c0.info], SECRET)
         await server.start()
         with pytest.raises(UnavailableError):
             submit(server, "r0")

@@ -61,7 +61,7 @@ async def client_of(cluster: ProcessCluster) -> AsyncIterator[AsyncClient]:
                 break
             await asyncio.sleep(0.02)
         assert (state.queued_requests, state.running_requests) == (0, 0)
-        await wait_until_workers_idle(cluster.workers)
+        await wait_until_workers_idle(cluster.workers, cluster.secret)
         await asyncio.sleep(0.02)
 
 

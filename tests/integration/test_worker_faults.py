@@ -28,6 +28,7 @@ from disagg.proto.handover import PairHello
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import RoleName, WorkerInfo, encode
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
+from tests.support.secret import SECRET
 from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
 
 MANY_TOKENS = 60_000
@@ -173,7 +174,7 @@ async def test_peers_that_greet_and_never_come_hold_up_nobody() -> None:
     with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
         async with grpc.aio.insecure_channel(decode.address, options=CHANNEL_OPTIONS) as channel:
             for _ in range(10):
-                call: Any = channel.stream_stream(TRANSFER, None, None)(None)
+                call: Any = channel.stream_stream(TRANSFER, None, None)(None, metadata=SECRET.metadata)
                 await call.write(encode(PairHello(info=prefill, receiver_incarnation=decode.incarnation)))
                 await call.read()
             async with gateway_to(prefill, decode) as gateway:
@@ -282,7 +283,7 @@ class _Slipping(DecodeRole):
 
 
 def test_a_worker_whose_role_does_not_start_leaves_no_thread() -> None:
-    worker = Worker(config("decode-0"), [_Unstartable])
+    worker = Worker(config("decode-0"), [_Unstartable], SECRET)
     with pytest.raises(OSError, match="no rendezvous"):
         worker.start()
     worker.stop()
@@ -290,7 +291,7 @@ def test_a_worker_whose_role_does_not_start_leaves_no_thread() -> None:
 
 
 def test_a_worker_stops_twice_and_whatever_its_roles_do() -> None:
-    worker = Worker(config("decode-0"), [_Unstoppable, DecodeRole])
+    worker = Worker(config("decode-0"), [_Unstoppable, DecodeRole], SECRET)
     worker.start()
     worker.stop()
     worker.stop()
@@ -298,7 +299,7 @@ def test_a_worker_stops_twice_and_whatever_its_roles_do() -> None:
 
 
 def test_a_fault_in_a_timer_ends_the_worker() -> None:
-    worker = Worker(config("decode-0"), [_Slipping])
+    worker = Worker(config("decode-0"), [_Slipping], SECRET)
     worker.start()
     assert worker.crashed.wait(10)
     worker.stop()
@@ -308,7 +309,7 @@ def test_a_fault_in_a_callback_ends_the_worker() -> None:
     def fail() -> None:
         raise KeyError("a fault of ours")
 
-    worker = Worker(config("decode-0"), [DecodeRole])
+    worker = Worker(config("decode-0"), [DecodeRole], SECRET)
     worker.start()
     worker.call_soon(fail)
     assert worker.crashed.wait(10)
@@ -322,7 +323,7 @@ def test_a_fault_in_the_engine_ends_the_worker() -> None:
         contexts.append(context)
         return DecodeRole(context)
 
-    worker = Worker(config("decode-0"), [make_role])
+    worker = Worker(config("decode-0"), [make_role], SECRET)
     worker.start()
     contexts[0].post(msgspec.structs.replace)  # type: ignore[arg-type]  # No command at all.
     assert worker.crashed.wait(10)

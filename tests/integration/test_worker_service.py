@@ -14,9 +14,10 @@ import pytest
 
 from disagg.engine import service as service_module
 from disagg.engine.config import WorkerConfig
-from disagg.engine.engine_thread import EngineStoppedError
+from disagg.engine.counters import EngineTotals
+from disagg.engine.engine_thread import Batch, EngineStoppedError
 from disagg.engine.service import WorkerService
-from disagg.proto.ids import BlockHash, GatewayId, RequestId
+from disagg.proto.ids import BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import (
     AuditReport,
     AuditRequest,
@@ -26,10 +27,12 @@ from disagg.proto.messages import (
     Cancel,
     End,
     GatewayToWorker,
+    KvEvent,
     Load,
     SessionHello,
     StepSample,
     StepUpdate,
+    TransferCount,
     WatchRequest,
     WorkerReport,
     WorkerToGateway,
@@ -38,6 +41,7 @@ from disagg.proto.messages import (
 )
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION, WATCH
 from tests.support.router import worker_info
+from tests.support.secret import SECRET
 
 GATEWAY = GatewayId("g")
 SNAPSHOT = BlocksSnapshot(hashes=(BlockHash(b"everything"),))
@@ -55,6 +59,7 @@ class PlayedWorker:
         self.lost: list[GatewayId] = []
         self.snapshots: list[Future[BlocksSnapshot]] = []
         self.fault: Exception | None = None
+        self.num_bytes = 0
 
     def on_message(self, message: GatewayToWorker) -> None:
         if self.fault is not None:
@@ -68,6 +73,9 @@ class PlayedWorker:
         future: Future[BlocksSnapshot] = Future()
         self.snapshots.append(future)
         return await asyncio.wrap_future(future)
+
+    def transfers(self) -> tuple[TransferCount, ...]:
+        return (TransferCount(decode_worker=WorkerId("d"), transport="t", num_bytes=self.num_bytes),)
 
     async def audit(self) -> AuditReport:
         raise EngineStoppedError("the engine has stopped")
@@ -84,10 +92,18 @@ class Bench:
 
     async def open_session(self) -> Any:
         """A session that greeted."""
-        call: Any = self.channel.stream_stream(SESSION, None, None)(None, metadata=((GATEWAY_ID_METADATA, GATEWAY),))
+        call: Any = self.channel.stream_stream(SESSION, None, None)(
+            None, metadata=((GATEWAY_ID_METADATA, GATEWAY), *SECRET.metadata)
+        )
         self.calls.append(call)
         assert _up(await call.read()) == SessionHello(info=self.worker.info)
         return call
+
+    def publish(
+        self, load: Load, *kv_events: KvEvent, step: StepSample | None = None, totals: EngineTotals | None = None
+    ) -> None:
+        """One turn of the engine."""
+        self.service.publish(Batch([], kv_events, load, step, totals or EngineTotals()))
 
     def send(self, detail: str) -> bool:
         end = End(request_id=RequestId("r"), attempt=1, reason="failed", detail=detail)
@@ -97,7 +113,7 @@ class Bench:
 @asynccontextmanager
 async def bench() -> AsyncIterator[Bench]:
     worker = PlayedWorker()
-    service = WorkerService(cast(Any, worker), Load(blocks_total=7))
+    service = WorkerService(cast(Any, worker), Load(blocks_total=7), SECRET)
     port = await service.bind("127.0.0.1", 0, [])
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
         it = Bench(worker, service, channel)
@@ -202,10 +218,10 @@ async def answer_snapshot(it: Bench, number: int) -> None:
 
 async def test_the_first_report_has_the_snapshot_and_what_came_meanwhile() -> None:
     async with bench() as it:
-        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()))
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         it.calls.append(call)
         await until(lambda: it.worker.snapshots)
-        it.service.publish(Load(blocks_total=7, num_running=1), [stored(1)], StepSample(ms=1.5, num_decodes=1))
+        it.publish(Load(blocks_total=7, num_running=1), stored(1), step=StepSample(ms=1.5, num_decodes=1))
         await answer_snapshot(it, 1)
         first = _report(await call.read())
         assert (first.sequence, first.kv_events) == (0, (SNAPSHOT, stored(1)))
@@ -213,15 +229,35 @@ async def test_the_first_report_has_the_snapshot_and_what_came_meanwhile() -> No
         assert first.steps == (StepSample(ms=1.5, num_decodes=1),)
         removed = BlocksRemoved(hashes=(BlockHash(b"1"),))
         for ms in range(6):
-            it.service.publish(Load(blocks_total=7, steps=ms), [removed] if ms == 0 else [], StepSample(ms=ms))
+            it.publish(Load(blocks_total=7, steps=ms), *([removed] if ms == 0 else []), step=StepSample(ms=ms))
         second = _report(await call.read())
         assert (second.sequence, second.kv_events, second.load) == (1, (removed,), Load(blocks_total=7, steps=5))
         assert [step.ms for step in second.steps] == [0, 1, 2, 3]
 
 
+async def test_counters_are_reported_when_they_change() -> None:
+    async with bench() as it:
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
+        it.calls.append(call)
+        await answer_snapshot(it, 1)
+        first = _report(await call.read()).metrics
+        assert first is not None
+        assert (sum(first.step_seconds), first.transfers) == (0, it.worker.transfers())
+        assert _report(await call.read()).metrics is None
+        it.publish(Load(steps=1), step=StepSample(ms=1500, prefill_tokens=7), totals=EngineTotals(3, 2, 1))
+        second = _report(await call.read()).metrics
+        assert second is not None
+        assert (second.step_seconds_sum, second.prompt_tokens, second.output_tokens) == (1.5, 7, 3)
+        assert (second.cached_tokens, second.preemptions) == (2, 1)
+        it.worker.num_bytes = 5  # Without a turn of the engine the next heartbeat brings it.
+        third = _report(await call.read()).metrics
+        assert third is not None
+        assert third.transfers[0].num_bytes == 5
+
+
 async def test_an_idle_worker_reports_its_load_before_any_step() -> None:
     async with bench() as it:
-        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()))
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         it.calls.append(call)
         await answer_snapshot(it, 1)
         assert _report(await call.read()).load == Load(blocks_total=7)
@@ -232,14 +268,14 @@ async def test_an_idle_worker_reports_its_load_before_any_step() -> None:
 async def test_a_router_that_is_too_far_behind_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_PENDING_KV_EVENTS", 3)
     async with bench() as it:
-        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()))
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         it.calls.append(call)
         await answer_snapshot(it, 1)
         assert _report(await call.read()).kv_events == (SNAPSHOT,)
-        it.service.publish(Load(), [stored(1), stored(2)], None)
-        it.service.publish(Load(), [stored(3), stored(4)], None)
+        it.publish(Load(), stored(1), stored(2))
+        it.publish(Load(), stored(3), stored(4))
         await until(lambda: len(it.worker.snapshots) == 2)
-        it.service.publish(Load(), [stored(5)], None)
+        it.publish(Load(), stored(5))
         await answer_snapshot(it, 2)
         report = _report(await call.read())
         assert (report.sequence, report.kv_events) == (1, (SNAPSHOT, stored(5)))
@@ -248,9 +284,9 @@ async def test_a_router_that_is_too_far_behind_gets_a_snapshot(monkeypatch: pyte
 async def test_an_engine_that_has_stopped_is_an_answer_not_a_fault() -> None:
     async with bench() as it:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()))
+            await it.channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()), metadata=SECRET.metadata)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()))
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         await until(lambda: it.worker.snapshots)
         it.worker.snapshots[0].set_exception(EngineStoppedError("the engine has stopped"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

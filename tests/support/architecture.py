@@ -25,7 +25,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "decode_worker": frozenset({"engine", "proto"}),
     "router": frozenset({"proto", "v1"}),
     "engine": frozenset({"kernels", "proto"}),
-    "loadtests": frozenset({"proto", "v1"}),
+    "loadtests": frozenset({"proto", "v1", "client"}),
     "kernels": frozenset(),
     "proto": frozenset(),
     "client": frozenset({"proto", "v1"}),

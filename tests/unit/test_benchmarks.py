@@ -18,6 +18,7 @@ from benchmarks.load import Run, Timing
 from benchmarks.serving import num_requests, parse_arguments
 from disagg.cluster.config import parse_config
 from disagg.proto.errors import DisaggError
+from disagg.router.gateway.from_protobuf import read_request
 from disagg.router.gateway.tokenizer import ModelInfo
 from disagg.router.gateway.validate import Limits, check_request
 from disagg.v1 import inference_pb2 as pb
@@ -212,7 +213,7 @@ def test_every_kind_of_bad_input_is_refused_before_tokenizing() -> None:
     seen = {}
     for kind in bad_input.kinds(MODEL):
         with pytest.raises(DisaggError) as raised:
-            check_request(kind.request, limits)
+            check_request(read_request(kind.request), limits)
         assert raised.value.grpc_code == kind.expected.name, kind.name
         seen[kind.name] = raised.value.grpc_code
     assert len(seen) == 20

@@ -18,12 +18,12 @@ from tests.support.architecture import REPOSITORY
 
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 MAP = "docs/architecture.md"
 CODE_TOPS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefill_worker", "proto", "router")
-TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "scripts", "src/disagg", "tests")
+TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")
 
 
 @cache

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from disagg.cluster import load_commands as commands
-from disagg.cluster.load_generator import GeneratorOptions, locust_command, slo_arguments
+from disagg.cluster.load_generator import (
+    GeneratorOptions,
+    check_credentials,
+    locust_command,
+    locust_environment,
+    slo_arguments,
+)
 from disagg.cluster.load_sweep import sweep
 from disagg.cluster.process_tools import available_cores
 from disagg.loadtests.arrivals import ArrivalConfig
@@ -64,6 +70,35 @@ def test_locust_is_given_our_file() -> None:
     assert option == "-f"
     assert Path(locustfile).name == "locustfile.py"
     assert Path(locustfile).exists()
+
+
+def test_locust_finds_the_same_credentials_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, given in (
+        ("LOCUST_RUN_TIME", "1"),
+        ("DISAGG_API_KEY", "key"),
+        ("DISAGG_CA_CERT", "system"),
+        ("DISAGG_CLIENT_CERT", "tls/client.crt"),
+        ("DISAGG_CLIENT_KEY", "~/client.key"),
+    ):
+        monkeypatch.setenv(name, given)
+    found = locust_environment()
+    assert {name: found.get(name) for name in ("LOCUST_RUN_TIME", "DISAGG_API_KEY", "DISAGG_CA_CERT")} == {
+        "LOCUST_RUN_TIME": None,
+        "DISAGG_API_KEY": "key",
+        "DISAGG_CA_CERT": "system",
+    }
+    assert found["DISAGG_CLIENT_CERT"] == str(tmp_path / "tls" / "client.crt")
+    assert found["DISAGG_CLIENT_KEY"] == str(tmp_path / "home" / "client.key")
+
+
+def test_a_key_for_another_machine_needs_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISAGG_CA_CERT", raising=False)
+    monkeypatch.setenv("DISAGG_API_KEY", "key")
+    check_credentials("127.0.0.1:8470")
+    with pytest.raises(ConfigError, match=r"^api_key \(DISAGG_API_KEY\): 10\.0\.0\.5:8470 is another machine"):
+        check_credentials("10.0.0.5:8470")
 
 
 def test_the_scenarios_limits_hold_where_the_command_line_has_none() -> None:

@@ -163,8 +163,8 @@ def test_requests_wait_for_a_prefill_slot_and_start_when_one_opens() -> None:
     it.start("r0", "p0", "d0")
     assert it.submit("r1") == []
     assert it.submit("r2") == []
-    assert it.core.view().num_queued == 2
-    assert it.core.view().num_running == 1
+    assert it.core.view(it.now).num_queued == 2
+    assert it.core.view(it.now).num_running == 1
     assert it.update("p0", prefilled_update("r0", 0)) == ["dispatch p0 r1/0 -> d0"]
     assert it.update("p0", prefilled_update("r1", 0)) == ["dispatch p0 r2/0 -> d0"]
 
@@ -266,7 +266,9 @@ def test_a_deadline_that_has_passed_is_refused() -> None:
     it = Scenario("p0", "d0")
     it.now = 5.0
     assert it.submit(routed_request("r0", deadline=5.0)) == ["fail r0 DeadlineError"]
-    assert it.core.trace(routed_request("r0").request_id) is None
+    trace = it.core.trace(routed_request("r0").request_id)
+    assert trace is not None
+    assert (trace.outcome, trace.attempts, trace.marks) == ("timeout", 0, [])
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
@@ -303,10 +305,10 @@ def test_a_gap_in_the_reports_asks_for_a_new_stream() -> None:
 def test_the_view_shows_what_workers_report() -> None:
     it = Scenario("p0", "d0")
     assert it.report(worker_report("d0", 0, load=Load(num_running=3))) == []
-    view = it.core.view()
+    view = it.core.view(it.now)
     assert [(w.info.worker_id, w.load.num_running) for w in view.workers] == [("d0", 3), ("p0", 0)]
     assert it.report(worker_report("d0", 1, load=Load(num_running=9), incarnation="old")) == []
-    assert it.core.view().workers[0].load.num_running == 3
+    assert it.core.view(it.now).workers[0].load.num_running == 3
     assert it.core.counters["stale_incarnation"] == 1
 
 

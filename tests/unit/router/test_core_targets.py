@@ -56,7 +56,9 @@ def test_what_would_miss_its_target_is_refused_and_told_when_to_come_back() -> N
     assert str(it.errors["r2"]) == "the first token is expected after 0.4 s, the target is 0.31 s"
     assert retry_after_s(it, "r2") == pytest.approx(0.09, abs=0.002)
     assert it.core.holdings()["requests"] == 2
-    assert it.core.trace(wanted("r2", 1).request_id) is None
+    refused = it.core.trace(wanted("r2", 1).request_id)
+    assert refused is not None
+    assert (refused.outcome, refused.ttft_slo_s, refused.marks) == ("slow_down", 0.31, [])
 
 
 def test_the_queue_in_front_counts_too() -> None:

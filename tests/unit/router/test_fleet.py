@@ -40,7 +40,7 @@ def test_candidates_join_books_index_and_reports() -> None:
     it = fleet("p0", "d0")
     request = routed_request("r0", 64)
     snapshot = BlocksSnapshot(hashes=request.block_hashes)
-    assert it.report(worker_report("p0", 0, snapshot, load=Load(blocks_active=3, blocks_reserved=4)))
+    assert it.report(worker_report("p0", 0, snapshot, load=Load(blocks_active=3, blocks_reserved=4)), 0.0)
     it.open(it.worker(P), K0, Booking(tokens=10, blocks=5), 0)
     it.open(it.worker(D), K0, Booking(blocks=6), 0)
     ((p0,), (d0,), wholes, local) = it.shortlists(Demand(num_tokens=64), request.block_hashes, (), 0.0)[0]
@@ -60,10 +60,10 @@ def test_candidates_join_books_index_and_reports() -> None:
 def test_a_worker_that_greets_twice_in_one_life_keeps_what_is_known() -> None:
     it = fleet("d0")
     request = routed_request("r0", 32)
-    it.report(worker_report("d0", 0, BlocksSnapshot(hashes=request.block_hashes), load=Load(num_running=2)))
+    it.report(worker_report("d0", 0, BlocksSnapshot(hashes=request.block_hashes), load=Load(num_running=2)), 0.0)
     it.open(it.worker(D), K0, Booking(blocks=3), 0)
-    it.up(worker_info("d0", max_model_len=50))
-    assert it.views()[0].load.num_running == 2
+    it.up(worker_info("d0", max_model_len=50), 0.0)
+    assert it.views(0.0)[0].load.num_running == 2
     assert it.index.match(request.block_hashes) == {D: 2}
     assert (it.worker(D).used_blocks, it.worker(D).info.max_model_len) == (3, 50)
     assert it.check_integrity() == []
@@ -72,12 +72,12 @@ def test_a_worker_that_greets_twice_in_one_life_keeps_what_is_known() -> None:
 def test_a_lost_worker_is_forgotten_and_the_others_stay() -> None:
     it = fleet("p0", "d0", "d1")
     hashes = routed_request("r0").block_hashes
-    it.report(worker_report("d0", 0, BlocksSnapshot(hashes=hashes)))
-    it.report(worker_report("d1", 0, BlocksSnapshot(hashes=hashes[:2])))
+    it.report(worker_report("d0", 0, BlocksSnapshot(hashes=hashes)), 0.0)
+    it.report(worker_report("d1", 0, BlocksSnapshot(hashes=hashes[:2])), 0.0)
     it.lost(D)
     assert (it.incarnation(D), it.incarnation(P)) == (None, "1")
     assert it.index.match(hashes) == {"d1": 2}
-    assert [view.info.worker_id for view in it.views()] == ["d1", "p0"]
+    assert [view.info.worker_id for view in it.views(0.0)] == ["d1", "p0"]
     it.lost(WorkerId("d1"))
     assert (len(it.index), it.longest_sequence) == (0, 0)
 
@@ -97,13 +97,13 @@ def test_a_report_tells_how_far_a_prompt_is() -> None:
     it.open(worker, K0, Booking(tokens=100, pairs=5050), 0)
     assert worker.outstanding_tokens == 100
     # The worker may not have heard of it when it wrote this.
-    it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=0)))
+    it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=0)), 0.0)
     assert worker.outstanding_tokens == 100
-    it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=40)))
+    it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=40)), 0.0)
     assert (worker.outstanding_tokens, worker.outstanding_pairs) == (40, 2020.0)
     it.open(worker, K1, Booking(tokens=50, pairs=1275), 1)
     assert worker.outstanding_tokens == 90
-    it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=20)))
+    it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=20)), 0.0)
     assert worker.outstanding_tokens == 70
     it.computed(P, K0)
     assert (worker.outstanding_tokens, it.books.account(P).tokens) == (50, 50)
@@ -118,10 +118,10 @@ def test_openings_are_counted_when_a_slot_frees() -> None:
     before = it.num_openings
     it.open(worker, K0, Booking(tokens=300), 0)
     assert (it.has_opening, it.num_openings) == (False, before)
-    it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=300)))
-    it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=256)))
+    it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=300)), 0.0)
+    it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=256)), 0.0)
     assert (it.has_opening, it.num_openings) == (False, before)
-    it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=255)))
+    it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=255)), 0.0)
     assert (it.has_opening, it.num_openings) == (True, before + 1)
     assert it.check_integrity() == []
 

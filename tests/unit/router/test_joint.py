@@ -6,8 +6,9 @@ import math
 import pytest
 
 from disagg.proto.messages import KvLayout, StepSample
-from disagg.router.attempts import explain
 from disagg.router.config import RouterConfig
+from disagg.router.explain import Placed
+from disagg.router.placement import Demand
 from tests.support.placing import Busy, Placing, busy, samples
 from tests.support.router import worker_info
 
@@ -26,7 +27,7 @@ def test_the_cost_is_the_sum_of_its_parts() -> None:
     it.config = RouterConfig(local_prefill="never")
     choice = it.choose(output_tokens=11.0)
     assert choice is not None
-    decision = explain(it.policy, choice)
+    decision = Placed(it.policy, Demand(num_tokens=64), choice).decision()
     link_ms = it.links.exposed_ms(worker_info("p0").worker_id, worker_info("d0").worker_id, 64 * 64)
     # P: 100 tokens in front, in steps of 128; then 64 tokens in one step. D: 10 steps with 4 sequences, each of which
     # takes 0.5 ms longer for 3 others. KV: 5 of 1,024 blocks on P, 256 + 5 on D.

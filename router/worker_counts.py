@@ -1,0 +1,71 @@
+"""The counters of workers, over all of their lives: each life begins at 0, and what is shown must never fall.
+
+    report of the known life ──> replaces what that life said before
+    report of another life   ──> what the earlier one said last is added to the past
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.messages import TransferCount, WorkerMetrics, WorkerReport
+
+
+class WorkerCounts:
+    """See the module docstring. A life that comes back (its session broke) goes on."""
+
+    def __init__(self) -> None:
+        self._past: dict[WorkerId, WorkerMetrics] = {}
+        self._latest: dict[WorkerId, tuple[Incarnation, WorkerMetrics]] = {}
+
+    def take(self, report: WorkerReport) -> None:
+        """A report of a present life."""
+        if report.metrics is None:
+            return
+        worker_id = report.worker_id
+        incarnation, latest = self._latest.get(worker_id, (report.incarnation, None))
+        if latest is not None and incarnation != report.incarnation:
+            self._past[worker_id] = add(self._past.get(worker_id, WorkerMetrics()), latest)
+        self._latest[worker_id] = (report.incarnation, report.metrics)
+
+    def totals(self) -> dict[WorkerId, WorkerMetrics]:
+        """The sums, of every worker that ever reported, by id."""
+        return {
+            worker_id: add(self._past[worker_id], latest) if worker_id in self._past else latest
+            for worker_id, (_, latest) in sorted(self._latest.items())
+        }
+
+
+def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
+    """The sum of the counters of two lives."""
+    transfers: dict[tuple[WorkerId, str], TransferCount] = {}
+    for count in (*one.transfers, *other.transfers):
+        known = transfers.get((count.decode_worker, count.transport))
+        transfers[count.decode_worker, count.transport] = count if known is None else _add_transfers(known, count)
+    return WorkerMetrics(
+        step_seconds=_add_counts(one.step_seconds, other.step_seconds),
+        step_seconds_sum=one.step_seconds_sum + other.step_seconds_sum,
+        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
+        cached_tokens=one.cached_tokens + other.cached_tokens,
+        output_tokens=one.output_tokens + other.output_tokens,
+        preemptions=one.preemptions + other.preemptions,
+        transfers=tuple(transfers.values()),
+    )
+
+
+def _add_counts(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    if len(one) != len(other):  # a life that has said nothing yet
+        return one or other
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def _add_transfers(one: TransferCount, other: TransferCount) -> TransferCount:
+    reasons = [*one.failures, *(reason for reason in other.failures if reason not in one.failures)]
+    return TransferCount(
+        decode_worker=one.decode_worker,
+        transport=one.transport,
+        num_transfers=one.num_transfers + other.num_transfers,
+        num_bytes=one.num_bytes + other.num_bytes,
+        failures={reason: one.failures.get(reason, 0) + other.failures.get(reason, 0) for reason in reasons},
+    )
