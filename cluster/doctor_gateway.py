@@ -111,6 +111,10 @@ def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding
         yield Finding("warn", "HTTP", "off, or its address is not known", NO_HTTP)
         return
     where = reachable_from_here(http_address, address)
+    if not tls and not is_local(where) and Credentials().api_key:
+        text = f"not asked: {where} is another machine, to which the key would go in clear text"
+        yield Finding("warn", "HTTP", text, "run this there, or set gateway.tls in the configuration")
+        return
     try:
         yield health_finding(where, _get(where, "/health", bool(tls)))
     except (OSError, http.client.HTTPException) as error:

@@ -4,6 +4,8 @@
 channel in a native thread and hands it to a greenlet, which costs about 80 us a message; so nothing else may happen per
 message. A message is stamped and kept as bytes where gRPC would deserialize it, which is the first Python code that
 sees it; protobuf comes in when the stream has ended.
+
+Who calls, and over what, is said as to every client of disagg: see `disagg.client.credentials`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import NamedTuple, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from disagg.client.credentials import Credentials
 from disagg.loadtests.records import PlannedRequest, Status
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
@@ -28,6 +31,7 @@ Stamped = tuple[float, bytes]
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 _GENERATE = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Generate'].name}"
 _DIGEST_BYTES = 8
+_REASON_TIMEOUT_S = 2.0
 
 _STATUS: dict[grpc.StatusCode, Status] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -91,16 +95,27 @@ class GatewayClient:
 
     Args:
         address: host:port.
+        credentials: of all calls, and of the connections.
         num_channels: connections; each is polled by a native thread of its own.
+
+    Raises:
+        ConfigError: for credentials that cannot be used at that address.
     """
 
-    def __init__(self, address: str, num_channels: int = 1) -> None:
+    def __init__(self, address: str, credentials: Credentials, num_channels: int = 1) -> None:
         options = (
             ("grpc.enable_http_proxy", 0),
             ("grpc.enable_retries", 0),
             ("grpc.use_local_subchannel_pool", 1),  # or all channels to one address would share one connection
         )
-        self._channels = [grpc.insecure_channel(address, options=options) for _ in range(num_channels)]
+        tls = credentials.channel(address)
+        self._channels = [
+            grpc.insecure_channel(address, options=options)
+            if tls is None
+            else grpc.secure_channel(address, tls, options=options)
+            for _ in range(num_channels)
+        ]
+        self._metadata = credentials.metadata
         self._generate = [self._callable(channel) for channel in self._channels]
         self._next = 0
 
@@ -115,18 +130,35 @@ class GatewayClient:
         Raises:
             ConnectionError: if that takes longer, or no model is there.
         """
-        try:
-            for channel in self._channels:
+        for channel in self._channels:
+            try:
                 grpc.channel_ready_future(channel).result(timeout_s)
-            stub = InferenceServiceStub(self._channels[0])  # type: ignore[no-untyped-call]
-            response: pb.ListModelsResponse = stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            raise ConnectionError(f"no gateway answers within {timeout_s:g} s") from None
+            except grpc.FutureTimeoutError:
+                why = self._why_unreachable(channel)
+                raise ConnectionError(f"no gateway answers within {timeout_s:g} s{why}") from None
+        try:
+            response = self._list_models(self._channels[0], timeout_s)
         except grpc.RpcError as error:
-            raise ConnectionError(f"the gateway does not list its models ({_describe(error)})") from None
+            step = "; set DISAGG_API_KEY" if error.code() is grpc.StatusCode.UNAUTHENTICATED else ""
+            raise ConnectionError(f"the gateway does not list its models ({_describe(error)}){step}") from None
         if not response.models:
             raise ConnectionError("the gateway serves no model")
         return response.models[0]
+
+    def _list_models(self, channel: grpc.Channel, timeout_s: float) -> pb.ListModelsResponse:
+        stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        found: pb.ListModelsResponse = stub.ListModels(
+            pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+        )
+        return found
+
+    def _why_unreachable(self, channel: grpc.Channel) -> str:
+        """What a call says that needs a connection which does not come about, such as a certificate that is unknown."""
+        try:
+            self._list_models(channel, _REASON_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return f" ({_describe(error)})"
+        return ""
 
     def generate(self, request: bytes, *, max_tokens: int, timeout_s: float | None, metadata: Metadata) -> Answer:
         """Send a request and read its answer to the end; blocks the greenlet.
@@ -135,7 +167,7 @@ class GatewayClient:
         """
         call = self._generate[self._next]
         self._next = (self._next + 1) % len(self._generate)
-        stream = call(request, timeout=timeout_s, metadata=metadata)
+        stream = call(request, timeout=timeout_s, metadata=(*metadata, *self._metadata))
         messages: list[Stamped] = []
         status: Status = "ok"
         error = ""

@@ -1,7 +1,8 @@
 """The options of a load test inside Locust: arguments of its command line, fields of its web page.
 
 Locust's own `--host` is the gateway. An option that is left out is an empty string, because the web page knows nothing
-else; `Settings` has the values.
+else; `Settings` has the values. An API key and certificates are no options: they come from the environment, as those of
+every client do (`disagg.client.credentials`), so that no command line, page or report shows them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from locust.argument_parser import LocustArgumentParser
 
+from disagg.client.credentials import Credentials
 from disagg.loadtests.goodput import DEFAULT_MIN_ATTAINMENT, Slo
 from disagg.loadtests.scenario import Overrides, Scenario, load_scenario
 
@@ -29,6 +31,8 @@ class Settings:
 
     target: str
     """host:port of the gateway."""
+    credentials: Credentials
+    """That can be used there."""
     scenario: Scenario
     slo: Slo
     """To be met; also sent with each request, where the router can use it."""
@@ -71,8 +75,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """The options as values.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: naming the option, or the variable of the environment.
     """
+    target = options.host or DEFAULT_HOST
+    credentials = Credentials()
+    credentials.channel(target)  # refuses what it cannot be used for
     overrides = Overrides(
         rate_per_s=_number(options, "rate"),
         duration_s=_number(options, "duration"),
@@ -89,7 +96,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if num_channels is None or num_channels < 1:
         raise ValueError(f"--channels: expected at least 1; got {options.channels!r}")
     return Settings(
-        target=options.host or DEFAULT_HOST,
+        target=target,
+        credentials=credentials,
         scenario=scenario,
         slo=Slo(
             ttft_s=_limit(options, "slo_ttft_ms", scenario.slo.ttft_s),

@@ -14,6 +14,8 @@ from importlib.metadata import version
 
 from locust.env import Environment
 
+from disagg.client.types import Targets
+from disagg.client.wire import target_metadata
 from disagg.loadtests.goodput import Score, Slo, evaluate
 from disagg.loadtests.locust_client import GatewayClient, Metadata
 from disagg.loadtests.locust_dispatcher import Dispatcher
@@ -24,8 +26,6 @@ from disagg.loadtests.workload import plan
 
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TYPE = "generate"
-TTFT_METADATA = "x-slo-ttft-ms"
-TPOT_METADATA = "x-slo-tpot-ms"
 
 EXIT_MET = 0
 EXIT_MISSED = 1
@@ -63,7 +63,7 @@ class LoadRun:
             ValueError: if the scenario cannot be played on its model.
         """
         settings = self.settings
-        client = GatewayClient(settings.target, settings.num_channels)
+        client = GatewayClient(settings.target, settings.credentials, settings.num_channels)
         started_at = datetime.now(UTC)
         model = ""
         dispatcher = None
@@ -153,5 +153,5 @@ def _affinity() -> set[int]:
 
 def slo_metadata(slo: Slo) -> Metadata:
     """The limits as the gateway takes them, in milliseconds."""
-    limits = ((TTFT_METADATA, slo.ttft_s), (TPOT_METADATA, slo.tpot_s))
-    return tuple((name, f"{limit_s * 1e3:g}") for name, limit_s in limits if limit_s is not None)
+    ttft_ms, tpot_ms = (None if limit_s is None else limit_s * 1e3 for limit_s in (slo.ttft_s, slo.tpot_s))
+    return target_metadata(Targets(ttft_ms=ttft_ms, tpot_ms=tpot_ms))

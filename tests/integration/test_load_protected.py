@@ -112,11 +112,11 @@ def scrape(http: httpx.Client, done: Callable[[Samples], bool]) -> Samples:
 
 @pytest.fixture
 def http(folder: Path, cluster: ProcessCluster) -> Iterator[httpx.Client]:
-    pair = {"client_cert": str(folder / "client.crt"), "client_key": str(folder / "client.key")}
-    with Client(cluster.address, KEY, ca_cert=str(folder / "ca.pem"), **pair) as client:
+    ca, certificate, private = (str(folder / name) for name in ("ca.pem", "client.crt", "client.key"))
+    with Client(cluster.address, KEY, ca, certificate, private) as client:
         address = client.cluster_state().http_address
-    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-    context.load_cert_chain(pair["client_cert"], pair["client_key"])
+    context = ssl.create_default_context(cafile=ca)
+    context.load_cert_chain(certificate, private)
     with httpx.Client(base_url=f"https://{address}", verify=context, timeout=10.0) as opened:
         assert opened.get("/metrics").status_code == 401
         opened.headers["authorization"] = f"Bearer {KEY}"

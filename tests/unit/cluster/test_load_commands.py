@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from disagg.cluster import load_commands as commands
 from disagg.cluster.load_generator import (
@@ -97,8 +99,12 @@ def test_a_key_for_another_machine_needs_tls(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("DISAGG_CA_CERT", raising=False)
     monkeypatch.setenv("DISAGG_API_KEY", "key")
     check_credentials("127.0.0.1:8470")
-    with pytest.raises(ConfigError, match=r"^api_key \(DISAGG_API_KEY\): 10\.0\.0\.5:8470 is another machine"):
+    refused = r"^api_key \(DISAGG_API_KEY\): 10\.0\.0\.5:8470 is another machine"
+    with pytest.raises(ConfigError, match=refused):
         check_credentials("10.0.0.5:8470")
+    monkeypatch.setattr(commands, "locust_command", lambda: pytest.fail("Locust was to be started"))
+    with pytest.raises(ConfigError, match=refused):
+        commands.web(commands.Common(scenario="interactive"), "10.0.0.5:8470", None, 8089, Console(file=io.StringIO()))
 
 
 def test_the_scenarios_limits_hold_where_the_command_line_has_none() -> None:
