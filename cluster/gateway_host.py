@@ -17,7 +17,7 @@ import threading
 from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.launch import GatewayLaunch
-from disagg.cluster.process_tools import allow_open_files, describe, pin_process
+from disagg.cluster.process_tools import allow_open_files, describe, freeze_start, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
@@ -93,6 +93,7 @@ class GatewayHost:
             await router.stop()
             raise
         try:
+            freeze_start()
             self.address, self.http_address = gateway.address, gateway.http_address
             link.start(gateway.address, os.getpid(), self.http_address)
             self._ready.set()

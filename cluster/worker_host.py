@@ -7,7 +7,7 @@ import threading
 
 from disagg.cluster.control.register_link import RegisterLink, Resolve, report_failure
 from disagg.cluster.host import STOP_GRACE_S, StartError
-from disagg.cluster.process_tools import describe, pin_process
+from disagg.cluster.process_tools import describe, freeze_start, pin_process
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.worker import RoleFactory, Worker
@@ -39,6 +39,7 @@ class WorkerHost:
             pin_process(self._config.cores)
             info = self._worker.start()
             pin_process(self._config.cores)  # threads that libraries pinned or started otherwise
+            freeze_start()
         except Exception as error:
             logger.exception("%s could not start", self._config.worker_id)
             report_failure(self._resolve, self._secret, WorkerId(self._config.worker_id), describe(error))

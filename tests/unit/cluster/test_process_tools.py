@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -186,3 +187,15 @@ def test_the_limit_of_open_files_only_rises(monkeypatch: pytest.MonkeyPatch, sof
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
     assert process_tools.allow_open_files(1000) == limit
     assert limits[-1] == (limit, hard)
+
+
+def test_what_the_start_left_is_not_collected_again() -> None:
+    kept: list[object] = []
+    kept.append(kept)
+    try:
+        process_tools.freeze_start()
+        assert gc.get_freeze_count() > 0
+        assert not any(known is kept for known in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(known is kept for known in gc.get_objects())
