@@ -107,8 +107,11 @@ class AdminService(pb_grpc.AdminServiceServicer):
             limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
             if limit > MAX_LISTED:
                 raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
-            offset_s = self._clock_to_epoch_s()
-            return pb.ListRequestsResponse(requests=[explanation(t, offset_s) for t in self._router.recent(limit)])
+            offset_s, response = self._clock_to_epoch_s(), pb.ListRequestsResponse()
+            for trace in self._router.recent(limit):
+                response.requests.append(explanation(trace, offset_s))
+                await asyncio.sleep(0)  # a thousand take a good part of a second, and streams must go on
+            return response
 
     async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
         """See the proto."""

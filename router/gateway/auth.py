@@ -33,8 +33,8 @@ ANONYMOUS = Caller("", True)
 STRANGER = Caller("", False)
 """Everybody, on a gateway without keys that others can reach."""
 
-CALLER: ContextVar[Caller] = ContextVar("caller", default=ANONYMOUS)
-"""Of the running call; set by the outermost layer of each protocol."""
+CALLER: ContextVar[Caller] = ContextVar("caller", default=STRANGER)
+"""Of the running call; set by the outermost layer of each protocol. Where none did, nobody knows who calls."""
 
 KEY_NEEDED = "a valid API key is needed, as `authorization: Bearer KEY`"
 """The one answer to a missing, a malformed and an unknown key."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,7 +26,7 @@ from disagg.proto.ids import BlockHash, RequestId
 from disagg.router.api import RoutedRequest, Router
 from disagg.router.gateway.answer import Answer, Delta, Finish
 from disagg.router.gateway.mixing import mixed
-from disagg.router.gateway.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.request import BYTES_PER_ID, Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.sampling import answer_seed
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
@@ -100,6 +100,10 @@ class Generator:
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a checked prompt. Raises `InvalidRequestError` where the chat template refuses it."""
         return await self.offload(prompt.num_bytes, lambda: _encode(prompt, self.model.tokenizer))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of checked ids, special tokens left out."""
+        return await self.offload(BYTES_PER_ID * len(token_ids), lambda: self.model.tokenizer.decode(token_ids))
 
     async def offload(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Do `work`, whose input has `num_bytes`: at once if it is small, on a thread otherwise."""

@@ -10,17 +10,21 @@ of vLLM (`metrics_vllm`) are views of them.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
 from disagg.router.api import ClusterView
 from disagg.router.gateway.metrics_cluster import cluster_families
+from disagg.router.gateway.metrics_families import counter
 from disagg.router.gateway.metrics_vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]
@@ -47,21 +51,39 @@ class GatewayMetrics(Collector):
         """A call that asked for an answer ended: `ok`, or with the code of an error."""
         self._calls[protocol, outcome] += 1
 
+    @contextmanager
+    def counted(self, protocol: Protocol) -> Iterator[None]:
+        """Counts what is inside as one call."""
+        outcome = InternalError.code
+        try:
+            yield
+            outcome = "ok"
+        except DisaggError as error:
+            outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome = RequestCancelledError.code
+            raise
+        finally:
+            self.count_call(protocol, outcome)
+
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type, as the header `Accept` asks for it."""
-        encode, content_type = choose_encoder(accept)
+        """The exposition and its content type, as the header `Accept` asks for it; plain text if it asks in a way that
+        nobody can read."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except TypeError:  # the library compares a version that is no number with numbers
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now; called by the registry."""
-        calls = CounterMetricFamily(
+        yield counter(
             "disagg_calls",
             "Calls that asked for an answer, by protocol and outcome (ok, or the code of an error).",
-            labels=("protocol", "outcome"),
+            ("protocol", "outcome"),
+            sorted(self._calls.items()),
         )
-        for labels, count in sorted(self._calls.items()):
-            calls.add_metric(labels, count)
-        yield calls
         view = self._view()
         yield from cluster_families(view)
         if self._vllm_aliases:

@@ -12,12 +12,11 @@ from prometheus_client.core import Metric
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView
 from disagg.router.gateway.metrics_families import counter, gauge, histogram, histogram_of_counts
+from disagg.router.journal import ANSWERED, SLOS
 from disagg.router.tally import Tally
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
-ANSWERS = ("stop", "length")
-SLOS = ("ttft", "tpot", "both")
 DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "no_room", "no_slot")
 
 
@@ -44,7 +43,7 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
         ("stage",),
         [((stage,), view.stages.get(stage, 0)) for stage in STAGES],
     )
-    outcomes = {**dict.fromkeys(ANSWERS, 0), **tally.outcomes}
+    outcomes = {**dict.fromkeys(ANSWERED, 0), **tally.outcomes}
     yield counter(
         "disagg_requests",
         "Requests that ended, by outcome: stop, length, or the code of an error. Each answer to a prompt is one.",

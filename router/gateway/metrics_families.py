@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -12,22 +12,18 @@ from disagg.router.histogram import Histogram
 Labels = tuple[str, ...]
 
 
-def gauge(
-    name: str, text: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]
-) -> GaugeMetricFamily:
-    """A gauge; `values` are given by label values."""
+def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> GaugeMetricFamily:
+    """A gauge of (label values, value)."""
     family = GaugeMetricFamily(name, text, labels=labels)
-    for label_values, value in values.items() if isinstance(values, Mapping) else values:
+    for label_values, value in values:
         family.add_metric(label_values, value)
     return family
 
 
-def counter(
-    name: str, text: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]
-) -> CounterMetricFamily:
-    """A counter; `name` without `_total`."""
+def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> CounterMetricFamily:
+    """A counter of (label values, value); `name` without `_total`."""
     family = CounterMetricFamily(name, text, labels=labels)
-    for label_values, value in values.items() if isinstance(values, Mapping) else values:
+    for label_values, value in values:
         family.add_metric(label_values, value)
     return family
 

@@ -17,6 +17,9 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth import ANONYMOUS, Caller
 from disagg.router.gateway.chat_template import ChatTurn
 
+BYTES_PER_ID = 4
+"""Of a token id, to tell small prompts from large ones."""
+
 
 class Targets(NamedTuple):
     """What a client wants of the latencies of one request; `None` takes what the cluster is configured for."""
@@ -48,7 +51,7 @@ class IdsPrompt:
     @property
     def num_bytes(self) -> int:
         """Size, to tell small prompts from large ones."""
-        return 4 * len(self.token_ids)
+        return BYTES_PER_ID * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
-from disagg.router.gateway.auth import Authenticator
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
@@ -82,7 +81,6 @@ class GatewayServer:
         router: where requests go.
         model: what is served, instead of reading `config.model_path`.
         control: asks the controller; without it operators can look, but change nothing.
-        authenticator: knows the keys, instead of those of `config.api_keys`.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -94,14 +92,12 @@ class GatewayServer:
         router: Router,
         model: ServedModel | None = None,
         control: Control = no_controller,
-        authenticator: Authenticator | None = None,
     ) -> None:
         self.config = config
         self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
         self._router = router
         self._control = control
         self._security = secure(config)
-        self._authenticator = authenticator or self._security.authenticator
         self._metrics = GatewayMetrics(router.view, self.model.info.name, vllm_aliases=config.vllm_aliases)
         self._port: int | None = None
         self._http_port: int | None = None
@@ -137,7 +133,7 @@ class GatewayServer:
         config = self.config
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         generator = self._make_generator(self._executor)
-        interceptors = (self._calls, Authenticate(self._authenticator), DecodeRequests())
+        interceptors = (self._calls, Authenticate(self._security.authenticator), DecodeRequests())
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
         try:
@@ -211,7 +207,7 @@ class GatewayServer:
         app = HttpApp(
             Completions(generator, metrics, limits, _mint_id, time.monotonic, time.time),
             Information(generator, self._router.view, metrics, limits, created=int(time.time())),
-            self._authenticator,
+            self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
         )

@@ -8,18 +8,18 @@ generator, which cancels.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from disagg.proto.errors import DisaggError, InternalError, InvalidRequestError, RequestCancelledError, UnavailableError
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.from_protobuf import read_request, read_turns
 from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.request import Call, GenerationInput, Prompt
 from disagg.router.gateway.stall import StalledError, StallWatch
@@ -31,13 +31,6 @@ from disagg.router.gateway.validate import check_chat, check_model, check_target
 from disagg.router.gateway.values import check_ids
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
-
-LABEL_METADATA = "x-request-id"
-"""A client's own label; it comes back as it was and means nothing here."""
-REQUEST_ID_METADATA = "x-disagg-request-id"
-"""Our id of the request, from the start of the answer; with several answers, of the first."""
-_MAX_LABEL_CHARS = 256
-_BYTES_PER_ID = 4
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,7 +55,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         mint_trace_bits: Callable[[], int],
         *,
         write_timeout_s: float,
-        metrics: GatewayMetrics | None = None,
+        metrics: GatewayMetrics,
     ) -> None:
         self._generator = generator
         self._mint_id = mint_id
@@ -75,7 +68,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         """See the proto."""
         request_id, trace_parent = await self._begin(context)
         async with answered(context, request_id):
-            with self._counted():
+            with self._metrics.counted("grpc"):
                 run = self._run(read_request(request), request_id, trace_parent, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
@@ -86,7 +79,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         request_id, trace_parent = await self._begin(context)
         answer = pb.GenerateOnceResponse()
         async with answered(context, request_id):
-            with self._counted():
+            with self._metrics.counted("grpc"):
                 given = read_request(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
@@ -118,21 +111,19 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """See the proto."""
         async with answered(context):
-            model, limits = self._generator.model, self._generator.limits
+            limits = self._generator.limits
             check_model(request.model, limits)
-            token_ids = check_ids(request.token_ids, "token_ids", model.info.vocab_size)
-            num_bytes = _BYTES_PER_ID * len(token_ids)
-            text = await self._generator.offload(num_bytes, lambda: model.tokenizer.decode(token_ids))
-            return pb.DetokenizeResponse(text=text)
+            token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
+            return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
 
     async def _begin(self, context: Context) -> tuple[RequestId, str]:
         """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can
         fail. The id and the span's `traceparent`."""
         request_id, trace_parent = self._mint_id(), ""
-        metadata = [(REQUEST_ID_METADATA, str(request_id))]
-        given = _firsts(context, LABEL_METADATA, TRACE_METADATA)
-        if LABEL_METADATA in given:
-            metadata.append((LABEL_METADATA, given[LABEL_METADATA][:_MAX_LABEL_CHARS]))
+        metadata = [(REQUEST_ID, str(request_id))]
+        given = _firsts(context, LABEL, TRACE_METADATA)
+        if label := read_label(given.get(LABEL)):
+            metadata.append((LABEL, label))
         if TRACE_METADATA in given:
             trace_parent = child_of(given[TRACE_METADATA], self._mint_trace_bits())
             metadata.append((TRACE_METADATA, trace_parent))
@@ -152,23 +143,6 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             trace_parent=trace_parent,
         )
         return self._generator.run(given, call)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts what is inside as one call."""
-        outcome = InternalError.code
-        try:
-            yield
-            outcome = "ok"
-        except DisaggError as error:
-            outcome = error.code
-            raise
-        except asyncio.CancelledError:
-            outcome = RequestCancelledError.code
-            raise
-        finally:
-            if self._metrics is not None:
-                self._metrics.count_call("grpc", outcome)
 
     async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
         """Send one message; returns when the client's flow control took it. Raises `UnavailableError` where that takes

@@ -23,8 +23,9 @@ ERROR_DOMAIN = "disagg"
 UNAVAILABLE_RETRY_S = 1.0
 """When to come back after `UnavailableError`, which does not say it: the time that a restarted worker is noticed in."""
 
-_MAX_MESSAGE_CHARS = 1000
-"""Statuses travel in HTTP/2 headers, of which clients take 8 KiB, and the message goes twice."""
+_MAX_MESSAGE_BYTES = 1000
+"""Statuses travel in HTTP/2 headers, of which clients take 8 KiB; the message goes up to three times, once with three
+bytes for each that is not ASCII."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,4 +83,5 @@ def _pack(detail: Message) -> any_pb2.Any:
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
+    raw = text.encode(errors="replace")
+    return raw.decode() if len(raw) <= _MAX_MESSAGE_BYTES else raw[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."

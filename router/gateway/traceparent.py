@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 
 HEADER = "traceparent"
-_FORM = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(?:-.*)?")
+_FORM = re.compile(
+    r"(?:00(?=.{53}$)|(?!00|ff)[0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(?:-.*)?"
+)
+"""Only a later version may have more behind the flags."""
 
 
 def child_of(header: str, random_bits: int) -> str:

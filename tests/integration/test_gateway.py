@@ -33,8 +33,8 @@ from disagg.proto.ids import Incarnation, RequestId, WorkerId
 from disagg.proto.messages import KvLayout, Load, WorkerInfo
 from disagg.router.api import ClusterView, Completion, RequestTrace, WorkerView
 from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.labels import LABEL, REQUEST_ID
 from disagg.router.gateway.server import SERVICE_NAMES, GatewayServer
-from disagg.router.gateway.service import LABEL_METADATA, REQUEST_ID_METADATA
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.gateway import (
@@ -156,14 +156,14 @@ async def test_the_label_comes_back_with_our_id(folder: Path) -> None:
         stub: Any = pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.GenerateRequest(model=MODEL_NAME, text="x")
         for label in ("mine", "mine"):
-            call = stub.Generate(request, metadata=((LABEL_METADATA, label),))
+            call = stub.Generate(request, metadata=((LABEL, label),))
             metadata = dict(await call.initial_metadata())
             finished = [response async for response in call][-1].finished
-            assert metadata[LABEL_METADATA] == "mine"
-            assert metadata[REQUEST_ID_METADATA] == finished.request_id
-        bad = stub.Generate(pb.GenerateRequest(), metadata=((LABEL_METADATA, "x" * 300),))
+            assert metadata[LABEL] == "mine"
+            assert metadata[REQUEST_ID] == finished.request_id
+        bad = stub.Generate(pb.GenerateRequest(), metadata=((LABEL, "x" * 300),))
         metadata = dict(await bad.initial_metadata())
-        assert metadata[LABEL_METADATA] == "x" * 256
+        assert metadata[LABEL] == "x" * 256
         assert await bad.code() is grpc.StatusCode.NOT_FOUND
     assert len({routed.request_id for routed, _ in router.submitted}) == 2
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,11 +19,9 @@ from benchmarks.gateway_clients import COMPLETIONS, GrpcStreams, HttpStream, htt
 from disagg.client import AsyncClient
 from disagg.cluster.process_tools import allow_open_files
 from disagg.router.api import Completion, RoutedRequest
-from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import (
-    FINGERPRINT,
     MODEL_NAME,
     FakeHandle,
     FakeRouter,
@@ -33,6 +29,7 @@ from tests.support.gateway import (
     forever,
     write_checkpoint,
 )
+from tests.support.gateway_server import running
 
 WAIT_S = 20.0
 POLL_S = 0.01
@@ -57,23 +54,6 @@ def script(request: RoutedRequest) -> Iterable[Step]:
     if request.sampling.seed == PATIENT:
         return [[TOKEN], [TOKEN], [TOKEN], Completion("length", 3, 0)]
     return forever([TOKEN])
-
-
-@asynccontextmanager
-async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
-    """A gateway that has stopped, and left no task, when the context ends."""
-    before = asyncio.all_tasks()
-    config = GatewayConfig(
-        model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, http_port=0, **changes
-    )
-    server = GatewayServer(config, router)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop(0.0)
-    left = [task for task in asyncio.all_tasks() - before if not task.done()]
-    assert left == []
 
 
 async def never_read(server: GatewayServer, protocol: str) -> Client:
@@ -117,7 +97,7 @@ async def reads_when_stuck(handle: FakeHandle) -> int:
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 async def test_a_stream_that_is_not_read_is_bounded_then_lost(folder: Path, protocol: str) -> None:
     router = FakeRouter(script)
-    async with running(folder, router, write_timeout_s=WRITE_TIMEOUT_S) as server:
+    async with running(folder, router, http_port=0, write_timeout_s=WRITE_TIMEOUT_S) as server:
         client = await never_read(server, protocol)
         async with asyncio.timeout(WAIT_S):
             await router.arrived.wait()
@@ -165,7 +145,7 @@ async def test_a_client_that_reads_again_in_time_misses_nothing(folder: Path, pr
     """Slow is not dead: a pause shorter than the timeout costs nothing."""
     num_tokens = 20_000
     router = FakeRouter(lambda _: [*([[TOKEN]] * num_tokens), Completion("length", num_tokens, 0)])
-    async with running(folder, router, write_timeout_s=WAIT_S) as server:
+    async with running(folder, router, http_port=0, write_timeout_s=WAIT_S) as server:
         client = await never_read(server, protocol)
         async with asyncio.timeout(WAIT_S):
             await router.arrived.wait()
@@ -183,7 +163,7 @@ async def test_a_client_that_reads_again_in_time_misses_nothing(folder: Path, pr
 async def test_a_thousand_silent_connections_disturb_nobody(folder: Path, protocol: str) -> None:
     if allow_open_files() < 3 * NUM_SILENT:
         pytest.skip("this user may not open so many files")
-    async with running(folder, FakeRouter(script), idle_timeout_s=WAIT_S) as server:
+    async with running(folder, FakeRouter(script), http_port=0, idle_timeout_s=WAIT_S) as server:
         address = server.address if protocol == "grpc" else server.http_address
         host, _, port = address.rpartition(":")
         writers = []
@@ -199,7 +179,7 @@ async def test_a_thousand_silent_connections_disturb_nobody(folder: Path, protoc
 
 
 async def test_silent_http_connections_are_closed(folder: Path) -> None:
-    async with running(folder, FakeRouter(script), idle_timeout_s=0.3) as server:
+    async with running(folder, FakeRouter(script), http_port=0, idle_timeout_s=0.3) as server:
         host, _, port = server.http_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         async with asyncio.timeout(WAIT_S):
@@ -212,7 +192,7 @@ async def test_silent_http_connections_are_closed(folder: Path) -> None:
 
 
 async def test_connections_beyond_the_limit_are_closed(folder: Path) -> None:
-    async with running(folder, FakeRouter(script), max_connections=2) as server:
+    async with running(folder, FakeRouter(script), http_port=0, max_connections=2) as server:
         host, _, port = server.http_address.rpartition(":")
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         async with asyncio.timeout(WAIT_S):

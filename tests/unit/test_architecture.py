@@ -53,6 +53,7 @@ PURE = (
     "router/explain.py",
     "router/gateway/from_protobuf.py",
     "router/gateway/http/logprobs.py",
+    "router/gateway/labels.py",
     "router/gateway/http/schema.py",
     "router/gateway/http/to_input.py",
     "router/gateway/request.py",

@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth import ANONYMOUS, CALLER, Authenticator
+from disagg.router.gateway.auth import CALLER, STRANGER, Authenticator
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.errors import (
@@ -27,16 +27,14 @@ from disagg.router.gateway.http.errors import (
 )
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
 from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
 from disagg.router.gateway.traceparent import child_of
 
 logger = logging.getLogger(__name__)
 
-LABEL_HEADER: Final = "x-request-id"
-"""A client's own label; it comes back as it was and means nothing here."""
-REQUEST_ID_HEADER: Final = b"x-disagg-request-id"
-"""Our id of the request; of several answers, of the first."""
-_MAX_LABEL_CHARS: Final = 256
+_MAX_SHOWN_CHARS: Final = 256
+"""Of a wrong path, as an error repeats it."""
 _OPEN_PATHS: Final = ("/livez",)
 """Answered without a key."""
 
@@ -74,7 +72,7 @@ class HttpApp:
         if scope["type"] != "http":
             return
         request_id = self._mint_id()
-        exchange = Exchange(scope, receive, send, [(REQUEST_ID_HEADER, request_id.encode())])
+        exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode())])
         try:
             self._label(exchange, request_id)
             self._authenticate(exchange)
@@ -91,8 +89,8 @@ class HttpApp:
 
     def _label(self, exchange: Exchange, request_id: RequestId) -> None:
         """What every response carries."""
-        label = exchange.headers.get(LABEL_HEADER, "")[:_MAX_LABEL_CHARS] or request_id
-        exchange.add_header(LABEL_HEADER.encode(), label.encode("latin-1"))
+        label = read_label(exchange.headers.get(LABEL)) or request_id
+        exchange.add_header(LABEL.encode(), label.encode())
         given = exchange.headers.get(TRACE_HEADER)
         if given is not None:
             exchange.trace_parent = child_of(given, self._mint_trace_bits())
@@ -100,7 +98,7 @@ class HttpApp:
 
     def _authenticate(self, exchange: Exchange) -> None:
         if exchange.scope["path"] in _OPEN_PATHS:
-            CALLER.set(ANONYMOUS)
+            CALLER.set(STRANGER)
         else:
             CALLER.set(self._authenticator.authenticate(exchange.headers.get("authorization")))
 
@@ -115,7 +113,7 @@ class HttpApp:
                 return handler
             if match is Match.PARTIAL:
                 allowed |= route.methods or set()
-        where = f"{scope['method']} {scope['path']}"[:_MAX_LABEL_CHARS]
+        where = f"{scope['method']} {scope['path']}"[:_MAX_SHOWN_CHARS]
         if allowed:
             names = ", ".join(sorted(allowed))
             raise MethodNotAllowedError(f"there is no {where}; this path takes {names}", names)
@@ -140,12 +138,13 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
 
 
 async def _fail(exchange: Exchange, error: DisaggError) -> None:
-    """Tell the error in the form that is still possible. A client that is gone is told nothing."""
+    """Tell the error in the form that is still possible. A client that is gone is told nothing, and a whole answer
+    that has begun can only be cut off."""
     if exchange.ended:
         return
     body = error_json(error)
-    if exchange.started:
+    if exchange.is_stream:
         await exchange.end(event(body))
-    else:
+    elif not exchange.started:
         headers: Headers = error_headers(error)
         await exchange.respond(error.http_status, body, headers=headers)

@@ -7,7 +7,6 @@ A stream's status waits for the first event, so that whatever is wrong before ha
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -42,7 +41,6 @@ TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 """How long the whole answer may take, in milliseconds."""
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(CompletionBody)
-_BYTES_PER_ID: Final = 4
 
 Events = AsyncGenerator[Delta | Finish, None]
 
@@ -99,22 +97,12 @@ class Completions:
         await self._answer(exchange, request_id, _KINDS["text"])
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
-        outcome = "server_error"
-        try:
+        with self._metrics.counted("http"):
             call = self._call(exchange, request_id)
             wanted = kind.read(await self._limits.read(exchange))
             self._check(wanted)
             async with exchange.until_disconnect(), aclosing(self._run(wanted, call)) as events:
                 await self._write(exchange, wanted, call, kind, events)
-            outcome = "ok"
-        except DisaggError as error:
-            outcome = error.code
-            raise
-        except asyncio.CancelledError:
-            outcome = "cancelled"  # the gateway stops
-            raise
-        finally:
-            self._metrics.count_call("http", outcome)
 
     async def _write(self, exchange: Exchange, wanted: Wanted, call: Call, kind: _Kind, events: Events) -> None:
         echoes = await self._echoes(wanted)
@@ -186,8 +174,7 @@ class Completions:
         if isinstance(given.prompt, TextPrompt):
             return given.prompt.text
         assert isinstance(given.prompt, IdsPrompt)
-        token_ids, tokenizer = given.prompt.token_ids, self._generator.model.tokenizer
-        return await self._generator.offload(_BYTES_PER_ID * len(token_ids), lambda: tokenizer.decode(token_ids))
+        return await self._generator.detokenize(given.prompt.token_ids)
 
 
 async def _stream(exchange: Exchange, events: Events, writer: StreamWriter) -> None:

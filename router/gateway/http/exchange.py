@@ -42,7 +42,9 @@ class Exchange:
         self.scope = scope
         self.headers = RequestHeaders(scope=scope)
         self.started = False
-        """The status is out: an error can only be an event of the stream now."""
+        """The status is out."""
+        self.is_stream = False
+        """What has started is a stream of events: an error can be one of them."""
         self.ended = False
         self._receive = receive
         self._send = send
@@ -134,6 +136,7 @@ class Exchange:
 
     async def start_stream(self) -> None:
         """Begin a stream of server-sent events."""
+        self.is_stream = True
         await self._start(
             200,
             [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,13 +18,12 @@ from disagg.router.gateway.http.logprobs import token_text
 from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decode
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
 from disagg.router.gateway.metrics import GatewayMetrics
-from disagg.router.gateway.request import ChatPrompt
+from disagg.router.gateway.request import BYTES_PER_ID, ChatPrompt
 from disagg.router.gateway.validate import check_chat, check_model, check_text
 from disagg.router.gateway.values import check_ids
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
-_BYTES_PER_ID: Final = 4
 _NAMES: Final = FieldNames("messages", "logprobs")
 
 
@@ -93,19 +92,15 @@ class Information:
             "tokens": token_ids,
         }
         if body.return_token_strs:
-            tokenizer = self._generator.model.tokenizer
-            answer["token_strs"] = [token_text(tokenizer.token_bytes(token_id)) for token_id in token_ids]
+            answer["token_strs"] = await self._token_texts(token_ids)
         await _send(exchange, answer)
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /detokenize`."""
         body = decode(await self._limits.read(exchange), _DETOKENIZE)
         self._check_model(body.model)
-        model = self._generator.model
-        token_ids = check_ids(body.tokens, "tokens", model.info.vocab_size)
-        num_bytes = _BYTES_PER_ID * len(token_ids)
-        text = await self._generator.offload(num_bytes, lambda: model.tokenizer.decode(token_ids))
-        await _send(exchange, {"prompt": text})
+        token_ids = check_ids(body.tokens, "tokens", self._generator.model.info.vocab_size)
+        await _send(exchange, {"prompt": await self._generator.detokenize(token_ids)})
 
     async def _encode(self, body: TokenizeBody) -> tuple[int, ...]:
         generator = self._generator
@@ -119,6 +114,12 @@ class Information:
         tokenizer = generator.model.tokenizer
         ids = await generator.offload(prompt.num_bytes, lambda: tokenizer.encode_text(prompt.text, special=False))
         return tuple(ids)
+
+    async def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token; of many, made on a thread, as a long list would hold up all streams."""
+        bytes_of = self._generator.model.tokenizer.token_bytes
+        num_bytes = BYTES_PER_ID * len(token_ids)
+        return await self._generator.offload(num_bytes, lambda: [token_text(bytes_of(one)) for one in token_ids])
 
     async def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from disagg.proto.errors import InvalidRequestError
@@ -95,6 +95,8 @@ class HttpConnection(HttpToolsProtocol):
         """The request was answered, refused most likely, and its body still comes."""
         self._closed_since: float | None = None
         self._num_head_bytes = 0
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered now, or was last; uvicorn knows only the one that came last."""
 
     # ------------------------------------------------------------ transport
 
@@ -112,6 +114,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
         if not self.connections:
             self._owner.none_left.set()
@@ -162,6 +167,12 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
             raise ValueError("too many requests in one go")  # ends the parser's run
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()  # a connection that is not read from does not show that its client is gone
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """A request was answered."""

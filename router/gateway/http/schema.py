@@ -61,7 +61,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
-    user: str | None = None
 
     # Not supported: these constrain the answer, so that ignoring them would give a wrong one.
     response_format: Any = None
@@ -75,6 +74,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     ebnf: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -95,6 +99,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -107,6 +113,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     best_of: int | None = None
 
     suffix: Any = None
+    add_special_tokens: Any = None
     prompt_embeds: Any = None
 
 

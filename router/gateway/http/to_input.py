@@ -21,6 +21,9 @@ MAX_ANSWERS: Final = 128
 """Of one call: prompts times `n`."""
 DEFAULT_MAX_TOKENS: Final = 16
 """Of a text completion, as this API has always had it; a chat may fill the context."""
+_LEAST_SEED: Final = -(1 << 63)
+_NUM_SEEDS: Final = 1 << 64
+"""Clients of this API send 64 bits with a sign: a negative seed is the one with the same bits."""
 _MAX_KEY_CHARS: Final = 20
 """Of a token id as the key of an object."""
 
@@ -37,6 +40,14 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "ebnf": _NEVER,
     "prompt_logprobs": _NEVER,
     "use_beam_search": (None, False),
+    "allowed_token_ids": _NEVER,
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": _NEVER,
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "add_special_tokens": (None, True),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None, []),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -104,7 +115,7 @@ def read_chat(body: ChatBody) -> Wanted:
     """A conversation. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     _refuse_unsupported(body, _HARMLESS_IN_CHAT)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     completion_tokens = body.max_completion_tokens
@@ -230,7 +241,6 @@ _AS_THEY_ARE: Final = (
     "top_p",
     "top_k",
     "min_p",
-    "seed",
     "n",
     "ignore_eos",
     "presence_penalty",
@@ -242,8 +252,12 @@ _AS_THEY_ARE: Final = (
 
 
 def _translated(body: GenerationBody) -> dict[str, Any]:
+    seed = body.seed
+    if seed is not None and _LEAST_SEED <= seed < 0:
+        seed += _NUM_SEEDS
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return {
+        "seed": seed,
         "stop": stop,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logit_bias": {_read_id(key): bias for key, bias in (body.logit_bias or {}).items()},

@@ -176,6 +176,19 @@ def test_where_http_is(http_address: str, address: str, where: str) -> None:
     assert doctor_gateway.reachable_from_here(http_address, address) == where
 
 
+def test_a_key_goes_to_no_other_machine_in_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a tunnel: the gRPC address is here, and the gateway tells its own."""
+
+    def fail(*_: object) -> int:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(doctor_gateway, "_get", fail)
+    monkeypatch.setenv("DISAGG_API_KEY", "a-key-of-somebody")
+    (found,) = doctor_gateway._http("10.0.0.5:8471", "127.0.0.1:8470", False)
+    assert (found.level, found.name) == ("warn", "HTTP")
+    assert found.text == "not asked: 10.0.0.5:8471 is another machine, to which the key would go in clear text"
+
+
 @pytest.mark.parametrize(("status", "level"), [(200, "ok"), (401, "FAIL"), (503, "FAIL"), (404, "FAIL")])
 def test_health(status: int, level: str) -> None:
     assert doctor_gateway.health_finding("a:1", status).level == level

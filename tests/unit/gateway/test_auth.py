@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from disagg.proto.errors import AuthenticationError, ConfigError
 from disagg.router.gateway.api_keys import KeyEntry, load_keys
 from disagg.router.gateway.auth import (
     ANONYMOUS,
+    CALLER,
     KEY_NEEDED,
     STRANGER,
     ApiKey,
@@ -93,6 +95,10 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_digests_are_kept() -> None:
     assert digest_of("k") == hashlib.sha256(b"k").digest()
     assert KEY_B not in repr(vars(KEYS))
+
+
+def test_who_was_not_looked_at_may_nothing() -> None:
+    assert contextvars.Context().run(CALLER.get) == STRANGER
 
 
 def test_without_keys_everybody_is_let_in() -> None:

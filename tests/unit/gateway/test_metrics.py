@@ -28,6 +28,12 @@ def test_calls_are_counted_by_protocol_and_outcome(metrics: GatewayMetrics) -> N
     assert value(found, "disagg_calls_total", protocol="http", outcome="slow_down") == 1
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", "2.x", "9" * 5000])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_whatever_a_client_accepts_it_gets_the_numbers(metrics: GatewayMetrics, kind: str, version: str) -> None:
+    assert b"disagg_requests_in_flight" in metrics.render(f"{kind};version={version}")[0]
+
+
 def test_requests(samples: Samples) -> None:
     assert {dict(labels)["stage"]: count for labels, count in samples["disagg_requests_in_flight"].items()} == {
         "queued": 1,

@@ -44,7 +44,12 @@ def make(
         model, router, limits_of(model), FINGERPRINT, clock=lambda: 0.0, mint_seed=lambda: 0, mint_id=mint_id
     )
     return InferenceService(
-        generator, mint_id, lambda: 0.0, lambda: 0xABC, write_timeout_s=write_timeout_s, metrics=metrics
+        generator,
+        mint_id,
+        lambda: 0.0,
+        lambda: 0xABC,
+        write_timeout_s=write_timeout_s,
+        metrics=metrics or CountedCalls(),
     )
 
 
@@ -146,13 +151,16 @@ async def test_targets_and_the_caller_travel_with_the_request(model: ServedModel
     [
         (None, (), ""),
         ((("x-request-id", "a" * 300), ("x-request-id", "b")), (("x-request-id", "a" * 256),), ""),
+        ((("x-request-id", "a\nb"),), (), ""),
+        ((("x-request-id", "\u00e9"),), (), ""),
+        ((("x-request-id", ""),), (), ""),
         (
             (("traceparent", f"00-{TRACE}-b7ad6b7169203331-00"),),
             (("traceparent", f"00-{TRACE}-0000000000000abc-00"),),
             f"00-{TRACE}-0000000000000abc-00",
         ),
     ],
-    ids=["nothing", "label", "trace"],
+    ids=["nothing", "label", "label with a line end", "label not ASCII", "empty label", "trace"],
 )
 async def test_the_call_begins_with_its_metadata(
     model: ServedModel,

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from base64 import b64encode
+from urllib.parse import quote
+
 import grpc
 import pytest
 from google.protobuf.any_pb2 import Any as PackedAny
@@ -58,7 +61,11 @@ def test_code_message_and_details(error: DisaggError, code: grpc.StatusCode, rea
     assert len(found) == len(expected) + len(retries)
 
 
-def test_a_long_message_fits_into_headers() -> None:
-    status = to_rpc_status(InvalidRequestError("x", "é" * 100_000))
-    assert len(status.message) == 1003
-    assert len(status.SerializeToString()) < 6000
+@pytest.mark.parametrize("char", ["x", "é", "🙂", "\ud800"])
+def test_a_long_message_fits_into_headers(char: str) -> None:
+    """Clients take 8 KiB of headers, of which gRPC writes the message with %XX for each byte that is not ASCII, and
+    the status in base64."""
+    status = to_rpc_status(InvalidRequestError("x", char * 100_000))
+    assert status.message.startswith(f"x: {char if char.isprintable() else '?'}")
+    assert status.message.endswith("...")
+    assert len(quote(status.message)) + len(b64encode(status.SerializeToString())) < 7000

@@ -15,7 +15,7 @@ from disagg.router.gateway.auth import Caller
 from disagg.router.gateway.request import Targets
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, FakeRouter, Wait
-from tests.support.http_app import CHAT, CREATED, MAX_BODY_BYTES, AsgiCall, TestApp, error_of, events_of
+from tests.support.http_app import CHAT, CREATED, MAX_BODY_BYTES, TEXT, AsgiCall, TestApp, error_of, events_of
 from tests.support.router import worker_info
 
 GENERATE = ("/v1/chat/completions", "/v1/completions")
@@ -162,6 +162,14 @@ async def test_ids_labels_and_traces(app: TestApp) -> None:
     assert "traceparent" not in plain.headers
 
 
+@pytest.mark.parametrize("label", ["caf\u00e9", "a\tb"])
+async def test_a_label_that_grpc_could_not_send_back_is_none(app: TestApp, label: str) -> None:
+    response = await app.client.post(
+        "/v1/chat/completions", json=CHAT, headers=[(b"x-request-id", label.encode("latin-1"))]
+    )
+    assert response.headers["x-request-id"] == "r0"
+
+
 async def test_deadline_and_targets(app: TestApp) -> None:
     headers = {"x-request-timeout-ms": "2500", "x-slo-ttft-ms": "200", "x-slo-tpot-ms": "50"}
     await app.chat(headers=headers)
@@ -186,7 +194,8 @@ async def test_wrong_times_in_headers(app: TestApp, header: str, value: str) -> 
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 10**30}, "max_completion_tokens"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(1 << 63) - 1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
         ({"n": 17}, "n"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ""}, "stop"),
@@ -334,6 +343,28 @@ async def test_a_server_that_stops_ends_streams_with_an_error(app: TestApp) -> N
     await call.task
     assert events_of(call.body)[-1]["error"]["code"] == "gateway_stopping"
     assert app.router.handles[0].num_cancels == 1
+
+
+async def test_a_whole_answer_that_has_begun_is_cut_off_and_nothing_put_behind(app: TestApp) -> None:
+    app.router.script = lambda _: [[75] * 100]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            app.app.stopping = True
+            raise asyncio.CancelledError  # the server stops while the client does not read
+
+    body = iter([{"type": "http.request", "body": json.dumps(TEXT).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(body, None)) is None:
+            await asyncio.Event().wait()
+        assert message is not None
+        return message
+
+    await app.app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
 async def test_a_foreign_cancel_goes_through(app: TestApp) -> None:

@@ -31,6 +31,7 @@ class FakeTransport(asyncio.Transport):
         self.written = b""
         self.state = "open"
         self.high = 0
+        self.reading = True
         self.protocol: HttpConnection | None = None
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -52,10 +53,13 @@ class FakeTransport(asyncio.Transport):
         self.state = "aborted"
 
     def pause_reading(self) -> None:
-        pass
+        self.reading = False
 
     def resume_reading(self) -> None:
-        pass
+        self.reading = True
+
+    def is_reading(self) -> bool:
+        return self.reading
 
 
 class Rig:
@@ -95,6 +99,18 @@ class Rig:
         await self.answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+
+class LongRig(Rig):
+    """Connections to an application that never answers, and waits for its clients to leave."""
+
+    num_left = 0
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_calls += 1
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
 
 
 async def test_an_answer() -> None:
@@ -236,6 +252,34 @@ async def test_requests_in_one_go_are_answered_in_turn_up_to_a_number() -> None:
     rig.answer.clear()
     connection.data_received(REQUEST * (MAX_PIPELINED + 2))
     assert transport.state == "aborted"
+    await rig.end()
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 2])
+async def test_a_client_that_leaves_ends_what_is_answered(num_behind: int) -> None:
+    """Also where other requests came behind: uvicorn tells only the last."""
+    rig = LongRig()
+    connection, _ = rig.connect()
+    connection.data_received(REQUEST * (1 + num_behind))
+    await rig.run()
+    connection.connection_lost(None)
+    await rig.run()
+    assert (rig.num_calls, rig.num_left) == (1, 1)
+    await rig.end()
+
+
+async def test_the_end_of_a_connection_is_noticed_behind_a_request_that_waits() -> None:
+    rig = Rig()
+    connection, transport = rig.connect()
+    connection.data_received(REQUEST)
+    assert transport.is_reading()
+    connection.data_received(REQUEST)
+    assert transport.is_reading()
+    connection.data_received(REQUEST)
+    assert not transport.is_reading()
+    rig.answer.set()
+    await rig.run()
+    assert transport.is_reading()
     await rig.end()
 
 

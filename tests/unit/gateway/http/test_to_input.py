@@ -118,6 +118,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"response_format": {"type": "text"}, "modalities": ["text"], "audio": None},
     {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "logprobs": False},
     {"add_generation_prompt": True, "continue_final_message": False, "echo": False, "use_beam_search": False},
+    {"bad_words": [], "skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {}},
     {"stream": False, "stream_options": None, "stop": None, "stop_token_ids": None, "logit_bias": None},
 ]
 
@@ -146,6 +147,13 @@ def test_harmless_fields_change_nothing(fields: dict[str, Any]) -> None:
         ("continue_final_message", True),
         ("prompt_logprobs", 1),
         ("use_beam_search", True),
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["x"]),
+        ("truncate_prompt_tokens", 5),
+        ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("documents", [{}]),
     ],
 )
 def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None:
@@ -182,6 +190,7 @@ def test_prompts_of_a_completion(prompt: Any, prompts: list[Any]) -> None:
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"echo": True, "logprobs": 0}, "echo"),
         ({"suffix": "x"}, "suffix"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -202,6 +211,22 @@ def test_best_of_may_say_what_n_says() -> None:
 
 def test_top_logprobs_need_logprobs() -> None:
     assert refusal(chat, top_logprobs=1) == "top_logprobs"
+    assert chat(top_logprobs=0) == chat(top_logprobs=0, logprobs=False) == chat()
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [
+        (0, 0),
+        (-1, (1 << 64) - 1),
+        (-(1 << 63), 1 << 63),
+        (-(1 << 63) - 1, -(1 << 63) - 1),
+        (1 << 64, 1 << 64),
+        (None, None),
+    ],
+)
+def test_a_negative_seed_is_the_one_with_the_same_bits(given: int | None, seed: int | None) -> None:
+    assert chat(seed=given).inputs[0].seed == text(seed=given).inputs[0].seed == seed
 
 
 @pytest.mark.parametrize(
