@@ -176,7 +176,9 @@ def compare(
     shared: Shared,
     shapes: Annotated[
         list[str],
-        typer.Argument(help="The subject first: 1p1d, 2x1-chunked:256, 2x1-prefill-first, 1x2-static, FILE.yaml, ..."),
+        typer.Argument(
+            help="The subject first: 1p1d, 2x1-chunked:256, 2x1-prefill-first@0.25,0.5 (its own rates), FILE.yaml, ..."
+        ),
     ],
     out: OutOption,
     rates: Annotated[str, typer.Option("--rates", help="Requests per second, such as 0.5,1,1.5.")],
@@ -192,12 +194,13 @@ def compare(
 ) -> None:
     """Compare shapes of a cluster under the same requests at the same times. Goes on where it was stopped."""
     from disagg.cluster import load_commands as commands
+    from disagg.cluster.load_shapes import numbers_of
 
     options = shared.common(None, requests)
     status = commands.compare(
         options,
         commands.shapes_of(shapes, config, model),
-        commands.numbers_of(rates, "--rates"),
+        numbers_of(rates, "--rates"),
         repeats,
         commands.slos_of(slo or []),
         out,

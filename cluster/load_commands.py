@@ -223,17 +223,6 @@ def search_of(start_rate: float, max_rate: float, tolerance: float, min_attainme
         raise ConfigError(str(error)) from None
 
 
-def numbers_of(text: str, option: str) -> list[float]:
-    """`0.5,1,2`; raises `ConfigError` naming the option."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option}: expected numbers such as 0.5,1,2; got {text!r}") from None
-    if not all(number > 0 for number in found):
-        raise ConfigError(f"{option}: expected numbers above 0; got {text!r}")
-    return found
-
-
 def slos_of(texts: Sequence[str]) -> list[Slo]:
     """Each `TTFT_MS:TPOT_MS`, `-` for no limit; raises `ConfigError`."""
     return [_slo_of(text) for text in texts]

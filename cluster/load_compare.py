@@ -57,11 +57,17 @@ def plan_points(
 ) -> list[tuple[Shape, Point]]:
     """What is to be measured, in order; raises `ValueError` without shapes or rates, or for one that comes twice.
 
-    Every repeat has arrival times of its own, the same for all shapes.
+    Every repeat has arrival times of its own, the same for all shapes. Shapes with rates of their own are measured at
+    these instead of `rates_per_s`.
     """
     by_name = {shape.name: shape for shape in shapes}
-    turns = balanced_order(list(by_name), rates_per_s, repeats)
-    return [(by_name[turn.shape], _point(by_name[turn.shape], scenario, turn)) for turn in turns]
+    own = dict.fromkeys(rate for shape in shapes for rate in shape.rates_per_s if rate not in rates_per_s)
+    turns = balanced_order(list(by_name), [*rates_per_s, *own], repeats)
+    return [
+        (shape, _point(shape, scenario, turn))
+        for turn in turns
+        if turn.rate_per_s in ((shape := by_name[turn.shape]).rates_per_s or rates_per_s)
+    ]
 
 
 def _point(shape: Shape, scenario: Scenario, turn: Turn) -> Point:

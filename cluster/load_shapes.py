@@ -4,6 +4,7 @@
     2x1-chunked:256, 1x2-chunked:512    colocated workers x threads of each; chunked prefill, tokens of a step
     2x1-prefill-first, 2x1-static       the same with other ways to fill a step
     cluster.yaml                        anything else, called by its file's name
+    2x1-static@0.25,0.5                 any of them, measured at rates of its own
 
 All shapes of a comparison share the base configuration (model, KV memory, ...). Whatever it says, a shape listens on a
 free port and admits everything: a refusal would hide how the shape does.
@@ -12,7 +13,7 @@ free port and admits everything: a refusal would hide how the shape does.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class Shape:
 
     name: str
     config: ClusterConfig
+    rates_per_s: tuple[float, ...] = ()
+    """Where it is measured; empty: where the comparison says."""
 
     @property
     def kind(self) -> str:
@@ -84,9 +87,25 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
 
 
 def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:
-    """Several of them; raises `ConfigError` also for a name that comes twice."""
-    shapes = [parse_shape(name, base) for name in names]
+    """Several of them, with their own rates where they have some; raises `ConfigError` also for a name that comes
+    twice."""
+    shapes = []
+    for text in names:
+        name, at, rates = text.partition("@")
+        own = tuple(numbers_of(rates, f"shape {name}")) if at else ()
+        shapes.append(replace(parse_shape(name, base), rates_per_s=own))
     found = [shape.name for shape in shapes]
     if len(set(found)) != len(found):
         raise ConfigError(f"shape: each name once, please; got {', '.join(found)}")
     return shapes
+
+
+def numbers_of(text: str, where: str) -> list[float]:
+    """`0.5,1,2`; raises `ConfigError` naming where it stands."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{where}: expected numbers such as 0.5,1,2; got {text!r}") from None
+    if not all(number > 0 for number in found):
+        raise ConfigError(f"{where}: expected numbers above 0; got {text!r}")
+    return found

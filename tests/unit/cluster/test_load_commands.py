@@ -16,6 +16,7 @@ from disagg.cluster.load_generator import (
     locust_environment,
     slo_arguments,
 )
+from disagg.cluster.load_shapes import numbers_of
 from disagg.cluster.load_sweep import sweep
 from disagg.cluster.process_tools import available_cores
 from disagg.loadtests.arrivals import ArrivalConfig
@@ -43,10 +44,10 @@ def test_limits_that_are_none(text: str) -> None:
 
 
 def test_rates() -> None:
-    assert commands.numbers_of("0.5,1", "--rates") == [0.5, 1.0]
+    assert numbers_of("0.5,1", "--rates") == [0.5, 1.0]
     for text in ("", "1,", "0", "1,-2"):
         with pytest.raises(ConfigError, match="--rates"):
-            commands.numbers_of(text, "--rates")
+            numbers_of(text, "--rates")
 
 
 def test_the_generator_goes_to_the_gateways_core_where_that_is_here() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from disagg.cluster.config import parse_config
+from disagg.cluster.config import ClusterConfig, parse_config
 from disagg.cluster.load_compare import (
     Comparison,
     Difference,
@@ -24,6 +24,7 @@ from disagg.loadtests.recordings import Point, Recording, RunInfo
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.workload import RandomWorkload
+from disagg.proto.errors import ConfigError
 
 SHAPES = parse_shapes(
     ["1p1d", "2x1-chunked:64", "2x1-chunked:128", "2x1-prefill-first"], parse_config({"model": {"path": "fake"}})
@@ -67,6 +68,19 @@ def all_recorded(repeats: int = 1) -> list[Recording]:
 
 def compared() -> Comparison:
     return compare(all_recorded(), SHAPES, [Slo(ttft_s=1.0), Slo(ttft_s=5.0)], 0.9)
+
+
+def test_a_shape_may_have_rates_of_its_own() -> None:
+    shapes = parse_shapes(["1p1d", "2x1-static@0.5,1"], ClusterConfig())
+    points = [point for _, point in plan_points(shapes, SCENARIO, (1.0, 2.0), 1)]
+    assert [(point.shape, point.arrivals.rate_per_s) for point in points] == [
+        ("1p1d", 1.0),
+        ("1p1d", 2.0),
+        ("2x1-static", 1.0),
+        ("2x1-static", 0.5),
+    ]
+    with pytest.raises(ConfigError, match=r"shape 1p1d: expected numbers above 0; got '0'"):
+        parse_shapes(["1p1d@0"], ClusterConfig())
 
 
 def test_points_go_forwards_and_back_with_arrivals_of_each_repeat() -> None:
