@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import grpc.aio
 import yaml
 
 from benchmarks.load import channel, only_model, service
+from disagg.cluster.process_tools import sigterm_raises
 
 LAUNCHERS = ("ray", "processes")
 START_TIMEOUT_S = 240.0
@@ -49,7 +49,7 @@ def cluster_config(base: dict[str, Any], mode: str, port: int) -> dict[str, Any]
 @contextmanager
 def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
     """A running cluster's address. Raises `LaunchError`. Ends the cluster also when this process gets a SIGTERM."""
-    with _sigterm_raises(), tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+    with sigterm_raises(), tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
         port = _free_port()
         config = Path(folder) / "cluster.yaml"
         config.write_text(yaml.safe_dump(cluster_config(base, mode, port)), encoding="utf-8")
@@ -68,21 +68,6 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
             yield address
         finally:
             _stop(process)
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """A SIGTERM leaves the block by way of its clean-up, as a Ctrl-C does; another one does not disturb that."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _program() -> str:

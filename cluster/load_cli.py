@@ -25,6 +25,15 @@ load_app = typer.Typer(
     help="Load tests: goodput against limits on TTFT and TPOT (needs the extra `load`).", no_args_is_help=True
 )
 
+
+@load_app.callback()
+def root(context: typer.Context) -> None:
+    """Whatever ends a load test, its generator and its clusters end with it."""
+    from disagg.cluster.process_tools import sigterm_raises
+
+    context.with_resource(sigterm_raises())
+
+
 ScenarioOption = Annotated[str, typer.Option("--scenario", "-s", help="File, or name of one that comes with disagg.")]
 RateOption = Annotated[float | None, typer.Option("--rate", help="Requests per second, instead of the scenario's.")]
 DurationOption = Annotated[float | None, typer.Option("--duration", help="Seconds of arrivals.")]

@@ -81,6 +81,21 @@ def freeze_start() -> None:
     gc.freeze()
 
 
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """A SIGTERM leaves the block by way of its clean-up, as a Ctrl-C does; another one does not disturb that."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def thread_environment(num_threads: int) -> dict[str, str]:
     """Environment that keeps a process to `num_threads` compute threads and its memory to few malloc arenas.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,22 @@ def test_the_generator_shares_no_core_with_a_gateway_elsewhere(monkeypatch: pyte
     assert given(monkeypatch, "run", "--address", "10.0.0.5:8470").generator.cores == ()
     assert given(monkeypatch, "sweep", "--address", "10.0.0.5:8470").generator.cores == ()
     assert given(monkeypatch, "sweep", "--address", "10.0.0.5:8470", "--shape", "1p1d").generator.cores != ()
+
+
+def test_a_sigterm_leaves_by_way_of_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator and the clusters that were started must end too."""
+    ended: list[str] = []
+
+    def take(*_: Any) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # once more: it does not disturb
+            ended.append("all")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(load_commands, "compare", take)
+    done = CliRunner().invoke(load_app, ["compare", *COMMANDS["compare"]])
+    assert (done.exit_code, ended) == (143, ["all"])
+    assert signal.getsignal(signal.SIGTERM) is before
