@@ -142,21 +142,9 @@ def total(size: int, parts: Iterable[Moments]) -> Moments:
     return together
 
 
-def solve_non_negative(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
-    """x >= 0 of least `x.gram.x/2 - moment.x`, for a positive definite gram.
-
-    Where the solution without that bound is within it, it is the answer.
-
-    Raises:
-        ValueError: the gram matrix is not positive definite.
-    """
-    unbounded = solve_positive_definite(gram, moment)
-    return unbounded if min(unbounded) >= 0.0 else _solve_bounded(gram, moment)
-
-
 def _solve_bounded(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
-    """The same by the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), on the
-    normal equations."""
+    """x >= 0 of least `x.gram.x/2 - moment.x`, for a positive definite gram, by the active-set method of Lawson and
+    Hanson (Solving Least Squares Problems, 1974, chapter 23), on the normal equations."""
     size = len(moment)
     solution = [0.0] * size
     free: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.router.least_squares import Moments, solve_non_negative, solve_positive_definite, total
+from disagg.router.least_squares import Moments, solve_positive_definite, total
 
 Observation = tuple[Sequence[float], float]
 
@@ -108,7 +108,10 @@ def systems(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
 @given(systems())
 def test_the_solution_meets_the_conditions_of_an_optimum(system: tuple[list[list[float]], list[float]]) -> None:
     gram, moment = system
-    solution = solve_non_negative(gram, moment)
+    moments = Moments(len(moment))
+    moments.gram = tuple(gram[i][j] for i in range(len(gram)) for j in range(i, len(gram)))
+    moments.moment = tuple(moment)
+    solution = moments.solve()
     for i, value in enumerate(solution):
         slope = moment[i] - sum(gram[i][j] * solution[j] for j in range(len(moment)))
         assert value >= 0.0
