@@ -30,6 +30,13 @@ bytes for each that is not ASCII."""
 logger = logging.getLogger(__name__)
 
 
+def retry_after_s(error: DisaggError) -> float | None:
+    """Seconds after which what failed with `error` may be tried again; None where that would be pointless."""
+    if isinstance(error, OverloadedError):
+        return error.retry_after_s
+    return UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError) else None
+
+
 def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status:
     """The status of an error, with details; `request_id` goes into `ErrorInfo.metadata`."""
     metadata = {"request_id": request_id} if request_id else {}
@@ -41,8 +48,7 @@ def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status
             field=error.field, description=_clip(error.message.removeprefix(f"{error.field}: "))
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, OverloadedError | UnavailableError):
-        retry_s = error.retry_after_s if isinstance(error, OverloadedError) else UNAVAILABLE_RETRY_S
+    if (retry_s := retry_after_s(error)) is not None:
         delay = Duration()
         delay.FromMilliseconds(round(retry_s * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))

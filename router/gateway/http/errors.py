@@ -16,10 +16,8 @@ from disagg.proto.errors import (
     DisaggError,
     InvalidRequestError,
     ModelNotFoundError,
-    OverloadedError,
-    UnavailableError,
 )
-from disagg.router.gateway.status import UNAVAILABLE_RETRY_S
+from disagg.router.gateway.status import retry_after_s
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -87,8 +85,7 @@ def error_json(error: DisaggError) -> bytes:
 
 def error_headers(error: DisaggError) -> Headers:
     """What goes with an error: whether and when to try again."""
-    if isinstance(error, OverloadedError | UnavailableError):
-        retry_s = error.retry_after_s if isinstance(error, OverloadedError) else UNAVAILABLE_RETRY_S
+    if (retry_s := retry_after_s(error)) is not None:
         return [
             (b"retry-after-ms", b"%d" % max(1, math.ceil(retry_s * 1000))),
             (b"retry-after", b"%d" % max(1, math.ceil(retry_s))),
