@@ -39,16 +39,16 @@ def predicted_miss(
 ) -> OverloadedError | None:
     """The refusal of a request that would miss its TTFT target; None if it has none, or should meet it, or nobody can
     tell yet. It may come back when what is too much of the wait should be over."""
-    if record.ttft_slo_s is None:
+    if record.trace.ttft_slo_s is None:
         return None
     position = queue.position(record.urgency)
     expected = forecast(fleet, queue, position, record.block_hashes, record.num_tokens, now)
     if expected is None:
         return None
     ttft_s = now - record.trace.arrival + (expected.wait_ms + expected.prefill_ms) / 1000
-    if ttft_s <= record.ttft_slo_s:
+    if ttft_s <= record.trace.ttft_slo_s:
         return None
-    message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.ttft_slo_s:g} s"
-    if expected.prefill_ms / 1000 > record.ttft_slo_s:  # It would miss on idle workers too.
+    message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.trace.ttft_slo_s:g} s"
+    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss on idle workers too.
         return OverloadedError(message, config.retry_after_s)
-    return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.ttft_slo_s))
+    return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.trace.ttft_slo_s))

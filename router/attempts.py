@@ -148,14 +148,14 @@ class Attempts:
         num_released = len(record.ledger.released)
         left = record.request.sampling.max_tokens - num_released
         ttft_left_ms = math.inf
-        if record.ttft_slo_s is not None and not num_released:
-            ttft_left_ms = (record.trace.arrival + record.ttft_slo_s - now) * 1000
+        if record.trace.ttft_slo_s is not None and not num_released:
+            ttft_left_ms = (record.trace.arrival + record.trace.ttft_slo_s - now) * 1000
         return Demand(
             num_tokens=len(record.request.prompt_token_ids) + num_released,
             reserve_tokens=min(left, self._config.decode_reserve_tokens),
             output_tokens=max(1.0, min(left, self._lengths.value)),
             ttft_left_ms=ttft_left_ms,
-            tpot_ms=math.inf if record.tpot_slo_s is None else record.tpot_slo_s * 1000,
+            tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
             reuse=self._reuse.value,
             turn=self._num_started,
         )

@@ -72,8 +72,6 @@ class RequestRecord:
     arrival_order: int
     ledger: TokenLedger
     trace: RequestTrace
-    ttft_slo_s: float | None
-    tpot_slo_s: float | None
     due: float
     """When the first token should be there, as the queue sorts it."""
     block_hashes: tuple[BlockHash, ...]
@@ -201,7 +199,5 @@ def new_record(request: RoutedRequest, trace: RequestTrace, arrival_order: int, 
         ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
         trace=trace,
         block_hashes=request.block_hashes,
-        ttft_slo_s=trace.ttft_slo_s,
-        tpot_slo_s=trace.tpot_slo_s,
         due=due if request.deadline is None else min(due, request.deadline),
     )
