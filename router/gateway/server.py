@@ -137,8 +137,7 @@ class GatewayServer:
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
         try:
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            self._port = _listen(server, f"{host}:{config.port}", self._security.grpc_tls)
+            self._port = _listen(server, self._address(config.port), self._security.grpc_tls)
             if config.http_port is not None:
                 self._http = self._make_http(generator)
                 self._http_port = await self._http.start(config.host, config.http_port)
