@@ -19,6 +19,7 @@ from disagg.cluster.address import UNREACHABLE
 from disagg.cluster.demo import format_bytes
 from disagg.cluster.finding import Finding
 from disagg.cluster.operate import open_client
+from disagg.proto.addresses import join_address, split_address
 from disagg.proto.errors import AuthenticationError, DisaggError, PermissionDeniedError, UnavailableError
 
 CONNECT_TIMEOUT_S = 3.0
@@ -77,8 +78,8 @@ def speaks_tls(address: str) -> bool | None:
 
 
 def _host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    host, port = split_address(address)
+    return host, int(port)
 
 
 def transport_finding(address: str, tls: bool | None) -> Finding:
@@ -138,7 +139,7 @@ def reachable_from_here(http_address: str, address: str) -> str:
     host, port = _host_port(http_address)
     if host in ("0.0.0.0", "::"):
         host = _host_port(address)[0]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)
 
 
 def _get(where: str, path: str, tls: bool) -> int:

@@ -26,6 +26,7 @@ from disagg.cluster.control.launching import Launching
 from disagg.cluster.launch import LaunchPlan
 from disagg.cluster.launcher import Launcher
 from disagg.engine.guard import ClusterGuard
+from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import (
     ControllerToWorker,
@@ -101,7 +102,7 @@ class Controller:
         self._plan = plan
         self._launcher = launcher
         self._guard = ClusterGuard(secret)
-        self._bind = f"[{host}]" if ":" in host else host
+        self._host = host
         self._port = port
         self._sizes = {**plan.sizes, **(sizes or {})}
         self._on_scaled = on_scaled
@@ -131,7 +132,7 @@ class Controller:
         self._core = ControlCore(self._sizes, settings, running)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
-        address = f"{self._bind}:{server.add_insecure_port(f'{self._bind}:{self._port}')}"
+        address = join_address(self._host, server.add_insecure_port(join_address(self._host, self._port)))
         await server.start()
         self._server = server
         self._launching = Launching(self._plan, self._launcher, self._executor, address, self._handle)

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 import grpc
 
+from disagg.proto.addresses import split_address
 from disagg.proto.errors import PermissionDeniedError
 from disagg.router.gateway.auth import CALLER, Caller
 
@@ -57,7 +58,7 @@ class Rights:
 def is_local_peer(peer: str) -> bool:
     """Whether gRPC's name of a peer (`ipv4:127.0.0.1:5`, `ipv6:[::1]:5`, `ipv6:%5B::1%5D:5`) is of this machine."""
     kind, _, rest = unquote(peer).partition(":")
-    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    host, _ = split_address(rest)
     if kind not in ("ipv4", "ipv6"):
         return False
     try:

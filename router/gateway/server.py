@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from disagg.proto.addresses import join_address
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Router
@@ -182,8 +183,7 @@ class GatewayServer:
         ]
 
     def _address(self, port: int) -> str:
-        host = self.config.host
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_address(self.config.host, port)
 
     def _make_generator(self, executor: ThreadPoolExecutor) -> Generator:
         return Generator(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 
+from disagg.proto.addresses import split_address
 from disagg.proto.errors import ConfigError
 
 SYSTEM_ROOTS = "system"
@@ -86,7 +87,7 @@ def is_local(address: str) -> bool:
     """Whether host:port is on this machine, as far as the name tells."""
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    host, _ = split_address(address)
     if host == "localhost":
         return True
     try:

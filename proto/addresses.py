@@ -1,0 +1,14 @@
+"""host:port, where a host that is an IPv6 address stands in brackets."""
+
+from __future__ import annotations
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, or `[host]:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Host without brackets, and port, neither of them checked; the host of an address without a port is empty."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
