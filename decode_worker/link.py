@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Join, Release, Reserve, Scatter
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.effects import (
     ClosePair,
     JoinSequence,
@@ -119,7 +118,7 @@ class PrefillLink:
         self._carry_out(self._receiver.close(self._context.now()))
         early, self._early = self._early, []
         for effect in early:
-            self._on_received(effect, False)
+            self._on_received(effect, False, 0)
         self._context.flush()
 
     async def wait_gone(self) -> None:
@@ -203,14 +202,13 @@ class PrefillLink:
             self._early.append(effect)
             return
 
-        def done(ok: bool, error: str) -> None:
-            self._context.call_soon(self._on_received, effect, ok)
+        def done(ok: bool, error: str, checksum: int) -> None:
+            self._context.call_soon(self._on_received, effect, ok, checksum)
 
         self._transport.recv(self._buffer(effect.slot), effect.nbytes, done)
 
-    def _on_received(self, effect: ReceiveBytes, ok: bool) -> None:
-        digest = checksum(self._buffers[effect.slot][: effect.nbytes]) if ok else 0
-        self._carry_out(self._receiver.on_received(effect.key, effect.seq, ok, digest))
+    def _on_received(self, effect: ReceiveBytes, ok: bool, checksum: int) -> None:
+        self._carry_out(self._receiver.on_received(effect.key, effect.seq, ok, checksum))
 
     def _buffer(self, slot: int) -> Buffer:
         """The memory of a slot, allocated at its first use."""

@@ -55,6 +55,8 @@ class Gather:
     start: int
     end: int
     out: Buffer
+    peer_tp: int = 1
+    """Ranks of the worker that it goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Scatter:
     start: int
     end: int
     data: Buffer
+    peer_tp: int = 1
+    """Ranks of the worker that it came from."""
 
 
 Command = Add | Reserve | Join | Release | Gather | Scatter
@@ -148,6 +152,8 @@ class Gathered:
     key: AttemptKey
     seq: int
     ok: bool
+    checksum: int = 0
+    """Of the copy."""
 
 
 @dataclass(frozen=True, slots=True)

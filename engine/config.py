@@ -30,7 +30,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cores: tuple[int, ...] = ()
     """CPU cores to pin to; empty leaves the scheduler free."""
     num_threads: int = 1
-    """Compute threads."""
+    """Compute threads, of each rank."""
+    tp: int = 1
+    """Ranks that compute together (tensor parallelism); each is a process."""
     block_size: int = 16
     """Tokens of a KV block; a multiple of 16."""
     kv_cache_bytes: int = 1 << 30

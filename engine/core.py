@@ -170,7 +170,7 @@ class EngineCore:
             return [Scattered(key, command.seq, ok=False)]
         self._scheduler.extend_reserved(sequence, end)
         try:
-            self._runner.scatter(sequence.block_table, start, end, command.data)
+            self._runner.scatter(sequence.block_table, start, end, command.data, command.peer_tp)
         except Exception as error:
             return [Scattered(key, command.seq, ok=False), self._fail(sequence, "scatter", error)]
         self._landed[key].append((start, end))
@@ -203,10 +203,10 @@ class EngineCore:
         if sequence is None or not 0 <= start < end <= sequence.num_computed_tokens:
             return [Gathered(key, command.seq, ok=False)]
         try:
-            self._runner.gather(sequence.block_table, start, end, command.out)
+            digest = self._runner.gather(sequence.block_table, start, end, command.out, command.peer_tp)
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), self._fail(sequence, "gather", error)]
-        return [Gathered(key, command.seq, ok=True)]
+        return [Gathered(key, command.seq, ok=True, checksum=digest)]
 
     def _release(self, command: Release) -> list[Event]:
         sequence = self._scheduler.sequences.get(command.key)

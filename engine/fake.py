@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
+from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
 from disagg.proto.messages import KvLayout, TokenLogprobs
 
@@ -48,6 +49,7 @@ class FakeModelRunner:
     """
 
     fingerprint = FAKE_FINGERPRINT
+    tp = 1
 
     def __init__(
         self,
@@ -90,16 +92,18 @@ class FakeModelRunner:
         """A uint8 array."""
         return np.empty(nbytes, dtype=np.uint8)
 
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer) -> None:
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Copy tokens [start, end) into the first (end - start) * 8 bytes of `out`: all K (u32), then all V (u32).
+        Returns the checksum of those bytes.
 
         Raises:
             ValueError: if `out` is too small.
         """
         blocks, offsets = self._slots(block_table, start, end)
         self._payload(out, end - start)[...] = self._pages[:, blocks, offsets]
+        return checksum(out[: (end - start) * _BYTES_PER_TOKEN])
 
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer) -> None:
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
 
         Raises:

@@ -16,6 +16,7 @@ from torch import Tensor
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
+from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.logprobs import sampled_logprobs
 from disagg.engine.model.batch import BatchBuilder
 from disagg.engine.model.decoder import Decoder
@@ -52,6 +53,7 @@ class TorchModelRunner:
         self.model_config = model
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.tp = config.tp
         self.layout = kv_layout(model, config.dtype)
         self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks)
         self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
@@ -99,15 +101,18 @@ class TorchModelRunner:
             return np.empty(nbytes, dtype=np.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer) -> None:
-        """Copy the KV of tokens [start, end) into the head of `out`, canonical order [layer][k|v][head][token][dim].
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """Copy the KV of tokens [start, end) into the head of `out`, canonical order [layer][k|v][head][token][dim];
+        the checksum of the copy.
 
         Raises:
             ValueError: `out` is too small, or the table does not cover `end`.
         """
-        gather_kv(self._cache.tensor_NL2KBD, block_table, start, end, self._staged(out, start, end))
+        staged = self._staged(out, start, end)
+        gather_kv(self._cache.tensor_NL2KBD, block_table, start, end, staged)
+        return checksum(staged)
 
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer) -> None:
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """Copy the KV of tokens [start, end) from the head of `data`, canonical order, into the blocks.
 
         Raises:

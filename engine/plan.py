@@ -82,6 +82,8 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     fingerprint: str
+    tp: int
+    """Ranks that compute together."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""
@@ -91,10 +93,14 @@ class ModelRunner(Protocol):
         """A flat staging buffer of `nbytes` bytes."""
         ...
 
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer) -> None:
-        """Copy the KV of tokens [start, end) into `out`, canonical order [layer][k|v][head][token][dim]."""
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """Copy the KV of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of the copy.
+
+        Each rank's part of `out` holds its slices (`parallel.slices`) one after the other, each in canonical order
+        [layer][k|v][head][token][dim].
+        """
         ...
 
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer) -> None:
-        """Copy the KV of tokens [start, end) from `data`, canonical order, into the blocks."""
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+        """Copy the KV of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent, into the blocks."""
         ...

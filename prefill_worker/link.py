@@ -20,7 +20,6 @@ import msgspec
 
 from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Add, Gather, Release
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
     DEADLINE,
@@ -200,12 +199,11 @@ class DecodeLink:
         if self._sender is not None:
             self._carry_out(self._sender.on_prefill_computed(key, token_id, logprobs))
 
-    def on_gathered(self, key: AttemptKey, seq: int, ok: bool) -> None:
+    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, checksum: int) -> None:
         """The engine filled a staging slot."""
         assert self._sender is not None
         gather = self._gathers.pop((key, seq))
-        digest = checksum(self._buffers[gather.slot][: gather.nbytes]) if ok else 0
-        self._carry_out(self._sender.on_gathered(key, seq, ok, gather.nbytes, digest))
+        self._carry_out(self._sender.on_gathered(key, seq, ok, gather.nbytes, checksum))
 
     def tick(self, now: float) -> None:
         """Called every heartbeat."""

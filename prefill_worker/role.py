@@ -141,7 +141,7 @@ class PrefillRole:
                 outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
                 link.cancel(event.key, f"ended on the prefill worker: {event.reason}")
             case Gathered():
-                link.on_gathered(event.key, event.seq, event.ok)
+                link.on_gathered(event.key, event.seq, event.ok, event.checksum)
                 self._forget_if_done(event.key)
             case _:
                 raise AssertionError(f"a prefill worker got {event}")

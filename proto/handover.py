@@ -29,6 +29,8 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     transport: str
     store_address: str = ""
     """host:port of D's rendezvous store; empty for in-process transports."""
+    tp: int = 1
+    """Ranks of D."""
     credits: int
     """Chunks that P may have announced and not seen `ChunkDone` for."""
     max_chunk_bytes: int

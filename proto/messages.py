@@ -121,6 +121,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True):
     max_num_seqs: int
     token_budget: int
     max_model_len: int
+    tp: int = 1
+    """Ranks that compute together; each holds a part of the KV heads."""
     calibration: tuple[StepSample, ...] = ()
     """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -14,3 +15,11 @@ def checksum(payload: Buffer) -> int:
     GPU."""
     host: Any = payload.detach().cpu().numpy() if hasattr(payload, "detach") else payload
     return xxhash.xxh3_64_intdigest(memoryview(host))
+
+
+def combined(checksums: Sequence[int]) -> int:
+    """One checksum of a payload that is in several parts, from those of its parts in order; of a single part its
+    own."""
+    if len(checksums) == 1:
+        return checksums[0]
+    return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little") for part in checksums))

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, TransportError
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
 from disagg.engine.plan import Buffer
 
 SENDER_RANK, RECEIVER_RANK = 0, 1
@@ -245,9 +246,13 @@ class GlooTransport:
         """See `PairTransport.send`."""
         self._sends.submit(_Operation(torch.from_numpy(buffer[:nbytes]), done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
         """See `PairTransport.recv`."""
-        self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), done))
+
+        def received(ok: bool, error: str) -> None:
+            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
+
+        self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received))
 
     def close(self) -> None:
         """See `PairTransport.close`."""

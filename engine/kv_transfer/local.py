@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, TransportError
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
 from disagg.engine.plan import Buffer
 
 CLOSED = "the channel is closed"
@@ -53,9 +54,13 @@ class LocalTransport:
         """See `PairTransport.send`."""
         self._meet(_Operation(buffer, nbytes, done), self._outgoing.sends, self._outgoing)
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
         """See `PairTransport.recv`."""
-        self._meet(_Operation(buffer, nbytes, done), self._incoming.recvs, self._incoming)
+
+        def received(ok: bool, error: str) -> None:
+            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
+
+        self._meet(_Operation(buffer, nbytes, received), self._incoming.recvs, self._incoming)
 
     def close(self) -> None:
         """See `PairTransport.close`; closes the other end too."""

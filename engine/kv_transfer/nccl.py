@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed
 
+from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.gloo import RECEIVER_RANK, SENDER_RANK, StoreHost, meet
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, TransportError
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
 from disagg.engine.plan import Buffer
 
 _dist: Any = torch.distributed
@@ -179,9 +180,13 @@ class NcclTransport:
         """See `PairTransport.send`."""
         self._thread.submit(_Operation(self, buffer[:nbytes], True, done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
         """See `PairTransport.recv`."""
-        self._thread.submit(_Operation(self, buffer[:nbytes], False, done))
+
+        def received(ok: bool, error: str) -> None:
+            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
+
+        self._thread.submit(_Operation(self, buffer[:nbytes], False, received))
 
     def close(self) -> None:
         """See `PairTransport.close`: the communicator is aborted, after which nothing writes to its buffers."""

@@ -22,6 +22,9 @@ Done = Callable[[bool, str], None]
 """Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
 buffer is the caller's again. Must not raise and must not block."""
 
+Received = Callable[[bool, str, int], None]
+"""`Done` of a receive, with the checksum of what came (0 where it is not ok)."""
+
 SET_UP_TIMEOUT_S = 20.0
 """How long `accept` and `connect` wait for the other side."""
 
@@ -38,7 +41,7 @@ class PairTransport(Protocol):
         sake."""
         ...
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
         """Receive `nbytes` bytes into `buffer`, which is the transport's until `done`. When this returns, the peer
         may send."""
         ...

@@ -45,7 +45,7 @@ class Answers:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
 
-    def __call__(self, ok: bool, error: str) -> None:
+    def __call__(self, ok: bool, error: str, _checksum: int = 0) -> None:
         self._queue.put((ok, error))
 
     def next(self) -> tuple[bool, str]:

@@ -50,6 +50,10 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/weights.py",
         "engine/kv_transfer/gloo.py",
         "engine/kv_transfer/nccl.py",
+        "engine/parallel/collective.py",
+        "engine/parallel/gloo_collective.py",
+        "engine/parallel/nccl_collective.py",
+        "engine/parallel/shard_runner.py",
     ),
     "transformers": ("engine/*", "cluster/*"),
     "grpc": (

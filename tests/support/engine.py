@@ -173,13 +173,13 @@ class FailingRunner(FakeModelRunner):
         self._fail_if_told("run")
         return super().run(plan)
 
-    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer) -> None:
+    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         self._fail_if_told("gather")
-        super().gather(block_table, start, end, out)
+        return super().gather(block_table, start, end, out, peer_tp)
 
-    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer) -> None:
+    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         self._fail_if_told("scatter")
-        super().scatter(block_table, start, end, data)
+        super().scatter(block_table, start, end, data, peer_tp)
 
     def _fail_if_told(self, operation: str) -> None:
         if operation in self.failing:

@@ -101,10 +101,10 @@ class SenderShell:
                 self._carry_out(machine.on_prefill_computed(key, token_id, logprobs))
             case TokenSampled(key, _, index, token_id):
                 pair.note_token(key, index, token_id)
-            case Gathered(key, seq, ok):
+            case Gathered(key, seq, ok, digest):
                 gather = self._gathers.pop((key, seq))
                 assert self.slots_in_use.pop(gather.slot) == (key, seq)
-                digest = checksum(self._buffers[gather.slot][: gather.nbytes])
+                assert digest == (checksum(self._buffers[gather.slot][: gather.nbytes]) if ok else 0)
                 self._carry_out(machine.on_gathered(key, seq, ok, gather.nbytes, digest))
             case Ended(key, _, reason):
                 pair.ends[key].append(("p", reason))

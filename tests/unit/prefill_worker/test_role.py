@@ -145,7 +145,7 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
         for each in (header, last):
             received: asyncio.Queue[bool] = asyncio.Queue()
             buffer = context.new_staging(each.nbytes)
-            it.transports[0].recv(buffer, each.nbytes, lambda ok, _: received.put_nowait(ok))  # noqa: B023
+            it.transports[0].recv(buffer, each.nbytes, lambda ok, *_: received.put_nowait(ok))  # noqa: B023
             stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=each.seq))
             assert await received.get()
             stream.say(ChunkDone(request_id=A, attempt=1, generation=1, seq=each.seq))
@@ -246,7 +246,7 @@ async def test_a_welcome_that_cannot_be_used_refuses_who_waits(
         await until(lambda: not it.role._all_links)
         if accepts:  # and the channel that was made is closed
             answers: list[bool] = []
-            it.transports[0].recv(it.context.new_staging(8), 8, lambda ok, _: answers.append(ok))
+            it.transports[0].recv(it.context.new_staging(8), 8, lambda ok, *_: answers.append(ok))
             assert answers == [False]
 
 
@@ -288,7 +288,7 @@ async def test_a_stop_while_the_other_side_does_not_come_leaves_nothing(streams:
         late = await call_on_thread("accept", lambda: it.rendezvous.accept(welcome.pair_name))
         answers: list[bool] = []
         await until(lambda: late._channel.closed)  # P's end was opened for nobody, and is closed
-        late.recv(it.context.new_staging(8), 8, lambda ok, _: answers.append(ok))
+        late.recv(it.context.new_staging(8), 8, lambda ok, *_: answers.append(ok))
         assert answers == [False]
 
 

@@ -42,7 +42,7 @@ def test_bytes_arrive_in_order(receive_first: bool, from_p: bool) -> None:
     if not receive_first:
         send_all()
     for target in targets:
-        receiver.recv(target, 7, lambda ok, _: answers.append(("received", ok)))
+        receiver.recv(target, 7, lambda ok, *_: answers.append(("received", ok)))
     if receive_first:
         send_all()
     assert answers == [("sent", True), ("received", True)] * 3
@@ -54,12 +54,12 @@ def test_close_answers_everything_on_both_ends() -> None:
     p, d = joined(make_rendezvous("local", "127.0.0.1"))
     answers: list[bool] = []
     buffer = np.zeros(4, np.uint8)
-    d.recv(buffer, 4, lambda ok, _: answers.append(ok))
+    d.recv(buffer, 4, lambda ok, *_: answers.append(ok))
     d.send(buffer, 4, lambda ok, _: answers.append(ok))
     p.close()
     assert answers == [False, False]
     d.close()
-    d.recv(buffer, 4, lambda ok, _: answers.append(ok))
+    d.recv(buffer, 4, lambda ok, *_: answers.append(ok))
     p.send(buffer, 4, lambda ok, _: answers.append(ok))
     assert answers == [False] * 4
 
@@ -67,7 +67,7 @@ def test_close_answers_everything_on_both_ends() -> None:
 def test_sizes_must_agree() -> None:
     p, d = joined(make_rendezvous("local", "127.0.0.1"))
     answers: list[tuple[bool, str]] = []
-    d.recv(np.zeros(4, np.uint8), 4, lambda ok, error: answers.append((ok, error)))
+    d.recv(np.zeros(4, np.uint8), 4, lambda ok, error, _: answers.append((ok, error)))
     p.send(np.zeros(4, np.uint8), 3, lambda ok, error: answers.append((ok, error)))
     assert answers == [(False, "3 bytes were sent where 4 were expected")] * 2
     p.close()

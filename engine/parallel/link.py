@@ -1,0 +1,38 @@
+"""The line between rank 0 and its followers, as both ends see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.engine.parallel.messages import Done, Order, TransportOrder
+
+Reply = Callable[[Done], None]
+"""Called once, on any thread; also, not ok, when the follower is lost. Must neither raise nor block."""
+
+
+class Followers(Protocol):
+    """Rank 0's view. Thread-safe; orders to one rank arrive in the order given."""
+
+    size: int
+    """Ranks of the worker, rank 0 included."""
+
+    def tell(self, order: Order) -> None:
+        """To every follower; not answered."""
+        ...
+
+    def ask(self, rank: int, order: Order, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted` or is lost."""
+        ...
+
+
+class RankTransports(Protocol):
+    """What a rank (also rank 0) does for the transport: all pairs' channels of this rank. Thread-safe."""
+
+    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
+        """Carry out an order; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
+        ...
+
+    def close(self) -> None:
+        """Close all channels. Idempotent."""
+        ...

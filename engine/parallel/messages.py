@@ -1,0 +1,148 @@
+"""What rank 0 tells the other ranks of its worker, and what they answer. Frames on one stream for each follower.
+
+Orders with a `call` are answered by exactly one `Done`, in any order; the others are not answered. Orders of the
+engine (`Step`, `GatherPart`, `ScatterPart`) are carried out one after the other, in the order sent, on the follower's
+engine thread; those of the transport (`OpenPair`, `SendPart`, `ReceivePart`, `ClosePair`) on its own threads, each
+pair's in the order sent. What a follower cannot do for its peer's fault is a `Done` that is not ok; what it cannot do
+for a fault of its own ends it, and with it the worker.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.proto.messages import Message
+
+
+class Join(Message, frozen=True, kw_only=True, tag=True):
+    """A follower's first frame, once its model is loaded. The stream was authenticated before."""
+
+    rank: int
+    pid: int
+    fingerprint: str
+    num_blocks: int
+    """KV blocks that it has room for; all ranks use the least."""
+
+
+class Begin(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to `Join`: what the ranks agreed on."""
+
+    num_blocks: int
+    collective_address: str
+    """host:port of the store in which the ranks meet."""
+
+
+class Step(Message, frozen=True, kw_only=True, tag=True):
+    """Compute a batch. Arrays are little-endian bytes, as in `model.batch.Batch`; tables are padded with 0."""
+
+    token_ids: bytes
+    """int64, all tokens of the batch."""
+    positions: bytes
+    """int64."""
+    slot_mapping: bytes
+    """int64."""
+    num_decodes: int
+    decode_tables: bytes
+    """int32 [num_decodes, M]."""
+    context_lens: bytes
+    """int32 [num_decodes]."""
+    prefills: tuple[tuple[int, int, bytes], ...]
+    """(number of tokens, start, int32 block table) of each chunk, in the order of the batch."""
+    sample_rows: bytes | None
+    """int64 rows whose logits are wanted; None for all rows."""
+
+
+class GatherPart(Message, frozen=True, kw_only=True, tag=True):
+    """Copy this rank's heads of tokens [start, end) into its part of a staging buffer; `Done.checksums` has one for
+    each of its slices."""
+
+    call: int
+    buffer: int
+    """Number of the staging buffer; each rank makes its part at first use."""
+    buffer_bytes: int
+    """Size of the part."""
+    block_table: bytes
+    """int32."""
+    start: int
+    end: int
+    peer_tp: int
+
+
+class ScatterPart(Message, frozen=True, kw_only=True, tag=True):
+    """Copy this rank's part of a staging buffer into the blocks of tokens [start, end)."""
+
+    call: int
+    buffer: int
+    block_table: bytes
+    start: int
+    end: int
+    peer_tp: int
+
+
+class OpenPair(Message, frozen=True, kw_only=True, tag=True):
+    """Form this rank's channels of a pair; done when all stand."""
+
+    call: int
+    pair_name: str
+    side: Literal["sender", "receiver"]
+    peer_tp: int
+    transport: str
+    host: str
+    store_address: str
+    """Of D's rendezvous. For each slice the two ranks meet under `<pair_name>/<sender rank>-<receiver rank>`."""
+
+
+class SendPart(Message, frozen=True, kw_only=True, tag=True):
+    """Send this rank's slices of `num_tokens` tokens from a staging buffer."""
+
+    call: int
+    pair_name: str
+    buffer: int
+    num_tokens: int
+
+
+class ReceivePart(Message, frozen=True, kw_only=True, tag=True):
+    """Receive this rank's slices of `num_tokens` tokens into a staging buffer; `Done.checksums` has one for each."""
+
+    call: int
+    pair_name: str
+    buffer: int
+    buffer_bytes: int
+    num_tokens: int
+
+
+class ClosePair(Message, frozen=True, kw_only=True, tag=True):
+    """Close this rank's channels of a pair; what is under way is answered not ok, before this is."""
+
+    call: int
+    pair_name: str
+
+
+class Posted(Message, frozen=True, kw_only=True, tag=True):
+    """Follower -> rank 0: the receives of this order are posted, so the peer may send."""
+
+    call: int
+
+
+class Done(Message, frozen=True, kw_only=True, tag=True):
+    """Follower -> rank 0: the answer to one order."""
+
+    call: int
+    ok: bool
+    error: str = ""
+    checksums: tuple[int, ...] = ()
+
+
+class Failed(Message, frozen=True, kw_only=True, tag=True):
+    """Follower -> rank 0: it cannot go on and ends; so must the worker."""
+
+    error: str
+
+
+class Stop(Message, frozen=True, kw_only=True, tag=True):
+    """End in an orderly way."""
+
+
+Order = Begin | Step | GatherPart | ScatterPart | OpenPair | SendPart | ReceivePart | ClosePair | Stop
+Answer = Join | Posted | Done | Failed
+TransportOrder = OpenPair | SendPart | ReceivePart | ClosePair

@@ -1,0 +1,50 @@
+"""Which part of a model a rank has. Pure arithmetic, after Shoeybi et al., "Megatron-LM" (2019): the projections into
+attention and MLP are cut by columns, those out of them by rows, embedding and head by vocabulary.
+
+With fewer KV heads than ranks, each KV head is held by several ranks next to each other, and the query heads that read
+it are divided among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of a worker.
+
+    Raises:
+        ValueError: if there is no such rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"there is no rank {self.rank} among {self.size}")
+
+    def part(self, count: int) -> range:
+        """This rank's equal share of `count` things, such as query heads or columns.
+
+        Raises:
+            ValueError: if they cannot be divided equally.
+        """
+        if count % self.size:
+            raise ValueError(f"{count} cannot be divided among {self.size} ranks")
+        share = count // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """The KV heads that this rank holds: its share, or the one that it shares with its neighbours.
+
+        Raises:
+            ValueError: if neither heads nor ranks can be divided equally.
+        """
+        if num_kv_heads >= self.size:
+            return self.part(num_kv_heads)
+        if self.size % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} KV heads cannot be shared by {self.size} ranks")
+        head = self.rank // (self.size // num_kv_heads)
+        return range(head, head + 1)
