@@ -71,6 +71,8 @@ class EngineThread:
         self._stopping = False
         self._is_unchecked = False
         """There is no sequence, and nobody has looked whether something was left since the last one."""
+        self._turn_began: float | None = None
+        """None between two turns."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -95,6 +97,11 @@ class EngineThread:
                 self._wake.notify()
         return future
 
+    def turn_s(self) -> float:
+        """For how long the present turn has lasted; 0 between two turns. Any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the running step; whether it ended in time."""
         with self._wake:
@@ -110,7 +117,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
+                self._turn_began = time.monotonic()
                 self._turn()
+                self._turn_began = None
         except BaseException as error:
             self._on_crash(error)
         finally:
@@ -159,8 +168,10 @@ class EngineThread:
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
+        if events:
+            self._tell(events, None)  # now: what peers wait for shall not wait for the step
         started = time.monotonic()
-        events += self._core.step(started)
+        events = self._core.step(started)
         plan = self._core.last_plan
         step = plan.measured((time.monotonic() - started) * 1e3) if plan.entries else None
         self._is_unchecked = self._core.is_idle
@@ -173,8 +184,9 @@ class EngineThread:
         while self._gather_comes(timeout_s):
             with self._wake:
                 commands, self._inbox = self._inbox, deque()
-            events = [event for posted_at, command in commands for event in self._core.handle(command, posted_at)]
-            self._tell(events, None)
+            for posted_at, command in commands:  # told one by one: a chunk goes out while the next is copied
+                if events := self._core.handle(command, posted_at):
+                    self._tell(events, None)
             timeout_s = NEXT_GATHER_WAIT_S
 
     def _gather_comes(self, timeout_s: float) -> bool:

@@ -2,8 +2,8 @@
 
 An offer becomes a reservation in D's engine. Each announced chunk is checked against it before it is cleared; then
 its bytes arrive in a staging slot, their checksum is compared, and D's own engine scatters them. When `Commit` is
-here and the KV of every token is in the cache, the sequence joins the batch and P may forget it. Nothing of an
-attempt that failed is ever joined.
+here and all bytes are verified, the join is asked for behind the last scatter, so that the engine does both between
+the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
 A staging slot is held from `ReceiveBytes` until the engine scattered it, or until the transport is done with it where
 the attempt ended meanwhile: ending an attempt never proves that the writer stopped.
@@ -37,6 +37,7 @@ from disagg.engine.kv_transfer.receiving import (
     ReceiveAttempt,
     ReceivedChunkState,
     ReceiveEvent,
+    ReceiveState,
     check_commit,
     check_header,
 )
@@ -122,7 +123,7 @@ class Receiver:
         assert 0 <= cached_tokens <= num_known, (key, cached_tokens)
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.RESERVED)
         attempt.cached_tokens = attempt.next_token = cached_tokens
-        attempt.num_missing_tokens = num_known - cached_tokens
+        attempt.num_unverified_tokens = attempt.num_missing_tokens = num_known - cached_tokens
         message = Reserved(
             request_id=key.request_id, attempt=key.attempt, generation=attempt.generation, cached_tokens=cached_tokens
         )
@@ -157,6 +158,8 @@ class Receiver:
             header = chunk.header
             assert chunk.slot is not None
             out.append(ScatterChunk(key, seq, header.start_token, header.end_token, chunk.slot, header.nbytes))
+            attempt.num_unverified_tokens -= chunk.num_tokens
+            self._join_if_verified(attempt, out)
         elif not self.closed:
             out.append(Send(chunk.done(ok=False)))
         if not intact:
@@ -180,7 +183,7 @@ class Receiver:
         if attempt.live and ok:
             attempt.num_missing_tokens -= chunk.num_tokens
             attempt.kv_bytes += chunk.header.nbytes
-            self._join_if_whole(attempt, out)
+            self._acknowledge_if_whole(attempt, out)
         elif attempt.live:
             self._give_up(attempt, "its blocks are gone on the decode worker", out)
         self._pump(out)
@@ -311,7 +314,7 @@ class Receiver:
         attempt.state = RECEIVE_TABLE.next_from_peer(attempt.state, ReceiveEvent.COMMIT)
         check_commit(attempt, commit)
         attempt.commit = commit
-        self._join_if_whole(attempt, out)
+        self._join_if_verified(attempt, out)
 
     def _on_abort(self, message: Abort, out: Effects) -> None:
         key = AttemptKey(message.request_id, message.attempt)
@@ -338,13 +341,21 @@ class Receiver:
             out.append(ReceiveBytes(chunk.attempt.key, chunk.header.seq, chunk.slot, chunk.header.nbytes))
             out.append(Send(chunk.clear()))
 
-    def _join_if_whole(self, attempt: ReceiveAttempt, out: Effects) -> None:
-        if attempt.commit is None or attempt.num_missing_tokens:
+    def _join_if_verified(self, attempt: ReceiveAttempt, out: Effects) -> None:
+        """Ask for the join; it does not wait for the answers of the scatters before it."""
+        if attempt.commit is None or attempt.num_unverified_tokens:
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOIN)
+        out.append(JoinSequence(attempt.key, attempt.commit.token_id, attempt.commit.logprobs))
+        self._acknowledge_if_whole(attempt, out)
+
+    def _acknowledge_if_whole(self, attempt: ReceiveAttempt, out: Effects) -> None:
+        """All is in the cache and joined: P may let go."""
+        if attempt.state is not ReceiveState.JOINING or attempt.num_missing_tokens:
+            return
+        attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOINED)
         self._forget(attempt)
         key = attempt.key
-        out.append(JoinSequence(key, attempt.commit.token_id, attempt.commit.logprobs))
         out.append(Send(CommitAck(request_id=key.request_id, attempt=key.attempt, generation=attempt.generation)))
         self._report(attempt, "committed", "", out)
 

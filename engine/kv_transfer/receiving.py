@@ -1,7 +1,7 @@
 """The records and transition tables of the receiving half; `receiver.py` is the machine that moves them.
 
-    RESERVING ──(engine reserved)──> RECEIVING ──(committed and all scattered)──> OVER
-        └──────────────(refused, aborted, ended, pair closed)──┴────────────────────> OVER
+    RESERVING ──(reserved)──> RECEIVING ──(committed, all verified)──> JOINING ──(all scattered)──> OVER
+        └─────────────────────────┴──(refused, aborted, ended, pair closed)──┴──────────────────────> OVER
 
 A chunk lives longer than its attempt once D has cleared it: its bytes will come.
 
@@ -25,6 +25,7 @@ class ReceiveState(enum.Enum):
 
     RESERVING = "reserving"
     RECEIVING = "receiving"
+    JOINING = "joining"
     OVER = "over"
 
 
@@ -36,6 +37,7 @@ class ReceiveEvent(enum.Enum):
     HEADER = "ChunkHeader"
     COMMIT = "Commit"
     JOIN = "join"
+    JOINED = "joined"
     GIVE_UP = "give up"
 
 
@@ -47,8 +49,10 @@ RECEIVE_TABLE: Table[ReceiveState, ReceiveEvent] = Table(
         (_S.RESERVING, _E.GIVE_UP): _S.OVER,
         (_S.RECEIVING, _E.HEADER): _S.RECEIVING,
         (_S.RECEIVING, _E.COMMIT): _S.RECEIVING,
-        (_S.RECEIVING, _E.JOIN): _S.OVER,
+        (_S.RECEIVING, _E.JOIN): _S.JOINING,
         (_S.RECEIVING, _E.GIVE_UP): _S.OVER,
+        (_S.JOINING, _E.JOINED): _S.OVER,
+        (_S.JOINING, _E.GIVE_UP): _S.OVER,
     }
 )
 
@@ -94,6 +98,8 @@ class ReceiveAttempt:
     next_token: int = 0
     """Tokens before this one are here already or were announced. Chunks come in order and without gaps."""
     next_seq: int = 0
+    num_unverified_tokens: int = 0
+    """Tokens whose KV is neither in the cache nor on its way there from a staging slot."""
     num_missing_tokens: int = 0
     """Tokens whose KV is not in the cache yet."""
     kv_bytes: int = 0

@@ -77,15 +77,60 @@ def test_a_whole_hand_over() -> None:
     # Commit overtakes the last bytes: it waits for them.
     assert machine.on_message(Commit(**NAMED, token_id=99, num_chunks=2), 0.0) == []
     assert machine.on_scattered(KEY, 0, True) == [done(0)]
-    assert machine.on_received(KEY, 1, True, 5) == [ScatterChunk(KEY, 1, 12, 20, slot=1, nbytes=64)]
+    # The join follows the last scatter at once; it is acknowledged when the engine has done both.
+    assert machine.on_received(KEY, 1, True, 5) == [
+        ScatterChunk(KEY, 1, 12, 20, slot=1, nbytes=64),
+        JoinSequence(KEY, 99),
+    ]
     assert machine.on_scattered(KEY, 1, True) == [
         done(1),
-        JoinSequence(KEY, 99),
         Send(CommitAck(**NAMED)),
         ReceiveOver(KEY, "committed", "", kv_bytes=128, cached_tokens=4),
     ]
     assert machine.holdings() == NOTHING
     assert machine.counters == {"chunks_received": 2, "kv_bytes_received": 128}
+
+
+def joining() -> Receiver:
+    """The join is asked for, and one scatter under way."""
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    machine.on_message(header(1, 12, 20), 0.0)
+    machine.on_message(Commit(**NAMED, token_id=99, num_chunks=2), 0.0)
+    machine.on_received(KEY, 0, True, 5)
+    machine.on_scattered(KEY, 0, True)
+    assert machine.on_received(KEY, 1, True, 5) == [ScatterChunk(KEY, 1, 12, 20, 1, 64), JoinSequence(KEY, 99)]
+    return machine
+
+
+def test_a_join_behind_a_scatter_that_failed_is_taken_back() -> None:
+    machine = joining()
+    reason = "its blocks are gone on the decode worker"
+    assert machine.on_scattered(KEY, 1, False) == [
+        done(1, ok=False),
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", reason, 64, 4),
+        Send(Abort(**ID, reason=reason)),
+    ]
+    assert machine.holdings() == NOTHING
+
+
+def test_a_cancel_while_joining_releases_behind_the_join() -> None:
+    machine = joining()
+    assert machine.cancel(KEY) == [
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", "cancelled", 64, 4),
+        Send(Abort(**ID, reason="cancelled")),
+    ]
+    assert machine.on_scattered(KEY, 1, True) == [done(1)]
+    assert machine.holdings() == NOTHING
+
+
+def test_a_lost_pair_while_joining_releases_behind_the_join() -> None:
+    machine = joining()
+    assert machine.close(1.0, "gone") == [ReleaseSequence(KEY), ReceiveOver(KEY, "aborted", "gone", 64, 4)]
+    assert machine.on_scattered(KEY, 1, True) == []
+    assert machine.holdings() == NOTHING
 
 
 def test_a_commit_after_the_last_chunk_joins_at_once() -> None:
