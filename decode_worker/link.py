@@ -1,17 +1,20 @@
 """The shell around one `Receiver`: the pair of this decode worker with one life of a prefill worker.
 
 It begins when the prefill worker's stream said hello. The byte transport is formed beside the stream; a chunk that is
-cleared before the transport stands waits for it. The pair is lost with its stream, or when the transport cannot be
-formed; it is gone when the transport is closed, too. Owner: the asyncio thread.
+to be received before the transport stands waits for it, and so does all that is said after it (`clearance.py`). The
+pair is lost with its stream, or when the transport cannot be formed; it is gone when the transport is closed, too.
+Owner: the asyncio thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from disagg.decode_worker.clearance import Clearance
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Join, Release, Reserve, Scatter
@@ -28,6 +31,7 @@ from disagg.engine.kv_transfer.effects import (
 )
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transport import PairTransport
+from disagg.engine.parallel.routes import PairPlan
 from disagg.engine.plan import Buffer
 from disagg.engine.role import RoleContext
 from disagg.proto.handover import SenderToReceiver
@@ -57,13 +61,19 @@ class PrefillLink:
         context: RoleContext,
         sender: WorkerInfo,
         outgoing: Outgoing,
+        plan: PairPlan,
         accept: Callable[[], PairTransport],
         callbacks: LinkCallbacks,
     ) -> None:
+        """`plan` says what the ranks of both workers move; `accept` forms the transport, and blocks."""
         config = context.config
         self.sender = sender
         self._context = context
         self._outgoing = outgoing
+        self._clearance = Clearance(context.failpoints.sending(outgoing.put))
+        self._loop_thread = threading.get_ident()
+        self.on_message = context.failpoints.receiving(self._on_message)
+        """Takes a control message of the prefill worker."""
         self._callbacks = callbacks
         self._buffers: dict[int, Buffer] = {}
         self._scatters: set[tuple[AttemptKey, int]] = set()
@@ -73,12 +83,13 @@ class PrefillLink:
         self._is_forming = True
         self._receiver = Receiver(
             context.now(),
-            bytes_per_token=context.info.kv_layout.bytes_per_token,
+            bytes_per_token=plan.bytes_per_token,
             max_chunk_bytes=config.chunk_bytes,
             credits=config.num_staging_slots,
             num_slots=config.num_staging_slots,
             lease_timeout_s=config.lease_timeout_s,
             heartbeat_s=config.heartbeat_s,
+            transfer_timeout_s=config.transfer_timeout_s,
         )
         self._task = asyncio.create_task(self._run(accept), name=f"transport-{sender.worker_id}")
         self._task.add_done_callback(lambda _: callbacks.on_gone(self))
@@ -98,7 +109,7 @@ class PrefillLink:
         self._transport = transport
         early, self._early = self._early, []
         for effect in early:
-            self._receive(effect)
+            self._start_receive(transport, effect)
         await self._lost.wait()
         await call_on_thread(f"close-{self.sender.worker_id}", transport.close)
 
@@ -116,6 +127,7 @@ class PrefillLink:
         if self._is_forming:
             self._task.cancel()  # The peer will not come, or not for this stream; whatever comes is closed.
         self._carry_out(self._receiver.close(self._context.now()))
+        self._clearance.drop()
         early, self._early = self._early, []
         for effect in early:
             self._on_received(effect, False, 0)
@@ -127,8 +139,7 @@ class PrefillLink:
 
     # ------------------------------------------------------------ inputs
 
-    def on_message(self, message: SenderToReceiver) -> None:
-        """A control message of the prefill worker."""
+    def _on_message(self, message: SenderToReceiver) -> None:
         self._carry_out(self._receiver.on_message(message, self._context.now()))
         self._context.flush()
 
@@ -171,7 +182,7 @@ class PrefillLink:
         for effect in effects:
             match effect:
                 case Send(message):
-                    self._outgoing.put(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
+                    self._clearance.say(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
                 case ReserveBlocks(spec):
                     self._reserve(spec)
                 case ReceiveBytes():
@@ -179,7 +190,7 @@ class PrefillLink:
                 case ScatterChunk():
                     self._scatters.add((effect.key, effect.seq))
                     data = self._buffer(effect.slot)[: effect.nbytes]
-                    self._context.post(Scatter(effect.key, effect.seq, effect.start, effect.end, data))
+                    self._context.post(Scatter(effect.key, effect.seq, effect.start, effect.end, data, self.sender.tp))
                 case JoinSequence(key, token_id, logprobs):
                     self._context.post(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):
@@ -197,15 +208,26 @@ class PrefillLink:
             self.on_reserve_refused(spec.key, "this attempt is here already")
 
     def _receive(self, effect: ReceiveBytes) -> None:
-        """Start a receive; a chunk that is cleared before the transport stands waits for it."""
+        """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""
+        self._clearance.wait_for((effect.key, effect.seq))
         if self._transport is None:
             self._early.append(effect)
-            return
+        else:
+            self._start_receive(self._transport, effect)
+
+    def _start_receive(self, transport: PairTransport, effect: ReceiveBytes) -> None:
+        chunk = effect.key, effect.seq
+
+        def posted() -> None:
+            if threading.get_ident() == self._loop_thread:  # by most transports, and P need not wait for a turn
+                self._clearance.posted(chunk)
+            else:
+                self._context.call_soon(self._clearance.posted, chunk)
 
         def done(ok: bool, error: str, checksum: int) -> None:
             self._context.call_soon(self._on_received, effect, ok, checksum)
 
-        self._transport.recv(self._buffer(effect.slot), effect.nbytes, done)
+        transport.recv(self._buffer(effect.slot), effect.nbytes, done, posted)
 
     def _on_received(self, effect: ReceiveBytes, ok: bool, checksum: int) -> None:
         self._carry_out(self._receiver.on_received(effect.key, effect.seq, ok, checksum))

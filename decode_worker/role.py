@@ -29,6 +29,8 @@ from disagg.engine.commands import (
 )
 from disagg.engine.kv_transfer.effects import ReceiveOver
 from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
+from disagg.engine.parallel.routes import plan_pair
+from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -58,7 +60,9 @@ class DecodeRole:
 
     async def start(self) -> None:
         """Open the rendezvous of the byte transport."""
-        self._rendezvous = make_rendezvous(self._context.config.transport, self._context.config.host)
+        context = self._context
+        rendezvous = make_rendezvous(context.config.transport, context.config.host)
+        self._rendezvous = context.failpoints.rendezvous(rendezvous)
 
     async def stop(self) -> None:
         """Close all links and the rendezvous, which wakes whoever waits there for a peer."""
@@ -80,16 +84,34 @@ class DecodeRole:
         if reason := self._why_not(hello):
             logger.warning("refused a pair with %s: %s", hello.info.worker_id, reason)
             return PairRefused(reason=reason)
-        info, config, rendezvous = self._context.info, self._context.config, self._rendezvous
+        context, rendezvous = self._context, self._rendezvous
+        info, config = context.info, context.config
+        plan = plan_pair(info.kv_layout, hello.info.tp, info.tp)
         pair_name = f"{hello.info.incarnation}-{info.incarnation}-{uuid.uuid4().hex[:8]}"
         callbacks = LinkCallbacks(self._on_offered, self._on_over, self._links.discard)
-        link = PrefillLink(self._context, hello.info, outgoing, lambda: rendezvous.accept(pair_name), callbacks)
+        end = PairEnd(
+            plan=plan,
+            side="receiver",
+            pair_name=pair_name,
+            transport=config.transport,
+            host=config.host,
+            store_address=rendezvous.address,
+        )
+        link = PrefillLink(
+            context,
+            hello.info,
+            outgoing,
+            plan,
+            lambda: form_pair(end, rendezvous.accept, context.followers),
+            callbacks,
+        )
         self._links.add(link)
         welcome = PairWelcome(
             incarnation=info.incarnation,
             pair_name=pair_name,
             transport=config.transport,
             store_address=rendezvous.address,
+            tp=info.tp,
             credits=config.num_staging_slots,
             max_chunk_bytes=config.chunk_bytes,
         )
@@ -104,6 +126,10 @@ class DecodeRole:
             return f"model fingerprints differ: {theirs.fingerprint} and {ours.fingerprint}"
         if theirs.kv_layout != ours.kv_layout:
             return f"KV layouts differ: {theirs.kv_layout} and {ours.kv_layout}"
+        try:
+            plan_pair(ours.kv_layout, theirs.tp, ours.tp)
+        except ValueError as error:
+            return str(error)
         return ""
 
     # ------------------------------------------------------------ dispatches

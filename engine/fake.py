@@ -10,17 +10,23 @@ What follows the greedy token g in a vocabulary of V: token t has the logarithm 
 
 (`fake_logprobs`). `logit_bias` is added to it, so that 100 forces a token and -100 bans it; the rest of the sampling
 parameters is ignored: it is always greedy.
+
+With several KV heads each stores the same, shifted by its number, so that exchanged heads show. A rank of several
+holds its heads only, and reads back only those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import checksum, combined
+from disagg.engine.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
+from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
 from disagg.proto.messages import KvLayout, TokenLogprobs
 
@@ -28,28 +34,31 @@ FAKE_FINGERPRINT = "fake"
 DEFAULT_VOCAB_SIZE = 32_000
 
 _LARGEST_RANK = 50
-_BYTES_PER_TOKEN = 8
+_HEAD_BYTES_PER_TOKEN = 8
+_HEAD_SHIFT = 0x9E3779B1
 _UNWRITTEN = 0xFFFFFFFF
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
+I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 
 class FakeModelRunner:
-    """A `ModelRunner` over numpy pages.
+    """A `ModelRunner`, and a `parallel.runner.ShardRunner`, over numpy pages.
 
     Args:
         step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.
         sleep: called with that time.
+        num_kv_heads: of the whole model.
+        shard: which rank it is; its pages hold that rank's heads.
 
     Raises:
-        ValueError: if `vocab_size` is not positive.
+        ValueError: if `vocab_size` or `num_kv_heads` is not positive, or the heads cannot be divided among the ranks.
     """
 
     fingerprint = FAKE_FINGERPRINT
-    tp = 1
 
     def __init__(
         self,
@@ -60,48 +69,86 @@ class FakeModelRunner:
         *,
         step_time_s: Callable[[StepPlan], float] | None = None,
         sleep: Callable[[float], None] | None = None,
+        num_kv_heads: int = 1,
+        shard: Shard = WHOLE,
     ) -> None:
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be positive, not {vocab_size}")
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads must be positive, not {num_kv_heads}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=_BYTES_PER_TOKEN)
+        self.shard = shard
+        self.tp = shard.size
+        self.layout = KvLayout(
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=1,
+            dtype="fake",
+            bytes_per_token=_HEAD_BYTES_PER_TOKEN * num_kv_heads,
+        )
         self._step_time_s = step_time_s
         self._sleep = sleep
-        self._pages: U32 = np.full((2, num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
+        self._batches = BatchBuilder(block_size, max_model_len)
+        heads = shard.kv_heads(num_kv_heads)
+        shifts_H1 = [[head * _HEAD_SHIFT % (1 << 32)] for head in heads]
+        self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
+        self._pages_2HNB: U32 = np.full((2, len(heads), num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Write the scheduled tokens to the pages, all entries first; then sample."""
         for entry in plan.entries:
-            self._write(entry)
+            end = entry.start + entry.num_tokens
+            blocks, offsets = self._slots(entry.sequence.block_table, entry.start, end)
+            token_ids = np.array(entry.sequence.token_ids[entry.start : end], dtype=np.uint32)
+            self._write(blocks, offsets, token_ids, np.arange(entry.start, end, dtype=np.uint32))
         if self._step_time_s is not None and self._sleep is not None:
             self._sleep(self._step_time_s(plan))
-        token_ids: list[int] = []
+        output_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for place, entry in enumerate(entry for entry in plan.entries if entry.samples):
             sampling = entry.sequence.spec.sampling
             greedy_id = self._next_greedy(entry)
-            token_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
+            output_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
             if sampling.logprobs >= 0:
-                logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, token_ids[place])
-        return StepResult(token_ids, logprobs)
+                logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, output_ids[place])
+        return StepResult(output_ids, logprobs)
+
+    # ------------------------------------------------------------ one rank of several
+
+    def join(self, collective: object, num_blocks: int) -> None:
+        """See `ShardRunner.join`; there is nothing to exchange."""
+        self.num_blocks = num_blocks
+
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """See `ShardRunner.arrays`."""
+        return self._batches.arrays(plan)
+
+    def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        """See `ShardRunner.step`."""
+        return self.run(plan)
+
+    def compute(self, arrays: BatchArrays) -> None:
+        """See `ShardRunner.compute`: write the tokens to this rank's pages."""
+        blocks, offsets = np.divmod(arrays.slot_mapping_T, self.block_size)
+        self._write(blocks, offsets, arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32))
+
+    # ------------------------------------------------------------ KV in and out
 
     def new_staging(self, nbytes: int) -> Buffer:
         """A uint8 array."""
         return np.empty(nbytes, dtype=np.uint8)
 
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """Copy tokens [start, end) into the first (end - start) * 8 bytes of `out`: all K (u32), then all V (u32).
-        Returns the checksum of those bytes.
+        """Copy tokens [start, end) into the head of `out`: all K (u32), then all V (u32), of each head. Returns the
+        checksum of those bytes.
 
         Raises:
             ValueError: if `out` is too small.
         """
-        blocks, offsets = self._slots(block_table, start, end)
-        self._payload(out, end - start)[...] = self._pages[:, blocks, offsets]
-        return checksum(out[: (end - start) * _BYTES_PER_TOKEN])
+        return combined(self.gather_part(block_table, start, end, out, peer_tp))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
@@ -109,34 +156,59 @@ class FakeModelRunner:
         Raises:
             ValueError: if `data` is too small.
         """
-        blocks, offsets = self._slots(block_table, start, end)
-        self._pages[:, blocks, offsets] = self._payload(data, end - start)
+        self.scatter_part(block_table, start, end, data, peer_tp)
 
-    def _write(self, entry: ScheduledSequence) -> None:
-        end = entry.start + entry.num_tokens
-        blocks, offsets = self._slots(entry.sequence.block_table, entry.start, end)
-        self._pages[0, blocks, offsets] = entry.sequence.token_ids[entry.start : end]
-        self._pages[1, blocks, offsets] = np.arange(entry.start, end)
+    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+        """See `ShardRunner.gather_part`."""
+        blocks, offsets = self._slots(block_table, start, end)
+        slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
+        checksums: list[int] = []
+        for heads, words_2HT in _payloads(out, slices, end - start):
+            words_2HT[...] = self._pages_2HNB[:, heads][:, :, blocks, offsets]
+            checksums.append(checksum(words_2HT.view(np.uint8).reshape(-1)))
+        return checksums
+
+    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+        """See `ShardRunner.scatter_part`."""
+        blocks, offsets = self._slots(block_table, start, end)
+        slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
+        for heads, words_2HT in _payloads(data, slices, end - start):
+            self._pages_2HNB[:, heads][:, :, blocks, offsets] = words_2HT
+
+    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
+        """See `ShardRunner.part_bytes_per_token`."""
+        slices = (heads_to_send if sends else heads_to_receive)(self.layout.num_kv_heads, self.shard, peer_tp)
+        return _HEAD_BYTES_PER_TOKEN * sum(map(len, slices))
+
+    def _write(self, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
+        self._pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
+        self._pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
 
     def _next_greedy(self, entry: ScheduledSequence) -> int:
         blocks, offsets = self._slots(entry.sequence.block_table, 0, entry.start + entry.num_tokens)
-        token_ids, positions = self._pages[:, blocks, offsets]
-        return _token_of(_digest(token_ids, positions), self.vocab_size)
+        token_ids_HT, positions_HT = self._pages_2HNB[:, :, blocks, offsets] - self._shift_H1
+        # Heads that agree, as they should, count once.
+        digests = {_digest(token_ids_HT[head], positions_HT[head]) for head in range(len(token_ids_HT))}
+        return _token_of(sum(digests), self.vocab_size)
 
-    def _slots(
-        self, block_table: Seq[int], start: int, end: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
         first_block = start // self.block_size
         blocks = np.array(block_table[first_block : -(-end // self.block_size)], dtype=np.int64)
         slots = np.arange(start, end)
         return blocks[slots // self.block_size - first_block], slots % self.block_size
 
-    def _payload(self, buffer: Buffer, num_tokens: int) -> U32:
-        nbytes = num_tokens * _BYTES_PER_TOKEN
-        if buffer.nbytes < nbytes:
-            raise ValueError(f"{num_tokens} tokens of KV are {nbytes} bytes, the buffer has {buffer.nbytes}")
-        words: U32 = buffer[:nbytes].view(np.uint32)
-        return words.reshape(2, num_tokens)
+
+def _payloads(buffer: Buffer, slices: tuple[range, ...], num_tokens: int) -> Iterator[tuple[slice, U32]]:
+    """The heads of each slice and its words [k|v][head][token] in the buffer."""
+    nbytes = num_tokens * _HEAD_BYTES_PER_TOKEN * sum(map(len, slices))
+    if buffer.nbytes < nbytes:
+        raise ValueError(f"{num_tokens} tokens of KV are {nbytes} bytes, the buffer has {buffer.nbytes}")
+    words: U32 = buffer[:nbytes].view(np.uint32)
+    first = 0
+    for heads in slices:
+        count = 2 * len(heads) * num_tokens
+        yield slice(heads.start, heads.stop), words[first : first + count].reshape(2, len(heads), num_tokens)
+        first += count
 
 
 def fake_generate(

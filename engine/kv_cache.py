@@ -1,15 +1,22 @@
 """The paged KV cache: one tensor, made once, owned by the model runner, and the arithmetic of its blocks.
 
 A block holds `block_size` tokens of all layers, so that it moves between workers as one piece. Which block belongs to
-whom is the block manager's business; here a block is only an index.
+whom is the block manager's business; here a block is only an index. KV goes in and out through staging memory, in the
+slices that a worker of another width sends or wants (`parallel.parts`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
+from disagg.engine.parallel.shards import WHOLE, Shard
+from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
 
@@ -26,8 +33,11 @@ def kv_layout(config: ModelConfig, dtype: str) -> KvLayout:
     )
 
 
-def count_blocks(layout: KvLayout, block_size: int, kv_cache_bytes: int, num_blocks: int | None) -> int:
-    """`num_blocks` where it is given, else how many blocks fit into `kv_cache_bytes`.
+def count_blocks(
+    layout: KvLayout, block_size: int, kv_cache_bytes: int, num_blocks: int | None, shard: Shard = WHOLE
+) -> int:
+    """`num_blocks` where it is given, else how many blocks, with the heads that the rank holds, fit into
+    `kv_cache_bytes`.
 
     Raises:
         ConfigError: not even one block.
@@ -36,28 +46,29 @@ def count_blocks(layout: KvLayout, block_size: int, kv_cache_bytes: int, num_blo
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         return num_blocks
-    block_bytes = layout.bytes_per_token * block_size
+    head_bytes = layout.bytes_per_token // layout.num_kv_heads * block_size
+    block_bytes = head_bytes * len(shard.kv_heads(layout.num_kv_heads))
     if kv_cache_bytes < block_bytes:
         raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model takes {block_bytes}")
     return kv_cache_bytes // block_bytes
 
 
-def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // block_size)
-
-
 class KvCache:
-    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V.
+    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one rank of several, the heads
+    that it holds. `layout` is the whole model's.
 
     Contents are undefined until written.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device, shard: Shard = WHOLE
+    ) -> None:
         self.layout = layout
+        self.shard = shard
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim)
+        num_heads = len(shard.kv_heads(layout.num_kv_heads))
+        shape = (num_blocks, layout.num_layers, 2, num_heads, block_size, layout.head_dim)
         self.tensor_NL2KBD = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device)
         self._layers = tuple(
             (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(layout.num_layers)
@@ -72,6 +83,43 @@ class KvCache:
         """Memory of the cache."""
         return self.tensor_NL2KBD.numel() * self.tensor_NL2KBD.element_size()
 
-    def token_bytes(self, num_tokens: int) -> int:
-        """Bytes of the KV of `num_tokens` tokens, all layers."""
-        return num_tokens * self.layout.bytes_per_token
+    def gather_part(self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int) -> list[int]:
+        """See `parallel.runner.ShardRunner.gather_part`; `out` is a flat uint8 tensor."""
+        slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
+        checksums: list[int] = []
+        for heads, staged in self._staged(out, slices, start, end):
+            gather_kv(self._heads(heads), block_table, start, end, staged)
+            checksums.append(checksum(staged))
+        return checksums
+
+    def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
+        """See `parallel.runner.ShardRunner.scatter_part`; `data` is a flat uint8 tensor."""
+        slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
+        for heads, staged in self._staged(data, slices, start, end):
+            scatter_kv(self._heads(heads), block_table, start, end, staged)
+
+    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
+        """See `parallel.runner.ShardRunner.part_bytes_per_token`."""
+        slices = (heads_to_send if sends else heads_to_receive)(self.layout.num_kv_heads, self.shard, peer_tp)
+        return self._head_bytes_per_token * sum(map(len, slices))
+
+    @property
+    def _head_bytes_per_token(self) -> int:
+        return self.layout.bytes_per_token // self.layout.num_kv_heads
+
+    def _heads(self, heads: range) -> Tensor:
+        return self.tensor_NL2KBD[:, :, :, heads.start : heads.stop]
+
+    def _staged(
+        self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int
+    ) -> Iterator[tuple[range, Tensor]]:
+        """The heads of each slice and its bytes in a staging buffer, without a copy."""
+        head_bytes = (end - start) * self._head_bytes_per_token
+        nbytes = head_bytes * sum(map(len, slices))
+        if buffer.numel() < nbytes:
+            raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
+        first = 0
+        for heads in slices:
+            last = first + head_bytes * len(heads)
+            yield heads, buffer[first:last]
+            first = last

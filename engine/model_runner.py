@@ -1,7 +1,8 @@
 """The model runner on torch: parameters, paged KV cache, decoder and sampler behind the `ModelRunner` protocol.
 
-Made once per worker; only the engine thread calls it. `run` is `forward` (plan to logits) and sampling. `gather` and
-`scatter` move KV between the cache and staging memory, between steps.
+Made once per worker, or once per rank of a worker; only the engine thread calls it. A step is arrays (what to compute,
+without torch, so that rank 0 can tell it to the others), logits, and on rank 0 sampling. `gather` and `scatter` move KV
+between the cache and staging memory, between steps.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from torch import Tensor
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import combined
 from disagg.engine.logprobs import sampled_logprobs
-from disagg.engine.model.batch import BatchBuilder
+from disagg.engine.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.model.batch import to_batch
 from disagg.engine.model.decoder import Decoder
 from disagg.engine.model.parameters import pack_parameters
 from disagg.engine.model.rope import RopeTable
-from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.model.sharding import rank_model
+from disagg.engine.parallel.collective import Collective
+from disagg.engine.parallel.shards import WHOLE, Shard
+from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import stand_in
 from disagg.engine.sampler import Sampler
 from disagg.engine.weights import load_parameters
-from disagg.kernels.dispatch import describe, gather_kv, scatter_kv, set_num_threads
+from disagg.kernels.dispatch import describe, set_num_threads
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,65 +40,85 @@ WARM_UP_TOKENS = 8
 
 
 class TorchModelRunner:
-    """The model with its paged KV cache. Owner: the engine thread.
+    """The model with its paged KV cache, or one rank's part of both; a `parallel.runner.ShardRunner`. Owner: the engine
+    thread.
 
-    Construction reads the checkpoint, sets the number of threads for the whole process, and allocates the cache.
+    Construction reads the checkpoint, sets the number of threads for the whole process, and allocates the cache; one
+    rank of several does that in `join`, when all ranks know how many blocks they have. `layout` and `fingerprint` are
+    the whole model's, whatever the rank holds.
 
     Raises:
-        ConfigError: the checkpoint, the device, the cache size or `max_model_len` cannot work.
+        ConfigError: the checkpoint, the device, the cache size, `max_model_len` or the number of ranks cannot work.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
         set_num_threads(config.num_threads)
         self._device = _device(config.device)
         if self._device.type == "cpu":
             logger.info("worker %s computes with %s", config.worker_id, describe())  # builds them now if need be
-        dtype: torch.dtype = getattr(torch, config.dtype)
+        self._config = config
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         model = read_model_config(config.model_path)
+        rank_model(model, shard)  # refused before any weight is read
         self.model_config = model
+        self.shard = shard
+        self.tp = shard.size
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
-        self.tp = config.tp
         self.layout = kv_layout(model, config.dtype)
-        self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks)
+        self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks, shard)
         self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
         self.fingerprint = model_fingerprint(config.model_path, config.dtype)
-        self._cache = KvCache(self.layout, self.num_blocks, self.block_size, self._device)
-        parameters = load_parameters(config.model_path, model, dtype, self._device)
-        pack_parameters(parameters)
-        rope = RopeTable(model, self.max_model_len, dtype, self._device)
-        self._decoder = Decoder(model, parameters, rope, self._cache)
-        self._batches = BatchBuilder(self.block_size, self.max_model_len, self._device)
+        self._parameters = load_parameters(config.model_path, model, self._dtype, self._device, shard)
+        pack_parameters(self._parameters)
         self._sampler = Sampler(model.vocab_size)
+        if shard.size == 1:
+            self.join(None, self.num_blocks)
+
+    def join(self, collective: Collective | None, num_blocks: int) -> None:
+        """See `ShardRunner.join`."""
+        assert 0 < num_blocks <= self.num_blocks
+        self.max_model_len = _max_model_len(self.model_config, self._config, num_blocks * self.block_size)
+        self.num_blocks = num_blocks
+        self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard)
+        rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
+        self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
+        self._batches = BatchBuilder(self.block_size, self.max_model_len)
+
+    # ------------------------------------------------------------ steps
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""
-        if not plan.entries:
-            return StepResult([])
-        logits_SV = self.forward(plan)
-        sequences = [entry.sequence for entry in plan.entries if entry.samples]
-        token_ids = self._sampler.sample(logits_SV, sequences) if sequences else []
-        return StepResult(token_ids, sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids))
+        return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype. KV is written.
 
         Token ids must be within the vocabulary: the engine core checked them.
         """
-        return self._decoder.forward(self._batches.build(plan))
+        return self._logits(self.arrays(plan))
 
-    def warm_up(self) -> None:
-        """One prefill and one decode step on block 0, so that the first request does not pay for first uses.
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """See `ShardRunner.arrays`."""
+        return self._batches.arrays(plan)
 
-        To be called before any sequence: it overwrites the first tokens of block 0.
-        """
-        num_tokens = min(WARM_UP_TOKENS, self.max_model_len - 1)
-        if num_tokens < 1:
-            return
-        sequence = stand_in(num_tokens, 0, self.block_size)
-        self.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
-        sequence.token_ids.append(0)
-        self.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
+    def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        """See `ShardRunner.step`."""
+        logits_SV = self._logits(arrays)
+        sequences = [entry.sequence for entry in plan.entries if entry.samples]
+        token_ids = self._sampler.sample(logits_SV, sequences) if sequences else []
+        return StepResult(token_ids, sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids))
+
+    def compute(self, arrays: BatchArrays) -> None:
+        """See `ShardRunner.compute`."""
+        self._decoder.forward(to_batch(arrays, self._device))
+
+    def _logits(self, arrays: BatchArrays) -> Tensor:
+        logits_SV = self._decoder.forward(to_batch(arrays, self._device))
+        assert logits_SV is not None, "rank 0 samples"
+        return logits_SV
+
+    # ------------------------------------------------------------ KV in and out
 
     def new_staging(self, nbytes: int) -> Buffer:
         """A flat staging buffer: a uint8 numpy array on CPU, a uint8 tensor on a GPU. Contents are undefined."""
@@ -102,31 +127,53 @@ class TorchModelRunner:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """Copy the KV of tokens [start, end) into the head of `out`, canonical order [layer][k|v][head][token][dim];
-        the checksum of the copy.
+        """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
+        worker of one rank.
 
         Raises:
-            ValueError: `out` is too small, or the table does not cover `end`.
+            ValueError: as `gather_part`.
         """
-        staged = self._staged(out, start, end)
-        gather_kv(self._cache.tensor_NL2KBD, block_table, start, end, staged)
-        return checksum(staged)
+        return combined(self.gather_part(block_table, start, end, out, peer_tp))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """Copy the KV of tokens [start, end) from the head of `data`, canonical order, into the blocks.
+        """The reverse of `gather`.
 
         Raises:
-            ValueError: `data` is too small, or the table does not cover `end`.
+            ValueError: as `scatter_part`.
         """
-        scatter_kv(self._cache.tensor_NL2KBD, block_table, start, end, self._staged(data, start, end))
+        self.scatter_part(block_table, start, end, data, peer_tp)
 
-    def _staged(self, buffer: Buffer, start: int, end: int) -> Tensor:
-        """The bytes of tokens [start, end) in a staging buffer, without a copy."""
-        nbytes = self._cache.token_bytes(end - start)
-        tensor: Tensor = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
-        if tensor.numel() < nbytes:
-            raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {tensor.numel()}")
-        return tensor[:nbytes]
+    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+        """See `ShardRunner.gather_part`."""
+        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp)
+
+    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+        """See `ShardRunner.scatter_part`."""
+        self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
+
+    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
+        """See `ShardRunner.part_bytes_per_token`."""
+        return self._cache.part_bytes_per_token(peer_tp, sends=sends)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """One prefill and one decode step on block 0, so that the first request does not pay for first uses.
+
+    To be called before any sequence: it overwrites the first tokens of block 0.
+    """
+    num_tokens = min(WARM_UP_TOKENS, runner.max_model_len - 1)
+    if num_tokens < 1:
+        return
+    sequence = stand_in(num_tokens, 0, runner.block_size)
+    runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
+    sequence.token_ids.append(0)
+    runner.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
+
+
+def _as_tensor(buffer: Buffer) -> Tensor:
+    """A staging buffer without a copy."""
+    tensor: Tensor = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
+    return tensor
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 from disagg.engine.commands import Command, Event
 from disagg.engine.config import WorkerConfig
+from disagg.engine.faulty import Failpoints
 from disagg.engine.outbox import Outbox
+from disagg.engine.parallel.link import Followers
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey
@@ -26,6 +28,13 @@ class RoleContext(Protocol):
     cluster_secret: ClusterSecret
     """For calls to other workers."""
     outbox: Outbox
+    failpoints: Failpoints
+    """Faults on purpose; a role puts them in place where it makes pairs."""
+
+    @property
+    def followers(self) -> Followers:
+        """The other ranks of this worker, which pairs need."""
+        ...
 
     @property
     def info(self) -> WorkerInfo:

@@ -1,11 +1,12 @@
 """ONE shell of a worker process, given one role or both.
 
-    start()   build the model runner, bind the control server, start engine thread and roles, return `WorkerInfo`
+    start()   build the model runner (with `tp` > 1 over all ranks; this process is the first), bind the control server,
+              start engine thread and roles, return `WorkerInfo`
     ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
-    stop()    roles give up their attempts, the server closes, both threads end
+    stop()    roles give up their attempts, the server closes, both threads end, then the other ranks
 
 A fault of our own, on either thread, ends the worker (`crashed`): after a lost event nothing that is counted here could
-be trusted. What peers and gateways send never does.
+be trusted. So does the loss of a rank. What peers and gateways send never does.
 
 Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
 outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
@@ -27,11 +28,16 @@ from disagg.engine.commands import Command, Event, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineThread
+from disagg.engine.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.outbox import Outbox
+from disagg.engine.parallel.group import Group
+from disagg.engine.parallel.link import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.role import Role, RoleContext
+from disagg.engine.runners import make_runner, warm_up
 from disagg.engine.service import WorkerService
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (
     AuditReport,
@@ -46,6 +52,9 @@ from disagg.proto.messages import (
 
 logger = logging.getLogger(__name__)
 
+STOP_TIMEOUT_S = 5.0
+"""How long a thread may take to end beyond its grace."""
+
 
 class RoleFactory(Protocol):
     """Makes a role for a worker."""
@@ -55,29 +64,27 @@ class RoleFactory(Protocol):
         ...
 
 
-def make_runner(config: WorkerConfig) -> ModelRunner:
-    """The model runner that the configuration asks for; `fake` needs neither weights nor torch."""
-    if config.is_fake:
-        from disagg.engine.fake import FakeModelRunner
-
-        return FakeModelRunner(
-            num_blocks=config.num_blocks or 1024,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len or 4096,
-        )
-    from disagg.engine.model_runner import TorchModelRunner
-
-    runner = TorchModelRunner(config)
-    runner.warm_up()
-    return runner
-
-
 class Worker:
-    """A worker process's one object. Owner of the asyncio side; see the module docstring."""
+    """A worker process's one object. Owner of the asyncio side; see the module docstring.
 
-    def __init__(self, config: WorkerConfig, role_factories: Sequence[RoleFactory], secret: ClusterSecret) -> None:
+    Raises:
+        ConfigError: `config.tp` asks for more ranks, and there is no `start_ranks` to start them.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role_factories: Sequence[RoleFactory],
+        secret: ClusterSecret,
+        start_ranks: StartRanks | None = None,
+        *,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
+        if config.tp > 1 and start_ranks is None:
+            raise ConfigError(f"tp: a worker of {config.tp} ranks needs somebody to start {config.tp - 1} of them")
         self.config = config
         self.cluster_secret = secret
+        self.failpoints = failpoints
         self.outbox = Outbox()
         self.incarnation = Incarnation(uuid.uuid4().hex[:16])
         self._role_factories = role_factories
@@ -89,6 +96,11 @@ class Worker:
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
+        self._group: Group | None = None
+        """The other ranks; None where there are none."""
+        if config.tp > 1 and start_ranks is not None:
+            self._group = Group(config, secret, start_ranks, self._on_crash)
+        self.followers: Followers = NoFollowers() if self._group is None else self._group.followers
         self.crashed = threading.Event()
         """Set when the worker can work no longer: the process should exit and be restarted."""
 
@@ -96,11 +108,12 @@ class Worker:
 
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
-        runner = make_runner(self.config)
-        self._calibration = calibrate(runner, self.config, time.monotonic)
-        core = EngineCore(runner, config=self.config)
-        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
-        self._max_model_len, self._idle_load = core.max_model_len, core.load()
+        try:
+            self._make_engine()
+        except BaseException:
+            if self._group is not None:
+                self._group.close()
+            raise
         self._started = True
         self._thread.start()
         self._ready.wait()
@@ -109,16 +122,41 @@ class Worker:
             raise self._start_error
         return self.info
 
+    def _make_engine(self) -> None:
+        config = self.config
+        runner: ModelRunner = make_runner(config) if self._group is None else self._group.form()
+        warm_up(runner, config)
+        self._calibration = calibrate(runner, config, time.monotonic)
+        core = EngineCore(self.failpoints.runner(runner), config=config)
+        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
+        self._max_model_len, self._idle_load = core.max_model_len, core.load()
+
     def stop(self, grace_s: float = 2.0) -> None:
         """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
         if not self._started:
             return
         self._ask_to_stop()
-        self._thread.join(grace_s + 5.0)
-        if self._thread.is_alive():
-            logger.error("%s: the asyncio thread did not end in time", self.config.worker_id)
-        if not self._engine.stop(timeout_s=grace_s + 5.0):
-            logger.error("%s: the engine thread did not end in time", self.config.worker_id)
+        self._end_thread("asyncio", self._join_asyncio, grace_s)
+        if self._end_thread("engine", self._engine.stop, grace_s) and self._group is not None:
+            self._group.close()
+
+    def _end_thread(self, name: str, wait: Callable[[float], bool], grace_s: float) -> bool:
+        """`wait` for a thread that was told to end; whether it did. Another rank that hangs may hold it up, and is
+        ended then."""
+        worker_id = self.config.worker_id
+        if wait(grace_s):
+            return True
+        if self._group is not None:
+            logger.error("%s: the %s thread hangs: ending the other ranks", worker_id, name)
+            self._group.abandon()
+        if wait(STOP_TIMEOUT_S):
+            return True
+        logger.error("%s: the %s thread did not end in time", worker_id, name)
+        return False
+
+    def _join_asyncio(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run_loop(self) -> None:
         try:
@@ -134,7 +172,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._stop_event = asyncio.Event()
         self._roles = [factory(self) for factory in self._role_factories]
-        self._service = WorkerService(self, self._idle_load, self.cluster_secret)
+        self._service = WorkerService(self, self._idle_load, self.cluster_secret, self.failpoints)
         ticker: asyncio.Task[None] | None = None
         try:
             await self._open()
@@ -178,6 +216,7 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_model_len=self._max_model_len,
+            tp=runner.tp,
             calibration=self._calibration,
         )
 
@@ -305,6 +344,10 @@ class Worker:
     def transfers(self) -> tuple[TransferCount, ...]:
         """What was sent to each decode worker since the start."""
         return tuple(count for role in self._roles for count in role.transfers())
+
+    def turn_s(self) -> float:
+        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        return self._engine.turn_s()
 
     async def prefix_snapshot(self) -> BlocksSnapshot:
         """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""

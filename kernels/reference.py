@@ -147,7 +147,8 @@ def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: i
     """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor.
 
     Order [layer][k|v][head][token][dim], bytes of the cache's dtype; it does not depend on the block size. The range
-    need not be aligned to blocks. ValueError when the range or the size of `out` does not fit.
+    need not be aligned to blocks. Some of the heads: a view `cache[:, :, :, first:last]`. ValueError when the range or
+    the size of `out` does not fit.
     """
     cache, flat = _token_bytes(cache_NL2KBD, out, start, end, len(block_ids))
     block_size = cache.shape[4]
@@ -161,7 +162,8 @@ def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: i
 
 
 def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
-    """Copy `data` (as `gather_kv` wrote it, possibly from a cache of another block size) into tokens [start, end)."""
+    """Copy `data` (as `gather_kv` wrote it, possibly from a cache of another block size) into tokens [start, end) of
+    the cache, or of the heads in a view of it."""
     cache, flat = _token_bytes(cache_NL2KBD, data, start, end, len(block_ids))
     block_size = cache.shape[4]
     token = start

@@ -36,10 +36,12 @@ from disagg.engine.kv_transfer.pair_state import TransitionError
 from disagg.engine.kv_transfer.reasons import PAIR_LOST
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector
+from disagg.engine.parallel.routes import plan_pair
+from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.plan import Buffer
 from disagg.engine.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
-from disagg.proto.handover import PairWelcome
+from disagg.proto.handover import PairWelcome, ReceiverToSender
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import PeerRef, SequenceSpec, TokenLogprobs
 
@@ -89,10 +91,13 @@ class DecodeLink:
         self._gathers: dict[tuple[AttemptKey, int], GatherChunk] = {}
         """Copies that the engine still owes."""
         self._stream = PairStream(peer, context.cluster_secret)
+        self._send = context.failpoints.sending(self._stream.send)
+        self._take = context.failpoints.receiving(self._on_message)
         self._sender: Sender | None = None
         self._transport: PairTransport | None = None
         self._buffers: dict[int, Buffer] = {}
         self._slot_bytes = 0
+        self._peer_tp = 1
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
 
@@ -117,9 +122,7 @@ class DecodeLink:
             welcome = await self._stream.open(self._context.info, CONNECT_TIMEOUT_S)
             await self._open(welcome)
             async for message in self._stream.messages():
-                assert self._sender is not None
-                self._carry_out(self._sender.on_message(message, self._context.now()))
-                self._context.flush()
+                self._take(message)
             reason = f"{PAIR_LOST} {self.peer.worker_id}: it ended the control stream"
         except (PairError, OSError, RuntimeError, ValueError) as error:
             reason = f"{PAIR_LOST} {self.peer.worker_id}: {error}"
@@ -134,20 +137,30 @@ class DecodeLink:
 
     async def _open(self, welcome: PairWelcome) -> None:
         config, layout = self._context.config, self._context.info.kv_layout
-        connect = make_connector(welcome.transport, config.host)
-        self._transport = await open_on_thread(
-            f"connect-{self.peer.worker_id}", lambda: connect(welcome.pair_name, welcome.store_address)
+        connect = self._context.failpoints.connector(make_connector(welcome.transport, config.host))
+        end = PairEnd(
+            plan=plan_pair(layout, self._context.info.tp, welcome.tp),
+            side="sender",
+            pair_name=welcome.pair_name,
+            transport=welcome.transport,
+            host=config.host,
+            store_address=welcome.store_address,
         )
+        self._transport = await self._formed(
+            lambda: form_pair(end, lambda name: connect(name, end.store_address), self._context.followers)
+        )
+        self._peer_tp = welcome.tp
         self._slot_bytes = min(config.chunk_bytes, welcome.max_chunk_bytes)
         now = self._context.now()
         self._sender = Sender(
             now,
-            bytes_per_token=layout.bytes_per_token,
+            bytes_per_token=end.plan.bytes_per_token,
             max_chunk_bytes=self._slot_bytes,
             credits=welcome.credits,
             num_slots=config.num_staging_slots,
             lease_timeout_s=config.lease_timeout_s,
             heartbeat_s=config.heartbeat_s,
+            transfer_timeout_s=config.transfer_timeout_s,
         )
         logger.info("paired with %s over %s", self.peer.worker_id, welcome.transport)
         self._expire_waiting(now)
@@ -155,6 +168,25 @@ class DecodeLink:
         for each in waiting.values():
             self.offer(each.spec_now(now))
         self._context.flush()
+
+    async def _formed(self, form: Callable[[], PairTransport]) -> PairTransport:
+        """The byte transport, unless D leaves meanwhile: `form` would wait for it as long as a set-up may take."""
+        forming = asyncio.create_task(open_on_thread(f"connect-{self.peer.worker_id}", form))
+        leaving = asyncio.create_task(self._stream.ended())
+        try:
+            await asyncio.wait((forming, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not forming.done():
+                raise PairError("it ended the control stream while the pair was formed")
+            return forming.result()
+        except BaseException:
+            forming.cancel()
+            await asyncio.wait((forming,))
+            if not forming.cancelled() and forming.exception() is None:
+                await call_on_thread(f"close-{self.peer.worker_id}", forming.result().close)
+            raise
+        finally:
+            leaving.cancel()
+            await asyncio.wait((leaving,))
 
     async def _shut_down(self, reason: str) -> None:
         self._callbacks.on_closed(self)
@@ -169,6 +201,11 @@ class DecodeLink:
             await call_on_thread(f"close-{self.peer.worker_id}", self._transport.close)
 
     # ------------------------------------------------------------ inputs
+
+    def _on_message(self, message: ReceiverToSender) -> None:
+        assert self._sender is not None
+        self._carry_out(self._sender.on_message(message, self._context.now()))
+        self._context.flush()
 
     def offer(self, spec: SequenceSpec) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed."""
@@ -230,7 +267,7 @@ class DecodeLink:
         for effect in effects:
             match effect:
                 case Send(message):
-                    self._stream.send(message)  # type: ignore[arg-type]  # A sender says what senders say.
+                    self._send(message)  # type: ignore[arg-type]  # A sender says what senders say.
                 case StartPrefill(spec):
                     self._callbacks.on_reserved(spec.key)
                     self._context.post(Add(spec, hold_after_prefill=True))
@@ -250,7 +287,7 @@ class DecodeLink:
     def _gather(self, effect: GatherChunk) -> None:
         self._gathers[effect.key, effect.seq] = effect
         buffer = self._buffer(effect.slot)[: effect.nbytes]
-        self._context.post(Gather(effect.key, effect.seq, effect.start, effect.end, buffer))
+        self._context.post(Gather(effect.key, effect.seq, effect.start, effect.end, buffer, self._peer_tp))
 
     def _send_bytes(self, effect: SendBytes) -> None:
         assert self._transport is not None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from disagg.engine.commands import ChunkComputed, Ended, Event, Gathered, PrefillComputed
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
 from disagg.engine.kv_transfer.reasons import kind_of_failure
+from disagg.engine.kv_transfer.transport import make_connector
 from disagg.engine.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
@@ -70,7 +71,9 @@ class PrefillRole:
         self._transfers: dict[WorkerId, _Transfers] = {}
 
     async def start(self) -> None:
-        """Nothing to do: links are made when decode workers are named."""
+        """Links are made when decode workers are named. What their transport needs is loaded now: that may take seconds
+        in which this process answers nobody. Raises as `make_connector` does."""
+        make_connector(self._context.config.transport, self._context.config.host)
 
     async def stop(self) -> None:
         """Close all links."""

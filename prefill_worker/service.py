@@ -81,6 +81,10 @@ class PairStream:
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
 
+    async def ended(self) -> None:
+        """Returns when the stream is over, whoever ended it. To be called once it is open."""
+        await self._call.code()
+
     async def close(self) -> None:
         """End the stream and the channel. Idempotent."""
         self._outgoing.close()

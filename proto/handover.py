@@ -8,8 +8,13 @@ The bytes themselves travel beside it, over the pair's transport. P sends a payl
 
 from __future__ import annotations
 
+from typing import Literal
+
 from disagg.proto.ids import Incarnation, RequestId
 from disagg.proto.messages import Message, SequenceSpec, TokenLogprobs, WorkerInfo
+
+Side = Literal["sender", "receiver"]
+"""Of a pair: P sends, D receives."""
 
 
 class PairHello(Message, frozen=True, kw_only=True, tag=True):
@@ -28,7 +33,7 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     """Unique per (both incarnations, connection); the prefix in D's store."""
     transport: str
     store_address: str = ""
-    """host:port of D's rendezvous store; empty for in-process transports."""
+    """Of D's rendezvous, as the transport writes it; host:port of its store with gloo."""
     tp: int = 1
     """Ranks of D."""
     credits: int
@@ -37,7 +42,8 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PairRefused(Message, frozen=True, kw_only=True, tag=True):
-    """D will not form this pair (fingerprint, layout or incarnation differ)."""
+    """D will not form this pair (fingerprint, layout or incarnation differ, or the KV heads cannot be divided among the
+    ranks)."""
 
     reason: str
 
@@ -68,7 +74,13 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
-    """Announces `nbytes` of KV for tokens [start_token, end_token), canonical order [layer][k|v][head][token][dim]."""
+    """Announces `nbytes` of KV for tokens [start_token, end_token).
+
+    The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
+    (`engine/parallel/slices.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
+    the local layout. Each slice travels between its two ranks; several of the same two follow each other in the order
+    of the plan. Both sides know the plan since the hello, so no header names ranks or heads.
+    """
 
     request_id: RequestId
     attempt: int
@@ -78,17 +90,21 @@ class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
     start_token: int
     end_token: int
     nbytes: int
+    """Of all slices."""
     checksum: int
-    """xxh3-64 of the payload."""
+    """xxh3-64 of the payload; of several slices, that of their checksums in the order of the plan."""
 
 
 class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
-    """A staging slot is held and the receive is posted: the payload of chunk `seq` must now be sent in full."""
+    """A staging slot is held and the receive is posted, on every rank: the payload of chunk `seq` must now be sent in
+    full."""
 
     request_id: RequestId
     attempt: int
     generation: int
     seq: int
+    turn: int
+    """Counts the receives of the pair from 0; bytes are sent in this order."""
 
 
 class ChunkDone(Message, frozen=True, kw_only=True, tag=True):

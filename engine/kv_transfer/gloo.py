@@ -27,10 +27,19 @@ import torch
 import torch.distributed
 
 from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
+from disagg.engine.kv_transfer.transport import (
+    SET_UP_TIMEOUT_S,
+    Done,
+    Posted,
+    Received,
+    TransportError,
+    nobody_waits,
+)
 from disagg.engine.plan import Buffer
+from disagg.proto.handover import Side
 
-SENDER_RANK, RECEIVER_RANK = 0, 1
+RANK_OF: dict[Side, int] = {"sender": 0, "receiver": 1}
+"""In a pair's group."""
 
 _dist: Any = torch.distributed
 """Untyped: torch's stubs lack half of what is used here."""
@@ -115,7 +124,7 @@ class GlooRendezvous:
     def accept(self, pair_name: str) -> GlooTransport:
         """See `Rendezvous.accept`."""
         self._store.check_open()
-        return _join(pair_name, self._store.address, self._host, RECEIVER_RANK, self._timeout_s)
+        return _join(pair_name, self._store.address, self._host, "receiver", self._timeout_s)
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
@@ -123,18 +132,20 @@ class GlooRendezvous:
 
 
 class GlooConnector:
-    """P's way to any D."""
+    """P's way to any D, or that of a rank of D to the ranks of P."""
 
-    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S, side: Side = "sender") -> None:
         self._host = host
         self._timeout_s = set_up_timeout_s
+        self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> GlooTransport:
         """See `Connector`."""
-        return _join(pair_name, address, self._host, SENDER_RANK, self._timeout_s)
+        return _join(pair_name, address, self._host, self._side, self._timeout_s)
 
 
-def _join(pair_name: str, address: str, host: str, rank: int, timeout_s: float) -> GlooTransport:
+def _join(pair_name: str, address: str, host: str, side: Side, timeout_s: float) -> GlooTransport:
+    rank = RANK_OF[side]
     store = meet(pair_name, address, rank, timeout_s)
     try:
         options = _dist.ProcessGroupGloo._Options()
@@ -151,6 +162,7 @@ def _join(pair_name: str, address: str, host: str, rank: int, timeout_s: float) 
 class _Operation:
     tensor: torch.Tensor
     done: Done
+    posted: Posted = nobody_waits
     work: Any = None
     """What gloo returned when the operation was posted."""
     error: str = ""
@@ -221,6 +233,8 @@ class _Lane:
             operation.work = start([operation.tensor], self._peer, _BYTES_TAG)
         except RuntimeError as error:
             operation.error = str(error)
+        else:
+            operation.posted()
 
     def _finish(self, operation: _Operation) -> None:
         if operation.work is not None:
@@ -246,13 +260,13 @@ class GlooTransport:
         """See `PairTransport.send`."""
         self._sends.submit(_Operation(torch.from_numpy(buffer[:nbytes]), done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
 
         def received(ok: bool, error: str) -> None:
             done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
 
-        self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received))
+        self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))
 
     def close(self) -> None:
         """See `PairTransport.close`."""

@@ -5,6 +5,7 @@ Nothing here has a thread: whoever comes second, the sender or the receiver, mak
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import deque
@@ -12,8 +13,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
+from disagg.engine.kv_transfer.transport import (
+    SET_UP_TIMEOUT_S,
+    Connector,
+    Done,
+    Posted,
+    Received,
+    TransportError,
+    nobody_waits,
+)
 from disagg.engine.plan import Buffer
+from disagg.proto.handover import Side
 
 CLOSED = "the channel is closed"
 
@@ -23,6 +33,7 @@ class _Operation:
     buffer: Buffer
     nbytes: int
     done: Done
+    posted: Posted = nobody_waits
 
 
 @dataclass(slots=True)
@@ -54,13 +65,13 @@ class LocalTransport:
         """See `PairTransport.send`."""
         self._meet(_Operation(buffer, nbytes, done), self._outgoing.sends, self._outgoing)
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
 
         def received(ok: bool, error: str) -> None:
             done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
 
-        self._meet(_Operation(buffer, nbytes, received), self._incoming.recvs, self._incoming)
+        self._meet(_Operation(buffer, nbytes, received, posted), self._incoming.recvs, self._incoming)
 
     def close(self) -> None:
         """See `PairTransport.close`; closes the other end too."""
@@ -79,6 +90,7 @@ class LocalTransport:
             answered: tuple[_Operation, ...] = (operation,)
             if not error:
                 mine.append(operation)
+                operation.posted()
                 if not (queues.sends and queues.recvs):
                     return
                 send, recv = queues.sends.popleft(), queues.recvs.popleft()
@@ -132,8 +144,8 @@ class LocalRendezvous:
             meeting.both_here.abort()
 
     @classmethod
-    def connect(cls, pair_name: str, address: str) -> LocalTransport:
-        """P's end of a pair.
+    def connect(cls, pair_name: str, address: str, side: Side = "sender") -> LocalTransport:
+        """P's end of a pair, or that of a rank of D beside the one whose rendezvous this is.
 
         Raises:
             TransportError: if no such rendezvous is open in this process, or D does not come in time.
@@ -141,7 +153,7 @@ class LocalRendezvous:
         rendezvous = cls._all.get(address)
         if rendezvous is None:
             raise TransportError(f"no rendezvous {address!r} in this process")
-        return rendezvous._meet(pair_name, 0)
+        return rendezvous._meet(pair_name, 0 if side == "sender" else 1)
 
     def _meet(self, pair_name: str, rank: int) -> LocalTransport:
         with self._lock:
@@ -157,3 +169,8 @@ class LocalRendezvous:
 
 
 connect_local = LocalRendezvous.connect
+
+
+def local_connector(side: Side) -> Connector:
+    """One side's way to the other."""
+    return functools.partial(connect_local, side=side)

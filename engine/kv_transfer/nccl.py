@@ -1,11 +1,16 @@
 """Bytes between two GPUs, by NCCL: a communicator of two ranks (0 is P, 1 is D) per pair.
 
-NOT VERIFIED: written from the documentation, on a machine without a GPU; no test has run it. Importable everywhere.
+NOT VERIFIED: written from the documentation, on a machine without a GPU; no byte was moved by it yet. Importable
+everywhere.
 
 The pair meets as in `gloo.py`. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
 before `send`, and after `done`. NCCL has no tags and wants all calls of a device from one thread, so one thread posts
-the operations of all pairs in order and polls their completion; a receive is on its way to that thread when `recv`
-returns.
+the operations of all pairs in order and polls their completion. Each pair has a stream of its own: on a common one an
+operation would wait for those of other pairs, and workers that serve each other in another order for ever. A receive
+that waits spins on the GPU, so the peer may send when it is on its way to the thread.
+
+Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time
+the process ends.
 """
 
 from __future__ import annotations
@@ -20,9 +25,18 @@ import torch
 import torch.distributed
 
 from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.gloo import RECEIVER_RANK, SENDER_RANK, StoreHost, meet
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S, Done, Received, TransportError
+from disagg.engine.kv_transfer.gloo import RANK_OF, StoreHost, meet
+from disagg.engine.kv_transfer.last_resort import return_or_exit
+from disagg.engine.kv_transfer.transport import (
+    SET_UP_TIMEOUT_S,
+    Done,
+    Posted,
+    Received,
+    TransportError,
+    nobody_waits,
+)
 from disagg.engine.plan import Buffer
+from disagg.proto.handover import Side
 
 _dist: Any = torch.distributed
 _cuda: Any = torch.cuda
@@ -55,7 +69,7 @@ class NcclRendezvous:
     def accept(self, pair_name: str) -> NcclTransport:
         """See `Rendezvous.accept`."""
         self._store.check_open()
-        return _join(pair_name, self._store.address, RECEIVER_RANK)
+        return _join(pair_name, self._store.address, "receiver")
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
@@ -63,21 +77,24 @@ class NcclRendezvous:
 
 
 class NcclConnector:
-    """P's way to any D. NCCL chooses its interface by NCCL_SOCKET_IFNAME, not by `host`.
+    """P's way to any D, or that of a rank of D to the ranks of P. NCCL chooses its interface by NCCL_SOCKET_IFNAME, not
+    by `host`.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, side: Side = "sender") -> None:
         _require_nccl()
+        self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> NcclTransport:
         """See `Connector`."""
-        return _join(pair_name, address, SENDER_RANK)
+        return _join(pair_name, address, self._side)
 
 
-def _join(pair_name: str, address: str, rank: int) -> NcclTransport:
+def _join(pair_name: str, address: str, side: Side) -> NcclTransport:
+    rank = RANK_OF[side]
     store = meet(pair_name, address, rank, SET_UP_TIMEOUT_S)
     try:
         group = _new_group(store, rank)
@@ -116,6 +133,9 @@ class _DeviceThread:
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name=f"kv-nccl-{device}", daemon=True).start()
 
+    def new_stream(self) -> Any:
+        return _cuda.Stream(self._device)
+
     def submit(self, operation: _Operation) -> None:
         with self._changed:
             self._queue.append(operation)
@@ -123,7 +143,6 @@ class _DeviceThread:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        stream = _cuda.Stream(self._device)
         under_way: list[_Operation] = []
         while True:
             with self._changed:
@@ -131,9 +150,9 @@ class _DeviceThread:
                     self._changed.wait(_POLL_S if under_way else None)
                 fresh = list(self._queue)
                 self._queue.clear()
-            with torch.cuda.stream(stream):
-                for operation in fresh:
-                    self._post(operation, stream)
+            for operation in fresh:
+                with torch.cuda.stream(operation.transport.stream):
+                    self._post(operation)
             under_way += fresh
             finished = [operation for operation in under_way if operation.over]
             under_way = [operation for operation in under_way if operation not in finished]
@@ -141,7 +160,7 @@ class _DeviceThread:
                 error = operation.error or (CLOSED if operation.transport.closed else "")
                 operation.done(not error, error)
 
-    def _post(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+    def _post(self, operation: _Operation) -> None:
         group = operation.transport.group
         if group is None:
             operation.error = CLOSED
@@ -151,7 +170,7 @@ class _DeviceThread:
             work = start([operation.tensor], operation.transport.peer, 0)
             work.wait()  # Makes the stream wait, not the thread.
             operation.event = _cuda.Event()
-            operation.event.record(stream)
+            operation.event.record(operation.transport.stream)
         except RuntimeError as error:
             operation.error = str(error)
 
@@ -174,23 +193,36 @@ class NcclTransport:
         self.group: Any = group
         self.peer = peer
         self.closed = False
+        self.stream: Any = thread.new_stream()
         self._thread = thread
+        self._close_lock = threading.Lock()
 
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """See `PairTransport.send`."""
         self._thread.submit(_Operation(self, buffer[:nbytes], True, done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
 
         def received(ok: bool, error: str) -> None:
             done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
 
+        if self.group is not None:
+            posted()
         self._thread.submit(_Operation(self, buffer[:nbytes], False, received))
 
     def close(self) -> None:
         """See `PairTransport.close`: the communicator is aborted, after which nothing writes to its buffers."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.abort()
-            self.closed = True
+        with self._close_lock:
+            group, self.group = self.group, None
+            if group is not None:
+                return_or_exit(lambda: self._abort(group), "the abort of an NCCL communicator")
+
+    def _abort(self, group: Any) -> None:
+        """Returns when the thread has answered what was submitted before, all of which is over."""
+        group.abort()
+        self.closed = True
+        answered = threading.Event()
+        last = _Operation(self, torch.empty(0), True, lambda *_: answered.set())
+        self._thread.submit(last)
+        answered.wait()

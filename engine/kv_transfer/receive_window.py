@@ -32,6 +32,7 @@ class ReceiveWindow:
         self._chunks: dict[tuple[AttemptKey, int], ReceivedChunk] = {}
         self._waiting: deque[ReceivedChunk] = deque()
         """Announced chunks without a slot, in order of their headers."""
+        self._num_cleared = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -67,6 +68,8 @@ class ReceiveWindow:
         chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, ReceivedChunkEvent.CLEAR)
         chunk.slot = self._slots.take()
         chunk.cleared_at = now
+        chunk.turn = self._num_cleared
+        self._num_cleared += 1
         return chunk
 
     def received(self, key: AttemptKey, seq: int, *, keep: bool) -> ReceivedChunk:

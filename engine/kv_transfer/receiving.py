@@ -127,6 +127,8 @@ class ReceivedChunk:
     state: ReceivedChunkState = ReceivedChunkState.WAITING
     slot: int | None = None
     cleared_at: float = 0.0
+    turn: int = 0
+    """Which receive of the pair it is, from 0; once it is cleared."""
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +146,11 @@ class ReceivedChunk:
         """The message that asks P for the bytes."""
         header = self.header
         return ClearToSend(
-            request_id=header.request_id, attempt=header.attempt, generation=header.generation, seq=header.seq
+            request_id=header.request_id,
+            attempt=header.attempt,
+            generation=header.generation,
+            seq=header.seq,
+            turn=self.turn,
         )
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 
 from disagg.engine.kv_transfer.chunks import TokenRange
-from disagg.engine.kv_transfer.pair_state import SlotPool, TransitionError
+from disagg.engine.kv_transfer.pair_state import PeerError, SlotPool, TransitionError
 from disagg.engine.kv_transfer.sending import (
+    AWAITED,
     CREDITED,
-    GRANTED,
     HOLDS_SLOT,
     SENT_CHUNK_TABLE,
     TOUCHED,
@@ -38,6 +38,7 @@ class SendWindow:
         self._credits = credits
         self._slots = SlotPool(num_slots)
         self._chunks: dict[tuple[AttemptKey, int], SentChunk] = {}
+        self._num_granted = 0
         self._outbox: deque[SentChunk] = deque()
         """Chunks to announce, in the order in which they were cut."""
 
@@ -60,9 +61,9 @@ class SendWindow:
         return sum(chunk.state in CREDITED for chunk in self._chunks.values())
 
     @property
-    def oldest_grant(self) -> float | None:
-        """When D cleared the chunk that it has not acknowledged for longest."""
-        return min((chunk.granted_at for chunk in self._chunks.values() if chunk.state in GRANTED), default=None)
+    def announced_at(self) -> list[float]:
+        """When each chunk was announced that is not done with."""
+        return [chunk.announced_at for chunk in self._chunks.values() if chunk.state in AWAITED]
 
     def has_any_of(self, key: AttemptKey) -> bool:
         """Whether a chunk of this attempt is under way."""
@@ -91,24 +92,28 @@ class SendWindow:
             self._drop(chunk)
         return chunk
 
-    def pop_announceable(self) -> SentChunk | None:
+    def pop_announceable(self, now: float) -> SentChunk | None:
         """The next chunk to announce, if it is gathered and there is a credit."""
         if not self._outbox or self._outbox[0].state is not SentChunkState.READY or self.num_credited >= self._credits:
             return None
         chunk = self._outbox.popleft()
         chunk.state = SENT_CHUNK_TABLE.next(chunk.state, SentChunkEvent.ANNOUNCE)
+        chunk.announced_at = now
         chunk.attempt.num_unannounced -= 1
         chunk.attempt.kv_bytes += chunk.nbytes
         return chunk
 
-    def grant(self, chunk: SentChunk, now: float) -> None:
-        """D has posted the receive: the bytes are owed.
+    def grant(self, chunk: SentChunk, turn: int) -> None:
+        """D has posted the receive: the bytes are owed. Were a grant lost and we sent on, the bytes would end in the
+        receive of another chunk, perhaps of another size; so D counts them.
 
         Raises:
-            PeerError: if the chunk was not announced, or cleared before.
+            PeerError: if the chunk was not announced, was cleared before, or is not the next one of D's receives.
         """
+        if turn != self._num_granted:
+            raise PeerError(f"receive {turn} was posted, {self._num_granted} were heard of")
         chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.GRANTED)
-        chunk.granted_at = now
+        self._num_granted += 1
 
     def sent(self, key: AttemptKey, seq: int) -> SentChunk:
         """The transport is done with the slot."""

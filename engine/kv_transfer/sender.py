@@ -68,7 +68,7 @@ class Sender:
         lease_timeout_s: silence of D after which attempts fail; after twice as long the pair is closed, if anything
             of it is still to come.
         heartbeat_s: how often to beat.
-        transfer_timeout_s: how long granted bytes, or the answer to an abort, may take before the pair is closed.
+        transfer_timeout_s: how long D may owe an answer (the attempt fails), or an AbortAck or chunk (the pair closes).
 
     Raises:
         ValueError: if not even one token fits a chunk, or there is no slot or credit.
@@ -109,7 +109,7 @@ class Sender:
         if spec.key in self._attempts or self._window.has_any_of(spec.key):
             raise TransitionError(f"{spec.key} was offered before")
         deadline = None if spec.timeout_s is None else now + spec.timeout_s
-        self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline)
+        self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline, waiting_since=self._clock.now)
         return [Send(Offer(spec=spec))]
 
     def on_chunk_computed(self, key: AttemptKey, num_computed: int) -> Effects:
@@ -191,6 +191,8 @@ class Sender:
                 self._give_up(attempt, "failed", LEASE_LOST, out)
             elif attempt.deadline is not None and now >= attempt.deadline:
                 self._give_up(attempt, "cancelled", DEADLINE, out)
+            elif attempt.is_asking and now - attempt.waiting_since >= self._transfer_timeout_s:
+                self._give_up(attempt, "failed", STUCK, out)
         if self._clock.silence_s >= 2 * self._clock.lease_timeout_s and (self._attempts or len(self._window)):
             return out + self._close_pair(LEASE_LOST)
         if self._is_stuck():
@@ -211,7 +213,6 @@ class Sender:
         self.closed = True
         for attempt in self._attempts.values():
             if attempt.live:
-                attempt.state = SendState.OVER
                 self._report(attempt, "failed", reason, out)
             attempt.state = SendState.OVER
             self._release(attempt, out)
@@ -297,7 +298,7 @@ class Sender:
         if chunk is None or chunk.attempt.generation != message.generation:
             # D has posted a receive that nothing of ours belongs to: it would swallow the next chunk.
             raise PeerError(f"ClearToSend for chunk {message.seq} of {key}, which was not announced")
-        self._window.grant(chunk, self._clock.now)
+        self._window.grant(chunk, message.turn)
         out.append(SendBytes(key, chunk.seq, chunk.slot, chunk.nbytes))
 
     def _on_chunk_done(self, message: ChunkDone, out: Effects) -> None:
@@ -347,13 +348,14 @@ class Sender:
         """Do all that slots, credits and computed tokens allow."""
         if self.closed:
             return
-        while (chunk := self._window.pop_announceable()) is not None:
+        while (chunk := self._window.pop_announceable(self._clock.now)) is not None:
             out.append(Send(chunk.header))
         for attempt in self._attempts.values():
             self._gather(attempt, out)
         for attempt in self._attempts.values():
             if attempt.can_commit:
                 attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
+                attempt.waiting_since = self._clock.now
                 out.append(Send(attempt.commit))
 
     def _gather(self, attempt: SendAttempt, out: Effects) -> None:
@@ -370,7 +372,7 @@ class Sender:
     def _give_up(self, attempt: SendAttempt, outcome: SendOutcome, reason: str, out: Effects) -> None:
         """Abort a live attempt; announced chunks keep their slots until D can no longer clear them."""
         attempt.state = SEND_TABLE.next(attempt.state, SendEvent.GIVE_UP)
-        attempt.aborting_since = self._clock.now
+        attempt.waiting_since = self._clock.now
         self._window.drop_unannounced(attempt)
         out.append(Send(Abort(request_id=attempt.key.request_id, attempt=attempt.key.attempt, reason=reason)))
         self._report(attempt, outcome, reason, out)
@@ -394,7 +396,5 @@ class Sender:
         return [*self.close(self._clock.now, reason), ClosePair(reason)]
 
     def _is_stuck(self) -> bool:
-        since = [a.aborting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
-        if self._window.oldest_grant is not None:
-            since.append(self._window.oldest_grant)
-        return any(self._clock.now - moment >= self._transfer_timeout_s for moment in since)
+        since = [a.waiting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
+        return any(self._clock.now - moment >= self._transfer_timeout_s for moment in since + self._window.announced_at)

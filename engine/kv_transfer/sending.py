@@ -106,8 +106,8 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
 UNANNOUNCED = frozenset({_C.GATHERING, _C.READY})
 CREDITED = frozenset({_C.ANNOUNCED, _C.SENDING, _C.SENT})
 """States in which a chunk uses one of D's credits."""
-GRANTED = frozenset({_C.SENDING, _C.SENT, _C.TAKEN})
-"""States in which D has a receive posted for the chunk, or had."""
+AWAITED = frozenset({_C.ANNOUNCED, _C.SENDING, _C.SENT, _C.TAKEN})
+"""States in which D, or the transport, is to do something."""
 HOLDS_SLOT = frozenset({_C.GATHERING, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.TAKEN})
 TOUCHED = frozenset({_C.GATHERING, _C.SENDING, _C.TAKEN})
 """States in which the engine or the transport works on the slot, whatever becomes of attempt and pair."""
@@ -135,7 +135,8 @@ class SendAttempt:
     kv_bytes: int = 0
     started: bool = False
     """The engine was told to run it, and was not told to release it."""
-    aborting_since: float = 0.0
+    waiting_since: float = 0.0
+    """When D was asked what it must answer soon: an offer, a commit or an abort."""
 
     @property
     def key(self) -> AttemptKey:
@@ -156,6 +157,11 @@ class SendAttempt:
     def live(self) -> bool:
         """Whether the hand-over can still succeed."""
         return self.state not in (SendState.ABORTING, SendState.OVER)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether D must answer an offer or a commit."""
+        return self.state in (SendState.OFFERED, SendState.COMMITTING)
 
     @property
     def can_commit(self) -> bool:
@@ -194,7 +200,7 @@ class SentChunk:
     nbytes: int
     state: SentChunkState = SentChunkState.GATHERING
     checksum: int = 0
-    granted_at: float = 0.0
+    announced_at: float = 0.0
 
     @property
     def header(self) -> ChunkHeader:

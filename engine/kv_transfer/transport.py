@@ -3,11 +3,12 @@
     D  make_rendezvous(name, host) ──> Rendezvous: its address goes to P in `PairWelcome`
     D  rendezvous.accept(pair_name) ──> PairTransport      both block until the other side is there; so not on an
     P  make_connector(name, host)(pair_name, address) ──> PairTransport                           event loop's thread
-    P  send(buffer, n, done)   D  recv(buffer, n, done)    any number under way; first in, first out
-    both  close()                                          everything under way is answered, not ok
+    P  send(buffer, n, done)   D  recv(buffer, n, done, posted)    any number under way; first in, first out
+    both  close()                                                  everything under way is answered, not ok
 
 There are no headers and no tags: the control stream says which bytes come, in which order, and how many. A size that
 differs between the two sides ends the pair, or with gloo the process, so sizes are checked before a receive is posted.
+Workers of several ranks have such a channel for each two ranks (`parallel/transport.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from disagg.engine.config import TransportName
 from disagg.engine.plan import Buffer
+from disagg.proto.handover import Side
 
 Done = Callable[[bool, str], None]
 """Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
@@ -25,12 +27,20 @@ buffer is the caller's again. Must not raise and must not block."""
 Received = Callable[[bool, str, int], None]
 """`Done` of a receive, with the checksum of what came (0 where it is not ok)."""
 
+Posted = Callable[[], None]
+"""The receive is posted, so the peer may send. Called at most once, before the receive's `done`, from any thread and
+perhaps before `recv` returns; not where the receive fails before. Must not raise and must not block."""
+
 SET_UP_TIMEOUT_S = 20.0
 """How long `accept` and `connect` wait for the other side."""
 
 
 class TransportError(RuntimeError):
     """The two sides could not be joined."""
+
+
+def nobody_waits() -> None:
+    """The `Posted` of a receive whose sender needs no leave."""
 
 
 class PairTransport(Protocol):
@@ -41,9 +51,9 @@ class PairTransport(Protocol):
         sake."""
         ...
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received) -> None:
-        """Receive `nbytes` bytes into `buffer`, which is the transport's until `done`. When this returns, the peer
-        may send."""
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+        """Receive `nbytes` bytes into `buffer`, which is the transport's until `done`. The peer may send once `posted`
+        was called."""
         ...
 
     def close(self) -> None:
@@ -95,31 +105,40 @@ def make_rendezvous(name: TransportName, host: str) -> Rendezvous:
             from disagg.engine.kv_transfer.gloo import GlooRendezvous
 
             return GlooRendezvous(host)
+        case "shm":
+            from disagg.engine.kv_transfer.shm import ShmRendezvous
+
+            return ShmRendezvous()
         case "nccl":
             from disagg.engine.kv_transfer.nccl import NcclRendezvous
 
             return NcclRendezvous(host)
-    raise ValueError(f"transport must be gloo, nccl or local, not {name!r}")
+    raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")
 
 
-def make_connector(name: str, host: str) -> Connector:
-    """P's end of the transport that D named. It binds to `host` only.
+def make_connector(name: str, host: str, side: Side = "sender") -> Connector:
+    """P's end of the transport that D named; as `receiver`, the end of a rank of D that is not the one with the
+    rendezvous. It binds to `host` only.
 
     Raises:
-        ValueError: if there is no such transport.
+        ValueError: if there is no such transport, or it has no such end.
         RuntimeError: if this machine lacks what the transport needs.
     """
     match name:
         case "local":
-            from disagg.engine.kv_transfer.local import connect_local
+            from disagg.engine.kv_transfer.local import local_connector
 
-            return connect_local
+            return local_connector(side)
         case "gloo":
             from disagg.engine.kv_transfer.gloo import GlooConnector
 
-            return GlooConnector(host)
+            return GlooConnector(host, side=side)
+        case "shm":
+            from disagg.engine.kv_transfer.shm import ShmConnector
+
+            return ShmConnector(side=side)
         case "nccl":
             from disagg.engine.kv_transfer.nccl import NcclConnector
 
-            return NcclConnector(host)
-    raise ValueError(f"transport must be gloo, nccl or local, not {name!r}")
+            return NcclConnector(host, side=side)
+    raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")

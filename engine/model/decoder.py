@@ -4,8 +4,12 @@ It computes one flat batch of tokens, writes their KV into the paged cache, and 
 All tensor work goes through `disagg.kernels.dispatch`. Numerics follow transformers' modeling files: fp32 inside the
 norms and the softmax, the model's dtype between ops.
 
-Shapes: T tokens, S decoding sequences, R rows that sample, H hidden, N query heads, K KV heads, D head dim, A = N * D,
-V vocabulary.
+As one rank of several it has some of the heads, of the MLP's columns and of the vocabulary. Twice a layer, behind the
+output projection and behind the MLP, the ranks add up what each of them has, in the model's dtype; so do they for the
+embedding, and rank 0 gathers the logits. What is replicated (norms, residual stream) is equal on all ranks.
+
+Shapes, on each rank: T tokens, S decoding sequences, R rows that sample, H hidden, N query heads, K KV heads, D head
+dim, A = N * D, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +21,13 @@ from torch import Tensor
 from disagg.engine.checkpoint import ModelConfig
 from disagg.engine.kv_cache import KvCache
 from disagg.engine.model.batch import Batch
-from disagg.engine.model.parameters import LayerParameters, ModelParameters
+from disagg.engine.model.parameters import LayerParameters, ModelParameters, Weight
 from disagg.engine.model.rope import RopeTable
+from disagg.engine.model.sharding import rank_model, vocab_part
+from disagg.engine.parallel.collective import Collective
+from disagg.engine.parallel.shards import WHOLE
 from disagg.kernels.dispatch import (
+    add_rms_norm,
     apply_rope,
     kv_write,
     linear,
@@ -32,24 +40,45 @@ from disagg.kernels.dispatch import (
 
 
 class Decoder:
-    """The model with its parameters. Stateless but for the KV cache that it was given."""
+    """The model with its parameters. Stateless but for the KV cache that it was given.
 
-    def __init__(self, config: ModelConfig, parameters: ModelParameters, rope: RopeTable, cache: KvCache) -> None:
+    `config` is the whole model's; parameters and cache are those of the collective's rank, or whole without one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: ModelParameters,
+        rope: RopeTable,
+        cache: KvCache,
+        collective: Collective | None = None,
+    ) -> None:
+        shard = WHOLE if collective is None else collective.shard
+        local = rank_model(config, shard)
         self._parameters = parameters
         self._rope = rope
         self._eps = config.rms_norm_eps
         self._vocab_size = config.vocab_size
-        self._layers = tuple(_Layer(config, layer, cache.layer(index)) for index, layer in enumerate(parameters.layers))
+        self._vocab_part = vocab_part(config, shard)
+        self._has_logits = shard.rank == 0
+        self._collective = collective
+        self._layers = tuple(
+            _Layer(local, layer, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits [R, V] in the model's dtype, one row per sampling row, in order.
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Logits [R, V of the whole model] in the model's dtype, one row per sampling row, in order; None on ranks
+        other than 0.
 
         The KV of all T tokens is in the cache then.
+
+        Raises:
+            RuntimeError: if another rank is lost.
         """
         parameters = self._parameters
         cos_TD, sin_TD = self._rope.rows(batch.positions_T)
-        residual_TH = F.embedding(batch.token_ids_T, parameters.embedding_VH)
+        residual_TH = self._embed(batch.token_ids_T)
         normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -62,15 +91,39 @@ class Decoder:
             norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
             normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
         else:
-            return linear(normed_TH, parameters.lm_head_VH, None)
-        return residual_TH.new_empty((0, self._vocab_size))
+            return self._logits(normed_TH)
+        return residual_TH.new_empty((0, self._vocab_size)) if self._has_logits else None
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
+        if self._collective is None:
+            return F.embedding(token_ids_T, embedding_VH)
+        elsewhere_T = (token_ids_T < part.start) | (token_ids_T >= part.stop)
+        local_ids_T = (token_ids_T - part.start).masked_fill_(elsewhere_T, 0)
+        rows_TH = F.embedding(local_ids_T, embedding_VH).masked_fill_(elsewhere_T[:, None], 0.0)
+        return self._collective.all_reduce(rows_TH)
+
+    def _logits(self, normed_TH: Tensor) -> Tensor | None:
+        logits_TV = linear(normed_TH, self._parameters.lm_head_VH, None)
+        if self._collective is None:
+            return logits_TV
+        gathered_TV = self._collective.gather_columns(logits_TV)
+        return None if gathered_TV is None else gathered_TV[:, : self._vocab_size]
 
 
 class _Layer:
     """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
 
-    def __init__(self, config: ModelConfig, parameters: LayerParameters, cache: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: LayerParameters,
+        cache: tuple[Tensor, Tensor],
+        collective: Collective | None,
+    ) -> None:
+        """`config` is the rank's."""
         self._p = parameters
+        self._collective = collective
         self._key_cache_NKBD, self._value_cache_NKBD = cache
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
@@ -91,12 +144,20 @@ class _Layer:
 
     def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
         """Output projection and MLP, each added to the residual stream; that stream's norm, and the stream."""
-        p, eps = self._p, self._eps
-        normed_TH, residual_TH = linear_add_rms_norm(
-            attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.post_norm_H, eps
-        )
+        p = self._p
+        normed_TH, residual_TH = self._project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.post_norm_H)
         activated_TI = linear_silu_mul(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
-        return linear_add_rms_norm(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H, eps)
+        return self._project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
+
+    def _project(
+        self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Back to the residual stream: the norm of the sum, and the sum. All ranks have the bias; one adds it."""
+        collective = self._collective
+        if collective is None:
+            return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, self._eps)
+        total_TH = collective.all_reduce(linear(x_TI, weight_HI, bias_H if collective.shard.rank == 0 else None))
+        return add_rms_norm(total_TH, residual_TH, norm_H, self._eps)
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
         keys, values, scale = self._key_cache_NKBD, self._value_cache_NKBD, self._scale

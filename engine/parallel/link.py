@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from disagg.engine.parallel.messages import Done, Order, TransportOrder
+from disagg.engine.parallel.messages import Done, Order, Question, TransportOrder
 
 Reply = Callable[[Done], None]
 """Called once, on any thread; also, not ok, when the follower is lost. Must neither raise nor block."""
@@ -21,9 +21,35 @@ class Followers(Protocol):
         """To every follower; not answered."""
         ...
 
-    def ask(self, rank: int, order: Order, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted` or is lost."""
+    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted`, which
+        it does at most once, before its answer."""
         ...
+
+
+class NoFollowers:
+    """See `Followers`. Of a worker of one rank."""
+
+    size = 1
+
+    def tell(self, order: Order) -> None:
+        """Nobody listens."""
+
+    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """There is nobody to ask."""
+        raise AssertionError(f"{type(order).__name__} for rank {rank} of a worker of one")
+
+
+class Ranks(Protocol):
+    """The follower processes of a worker, as whoever started them sees them."""
+
+    def stop(self) -> None:
+        """End those that still run, and return when none does. Idempotent."""
+        ...
+
+
+StartRanks = Callable[[str], Ranks]
+"""Starts the followers, which shall join rank 0 at this host:port; returns at once."""
 
 
 class RankTransports(Protocol):

@@ -1,10 +1,10 @@
 """What rank 0 tells the other ranks of its worker, and what they answer. Frames on one stream for each follower.
 
 Orders with a `call` are answered by exactly one `Done`, in any order; the others are not answered. Orders of the
-engine (`Step`, `GatherPart`, `ScatterPart`) are carried out one after the other, in the order sent, on the follower's
-engine thread; those of the transport (`OpenPair`, `SendPart`, `ReceivePart`, `ClosePair`) on its own threads, each
-pair's in the order sent. What a follower cannot do for its peer's fault is a `Done` that is not ok; what it cannot do
-for a fault of its own ends it, and with it the worker.
+engine (`Step`, `GatherPart`, `ScatterPart`, `ClearBuffer`) are carried out one after the other, in the order sent, on
+the follower's engine thread; those of the transport (`OpenPair`, `SendPart`, `ReceivePart`, `ClosePair`) on its own
+threads, each pair's in the order sent; `FreeBuffer` at once. What a follower cannot do for its peer's fault is a `Done`
+that is not ok; what it cannot do for a fault of its own ends it, and with it the worker.
 """
 
 from __future__ import annotations
@@ -73,10 +73,24 @@ class ScatterPart(Message, frozen=True, kw_only=True, tag=True):
 
     call: int
     buffer: int
+    buffer_bytes: int
     block_table: bytes
     start: int
     end: int
     peer_tp: int
+
+
+class ClearBuffer(Message, frozen=True, kw_only=True, tag=True):
+    """Fill this rank's part of a staging buffer with zeros."""
+
+    buffer: int
+    buffer_bytes: int
+
+
+class FreeBuffer(Message, frozen=True, kw_only=True, tag=True):
+    """Rank 0 has let go of a staging buffer; its number will not be used again."""
+
+    buffer: int
 
 
 class OpenPair(Message, frozen=True, kw_only=True, tag=True):
@@ -143,6 +157,9 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-Order = Begin | Step | GatherPart | ScatterPart | OpenPair | SendPart | ReceivePart | ClosePair | Stop
-Answer = Join | Posted | Done | Failed
+EngineOrder = Step | GatherPart | ScatterPart | ClearBuffer
 TransportOrder = OpenPair | SendPart | ReceivePart | ClosePair
+Question = GatherPart | ScatterPart | TransportOrder
+"""Orders that are answered."""
+Order = Begin | EngineOrder | TransportOrder | FreeBuffer | Stop
+Answer = Join | Posted | Done | Failed

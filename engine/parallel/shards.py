@@ -48,3 +48,7 @@ class Shard:
             raise ValueError(f"{num_kv_heads} KV heads cannot be shared by {self.size} ranks")
         head = self.rank // (self.size // num_kv_heads)
         return range(head, head + 1)
+
+
+WHOLE = Shard()
+"""The only rank of a worker that is not divided."""

@@ -1,7 +1,8 @@
 """Which rank of a prefill worker sends which KV heads to which rank of a decode worker. Pure.
 
 The two workers may have different numbers of ranks. Each rank of D gets every head that it holds exactly once; where
-several ranks of P hold a head, the one next to the receiver in proportion sends it, so that the work is spread.
+several ranks of P hold a head, the one next to the receiver in proportion sends it, so that the work is spread. With as
+many ranks on both sides each sends to its own number alone.
 """
 
 from __future__ import annotations
@@ -50,5 +51,8 @@ def heads_sent(slices: tuple[HeadSlice, ...]) -> int:
 
 
 def _sender_of(head: int, receiver: int, num_kv_heads: int, sender_tp: int, receiver_tp: int) -> int:
-    holders = [rank for rank in range(sender_tp) if head in Shard(rank, sender_tp).kv_heads(num_kv_heads)]
-    return holders[receiver * len(holders) // receiver_tp]
+    holders, receivers = (
+        [rank for rank in range(tp) if head in Shard(rank, tp).kv_heads(num_kv_heads)]
+        for tp in (sender_tp, receiver_tp)
+    )
+    return holders[receivers.index(receiver) * len(holders) // len(receivers)]

@@ -11,7 +11,9 @@ import numpy as np
 
 from disagg.engine.commands import Command
 from disagg.engine.config import WorkerConfig
+from disagg.engine.faulty import NO_FAILPOINTS
 from disagg.engine.outbox import Outbox
+from disagg.engine.parallel.link import Followers, NoFollowers
 from disagg.engine.plan import Buffer
 from disagg.prefill_worker.service import PairError
 from disagg.proto.cluster_secret import ClusterSecret
@@ -90,6 +92,8 @@ class PlayedContext:
         )
         self.cluster_secret = SECRET
         self.outbox = Outbox()
+        self.failpoints = NO_FAILPOINTS
+        self.followers: Followers = NoFollowers()
         self.info = info_of(worker_id, role)
         self.time = 100.0
         self.faults: list[Exception] = []
@@ -163,6 +167,7 @@ class PlayedStream:
         self.peer = peer
         self.welcome: asyncio.Future[PairWelcome] = asyncio.get_running_loop().create_future()
         self.closed = False
+        self._over = asyncio.Event()
         self._sent: list[SenderToReceiver] = []
         self._incoming: asyncio.Queue[ReceiverToSender | PairError | None] = asyncio.Queue()
         self.all.append(self)
@@ -175,6 +180,7 @@ class PlayedStream:
         self._sent.append(message)
 
     def abandon(self) -> None:
+        self._over.set()
         self._incoming.put_nowait(PairError("abandoned"))
 
     async def messages(self) -> AsyncIterator[ReceiverToSender]:
@@ -183,8 +189,12 @@ class PlayedStream:
                 raise message
             yield message
 
+    async def ended(self) -> None:
+        await self._over.wait()
+
     async def close(self) -> None:
         self.closed = True
+        self._over.set()
 
     # ------------------------------------------------------------ for the test
 
@@ -192,6 +202,7 @@ class PlayedStream:
         self._incoming.put_nowait(message)
 
     def end(self) -> None:
+        self._over.set()
         self._incoming.put_nowait(None)
 
     def sent(self) -> list[SenderToReceiver]:

@@ -1,9 +1,9 @@
-"""Drives a `TorchModelRunner` by hand: sequences, plans and blocks without a scheduler."""
+"""Drives a `TorchModelRunner`, or the ranks of one, by hand: sequences, plans and blocks without a scheduler."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,19 @@ from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+
+
+class Computes(Protocol):
+    """What gives logits for a plan."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        ...
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The logits of every entry with `samples`."""
+        ...
 
 
 def make_runner(folder: Path, **changes: Any) -> TorchModelRunner:
@@ -52,7 +65,7 @@ def last_token(sequence: Sequence) -> ScheduledSequence:
     return chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens)
 
 
-def prefill(runner: TorchModelRunner, sequence: Sequence, *, start: int = 0, chunk_tokens: int = 1 << 30) -> Tensor:
+def prefill(runner: Computes, sequence: Sequence, *, start: int = 0, chunk_tokens: int = 1 << 30) -> Tensor:
     """Compute the known tokens from `start`, a chunk a step; the logits [vocab] of the last one."""
     logits = torch.empty(0)
     for chunk_start in range(start, sequence.num_tokens, chunk_tokens):
@@ -62,7 +75,7 @@ def prefill(runner: TorchModelRunner, sequence: Sequence, *, start: int = 0, chu
     return logits[0]
 
 
-def decode(runner: TorchModelRunner, sequences: list[Sequence], num_steps: int) -> list[Tensor]:
+def decode(runner: Computes, sequences: list[Sequence], num_steps: int) -> list[Tensor]:
     """Greedy decode steps of all sequences together; they grow. The logits [num_steps, vocab] of each."""
     steps = [torch.empty((len(sequences), 0, runner.vocab_size))]
     for _ in range(num_steps):
@@ -73,7 +86,7 @@ def decode(runner: TorchModelRunner, sequences: list[Sequence], num_steps: int) 
     return list(torch.cat(steps, dim=1))
 
 
-def generate(runner: TorchModelRunner, sequence: Sequence, num_tokens: int, **prefill_options: int) -> Tensor:
+def generate(runner: Computes, sequence: Sequence, num_tokens: int, **prefill_options: int) -> Tensor:
     """Prefill, then greedy decode alone until `num_tokens` tokens are there; their logits [num_tokens, vocab]."""
     first = prefill(runner, sequence, **prefill_options)
     sequence.token_ids.append(int(first.argmax()))

@@ -65,6 +65,11 @@ KINDS = {
         _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     ),
     "llama_yarn_rope": _Kind("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=512)),
+    # No number of ranks divides this vocabulary; the tokenizer knows all but its last three words.
+    "llama_odd_vocab": _Kind(
+        "Llama",
+        {"vocab_size": VOCAB_SIZE + 3, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "mistral": _Kind("Mistral", {"sliding_window": None}),
     "qwen2": _Kind("Qwen2"),
     # The heads are wider than hidden size / heads.

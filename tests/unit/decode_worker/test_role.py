@@ -181,8 +181,12 @@ async def test_a_chunk_that_is_announced_before_the_transport_stands_waits_for_i
         peer = it.peer()
         it.reserved(peer)
         peer.announce(0)
-        peer.message(ClearToSend)
+        peer.offer("b", 5)
+        it.context.command(Reserve)
+        it.role.on_event(ReserveRefused(key_of("b"), "no room"))
+        assert peer.said() == []  # P must not hear that it may send, nor anything that comes after it
         await peer.connect()
+        assert [type(message) for message in peer.said()] == [ClearToSend, handover.Refused]
         peer.send()
         await until(lambda: it.context._commands)
         assert it.context.command(Scatter).data.tolist() == PAYLOAD.tolist()
@@ -275,6 +279,8 @@ async def test_a_cancel_after_the_commit_is_the_engines() -> None:
         ({}, "an earlier life", "d is incarnation d-life, not an earlier life"),
         ({"fingerprint": "other"}, "d-life", "model fingerprints differ: other and fake"),
         ({"kv_layout": msgspec.structs.replace(LAYOUT, num_layers=2)}, "d-life", "KV layouts differ: KvLayout(num_"),
+        ({"tp": 0}, "d-life", "the prefill worker has tp 0; it must be from 1 to 64"),
+        ({"tp": 1 << 40}, "d-life", "the prefill worker has tp 1099511627776; it must be from 1 to 64"),
     ],
 )
 async def test_a_pair_that_must_not_be_is_refused(changes: dict[str, Any], receiver: str, reason: str) -> None:
@@ -320,7 +326,6 @@ async def test_a_stream_that_is_lost_before_the_peer_came_leaves_nothing() -> No
         peer = it.peer()
         it.reserved(peer)
         peer.announce(0)
-        peer.message(ClearToSend)
         rendezvous: Any = it.role._rendezvous
         await until(lambda: rendezvous._meetings)
         peer.link.on_lost()

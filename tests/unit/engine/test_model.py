@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from disagg.engine.checkpoint import RopeConfig
-from disagg.engine.model.batch import BatchBuilder
+from disagg.engine.model.arrays import BatchBuilder
+from disagg.engine.model.batch import to_batch
 from disagg.engine.model.rope import inverse_frequencies
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import StepPlan
@@ -163,19 +164,18 @@ def test_half_precision_is_close_to_fp32(folders: dict[str, Path], dtype: str) -
 
 def test_a_batch_in_full() -> None:
     """Blocks of 4; the row of the second decode held a longer table at the step before."""
-    builder = BatchBuilder(4, max_model_len=40, device=torch.device("cpu"))
+    builder = BatchBuilder(4, max_model_len=40)
     long, short = make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])
     filling = make_sequence(list(range(100, 107)), [3, 9])
-    builder.build(StepPlan(decodes=(last_token(short), last_token(long))))
+    builder.arrays(StepPlan(decodes=(last_token(short), last_token(long))))
 
-    batch = builder.build(
-        StepPlan(decodes=(last_token(long), last_token(short)), prefills=(chunk(filling, 2, 6), chunk(short, 0, 3)))
-    )
+    plan = StepPlan(decodes=(last_token(long), last_token(short)), prefills=(chunk(filling, 2, 6), chunk(short, 0, 3)))
+    batch = to_batch(builder.arrays(plan), torch.device("cpu"))
 
     assert batch.token_ids_T.tolist() == [39, 52, 102, 103, 104, 105, 50, 51, 52]
     assert batch.positions_T.tolist() == [9, 2, 2, 3, 4, 5, 0, 1, 2]
     assert batch.slot_mapping_T.tolist() == [17, 30, 14, 15, 36, 37, 28, 29, 30]
-    assert (batch.num_decodes, batch.num_samples) == (2, 3)
+    assert batch.num_decodes == 2
     assert batch.block_tables_SM.tolist() == [[8, 6, 4], [7, 0, 0]]
     assert batch.context_lens_S.tolist() == [10, 3]
     assert [(part.rows, part.start, part.block_table_M.tolist()) for part in batch.prefills] == [
@@ -189,11 +189,11 @@ def test_a_batch_in_full() -> None:
 
 
 def test_a_batch_whose_rows_all_sample_names_none() -> None:
-    builder = BatchBuilder(4, max_model_len=40, device=torch.device("cpu"))
     sequence = make_sequence([5, 6], [1])
-    batch = builder.build(StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 1, 2),)))
-    assert batch.sample_rows is None
-    assert batch.num_samples == 2
+    plan = StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 1, 2),))
+    arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
+    assert arrays.sample_rows is None
+    assert to_batch(arrays, torch.device("cpu")).sample_rows is None
 
 
 ROPES: dict[str, tuple[dict[str, Any], RopeConfig]] = {

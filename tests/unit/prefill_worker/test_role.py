@@ -146,7 +146,7 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
             received: asyncio.Queue[bool] = asyncio.Queue()
             buffer = context.new_staging(each.nbytes)
             it.transports[0].recv(buffer, each.nbytes, lambda ok, *_: received.put_nowait(ok))  # noqa: B023
-            stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=each.seq))
+            stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=each.seq, turn=each.seq))
             assert await received.get()
             stream.say(ChunkDone(request_id=A, attempt=1, generation=1, seq=each.seq))
         assert not it.idle()
@@ -269,7 +269,7 @@ async def test_a_broken_stream_fails_attempts_and_waits_for_the_engine(streams: 
 
 async def test_after_a_violation_the_next_dispatch_goes_to_a_new_pair_at_once(streams: list[PlayedStream]) -> None:
     async with offered(spec_of("a"), streams) as (it, stream):
-        stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=0))
+        stream.say(ClearToSend(request_id=A, attempt=1, generation=1, seq=0, turn=0))
         await until(lambda: it.context.ends)
         it.dispatch(spec_of("b"))
         assert it.context.reasons() == [("a", "failed")]

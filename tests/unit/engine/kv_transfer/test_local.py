@@ -54,14 +54,16 @@ def test_close_answers_everything_on_both_ends() -> None:
     p, d = joined(make_rendezvous("local", "127.0.0.1"))
     answers: list[bool] = []
     buffer = np.zeros(4, np.uint8)
-    d.recv(buffer, 4, lambda ok, *_: answers.append(ok))
+    posted: list[str] = []
+    d.recv(buffer, 4, lambda ok, *_: answers.append(ok), lambda: posted.append("open"))
     d.send(buffer, 4, lambda ok, _: answers.append(ok))
     p.close()
     assert answers == [False, False]
     d.close()
-    d.recv(buffer, 4, lambda ok, *_: answers.append(ok))
+    d.recv(buffer, 4, lambda ok, *_: answers.append(ok), lambda: posted.append("closed"))
     p.send(buffer, 4, lambda ok, _: answers.append(ok))
     assert answers == [False] * 4
+    assert posted == ["open"]
 
 
 def test_sizes_must_agree() -> None:

@@ -160,7 +160,7 @@ def test_an_answer_of_d_that_lies_closes_the_pair(lie: Callable[[Message], list[
     [
         Reserved(request_id=RequestId("a"), attempt=0, generation=1, cached_tokens=0),
         Refused(request_id=RequestId("a"), attempt=0, reason=""),
-        ClearToSend(request_id=RequestId("a"), attempt=0, generation=1, seq=99),
+        ClearToSend(request_id=RequestId("a"), attempt=0, generation=1, seq=99, turn=99),
         CommitAck(request_id=RequestId("a"), attempt=0, generation=1),
         AbortAck(request_id=RequestId("a"), attempt=0),
         PairRefused(reason="too late"),

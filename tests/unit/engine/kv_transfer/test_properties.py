@@ -1,16 +1,20 @@
 """Random lives of a pair: whatever the order, nothing is held in the end, and no answer is wrong.
 
 `WorkerPair` itself checks at every step that no slot has two users, that no sequence is released under a gather, that
-the two sides agree on sizes, and that credits are kept.
+nothing is joined before all of it is verified, that the two sides agree on sizes, and that credits are kept.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.pair import WorkerPair, prompt_of, spec_of
+from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
+
+TRANSFER_TIMEOUT_S = 2.0
 
 
 class PairLife(RuleBasedStateMachine):
@@ -27,8 +31,28 @@ class PairLife(RuleBasedStateMachine):
         d_blocks=st.sampled_from([6, 12, 64]),
     )
     def start(self, **options: int) -> None:
-        self.pair = WorkerPair(**options)  # type: ignore[arg-type]  # hypothesis knows the fields
+        self.actions: dict[str, str] = {}
+        self.held: dict[str, list[Message]] = {"to_d": [], "to_p": []}
+        self.pair = WorkerPair(
+            tampers={way: partial(self.arrive, way) for way in self.held},
+            transfer_timeout_s=TRANSFER_TIMEOUT_S,
+            **options,  # type: ignore[arg-type]  # hypothesis knows the fields
+        )
         self.num_offered = 0
+
+    def arrive(self, way: str, message: Message) -> list[Message]:
+        """What becomes of a control message; the next one of a way may be lost, doubled or held back until another one
+        has passed."""
+        held, self.held[way] = self.held[way], []
+        match self.actions.pop(way, ""):
+            case "lose":
+                return held
+            case "double":
+                return [message, message, *held]
+            case "hold":
+                self.held[way] = [message]
+                return held
+        return [message, *held]
 
     @precondition(lambda self: self.num_offered < 6)
     @rule(
@@ -63,6 +87,11 @@ class PairLife(RuleBasedStateMachine):
     def corrupt(self) -> None:
         self.pair.wire.corrupt_next = True
 
+    @precondition(lambda self: not self.actions)
+    @rule(way=st.sampled_from(["to_d", "to_p"]), action=st.sampled_from(["lose", "double", "hold"]))
+    def tamper(self, way: str, action: str) -> None:
+        self.actions[way] = action
+
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0]), p=st.booleans(), d=st.booleans())
     def tick(self, seconds: float, p: bool, d: bool) -> None:
         self.pair.tick(seconds, p=p, d=d)
@@ -71,6 +100,12 @@ class PairLife(RuleBasedStateMachine):
     @rule()
     def break_stream(self) -> None:
         self.pair.break_stream()
+
+    @invariant()
+    def blocks_are_in_order(self) -> None:
+        """None is free and pinned, or counted twice."""
+        if hasattr(self, "pair"):
+            assert self.pair.p.core.check_integrity() == self.pair.d.core.check_integrity() == []
 
     @invariant()
     def answers_are_right_so_far(self) -> None:

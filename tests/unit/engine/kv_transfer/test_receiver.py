@@ -62,7 +62,7 @@ def header(seq: int, start: int, end: int, checksum: int = 5) -> ChunkHeader:
 
 
 def cleared(seq: int, slot: int, nbytes: int = 64) -> list[Any]:
-    return [ReceiveBytes(KEY, seq, slot, nbytes), Send(ClearToSend(**NAMED, seq=seq))]
+    return [ReceiveBytes(KEY, seq, slot, nbytes), Send(ClearToSend(**NAMED, seq=seq, turn=seq))]
 
 
 def done(seq: int, *, ok: bool = True) -> Send:

@@ -69,8 +69,8 @@ def test_a_whole_hand_over() -> None:
         header(1, 12, 20, 12),
         Send(Commit(**NAMED, token_id=99, num_chunks=2)),
     ]
-    assert machine.on_message(ClearToSend(**NAMED, seq=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
-    assert machine.on_message(ClearToSend(**NAMED, seq=1), 0.0) == [SendBytes(KEY, 1, slot=1, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=1, turn=1), 0.0) == [SendBytes(KEY, 1, slot=1, nbytes=64)]
     assert machine.on_sent(KEY, 0, True) == []
     assert machine.holdings() == {"sending": 1, "sending_chunks": 2, "sending_slots": 1}
     # The second chunk is done on D before our transport says that it left.
@@ -102,7 +102,7 @@ def test_without_a_credit_a_gathered_chunk_waits() -> None:
     machine.on_prefill_computed(KEY, 99)
     assert machine.on_gathered(KEY, 0, True, 64, 11) == [header(0, 4, 12, 11)]
     assert machine.on_gathered(KEY, 1, True, 64, 12) == []
-    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     assert machine.on_sent(KEY, 0, True) == []
     assert machine.on_message(ChunkDone(**NAMED, seq=0), 0.0) == [
         header(1, 12, 20, 12),
@@ -114,7 +114,7 @@ def test_without_a_slot_a_computed_chunk_waits() -> None:
     machine = prefilling(num_slots=1)
     assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
     machine.on_gathered(KEY, 0, True, 64, 11)
-    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     assert machine.on_sent(KEY, 0, True) == [GatherChunk(KEY, 1, 12, 20, slot=0, nbytes=64)]
 
 
@@ -135,7 +135,7 @@ def test_a_cleared_chunk_is_sent_though_its_attempt_was_cancelled() -> None:
     machine.on_gathered(KEY, 1, True, 64, 12)
     assert ReleaseSequence(KEY) in machine.cancel(KEY)
     assert machine.holdings()["sending_slots"] == 2  # D may still clear both
-    assert machine.on_message(ClearToSend(**NAMED, seq=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
     assert machine.on_message(AbortAck(**ID), 0.0) == []
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}  # now only the first
     machine.on_sent(KEY, 0, True)
@@ -160,7 +160,7 @@ def test_a_rejected_chunk_fails_its_attempt() -> None:
     machine = prefilling()
     machine.on_chunk_computed(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
-    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     machine.on_sent(KEY, 0, True)
     reason = "the decode worker rejected chunk 0"
     assert machine.on_message(ChunkDone(**NAMED, seq=0, ok=False), 0.0) == [
@@ -205,7 +205,7 @@ def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> No
     machine.on_prefill_computed(KEY, 99)
     for seq in (0, 1):
         machine.on_gathered(KEY, seq, True, 64, 11)
-        machine.on_message(ClearToSend(**NAMED, seq=seq), 0.0)
+        machine.on_message(ClearToSend(**NAMED, seq=seq, turn=seq), 0.0)
     reason = "the transport failed while sending"
     assert machine.on_sent(KEY, 0, False) == [
         SendOver(KEY, "failed", reason, 128, 4),
@@ -253,7 +253,7 @@ def test_cleared_bytes_that_never_leave_end_the_pair() -> None:
     machine = prefilling(transfer_timeout_s=3.0)
     machine.on_chunk_computed(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
-    machine.on_message(ClearToSend(**NAMED, seq=0), 0.0)
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     assert beat_until(machine, 2.5) == []
     assert beat_until(machine, 3.0) == [SendOver(KEY, "failed", STUCK, 64, 4), ReleaseSequence(KEY), ClosePair(STUCK)]
     assert machine.holdings()["sending_slots"] == 1

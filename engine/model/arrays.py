@@ -1,0 +1,143 @@
+"""One step's batch as numpy arrays, made from a `StepPlan`: without torch, so that it can travel to other ranks.
+
+The flat batch holds the decodes (one token each), then the prefill chunks, in the plan's order. Block tables of
+decoding sequences are kept between steps: a row is written again only when its sequence or its blocks changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.engine.plan import ScheduledSequence, StepPlan
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkArrays:
+    """Consecutive tokens of one sequence, from position `start`."""
+
+    num_tokens: int
+    start: int
+    block_table_M: I32
+    """Covers the chunk's last token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchArrays:
+    """Shapes: T tokens, S decoding sequences, M blocks of a table."""
+
+    token_ids_T: I64
+    positions_T: I64
+    """From the start of each sequence."""
+    slot_mapping_T: I64
+    """block * block_size + offset, where the token's KV goes."""
+    block_tables_SM: I32
+    """Of the decodes, which are rows [0, S) of the batch; padded with 0."""
+    context_lens_S: I32
+    """Tokens of the sequence with KV once this step has written its own."""
+    prefills: tuple[ChunkArrays, ...]
+    """In the order of the batch, after the decodes."""
+    sample_rows: I64 | None
+    """Rows whose logits are wanted, ascending; None stands for all rows."""
+
+    @property
+    def num_decodes(self) -> int:
+        """S."""
+        return len(self.context_lens_S)
+
+
+class BatchBuilder:
+    """Makes batches. Owner: the model runner; it keeps block tables between steps."""
+
+    def __init__(self, block_size: int, max_model_len: int) -> None:
+        self._block_size = block_size
+        self._tables = _DecodeTables(blocks_for_tokens(max_model_len, block_size))
+
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """The batch of a plan with at least one token. The arrays are the caller's."""
+        decodes, prefills = plan.decodes, plan.prefills
+        positions_S = np.array([entry.start for entry in decodes], dtype=np.int64)
+        num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if decodes else 0
+        tables_SM = self._tables.update(decodes, num_blocks)
+        tables = [np.array(_needed_blocks(entry, self._block_size), dtype=np.int32) for entry in prefills]
+        ranges = [np.arange(entry.start, entry.start + entry.num_tokens, dtype=np.int64) for entry in prefills]
+        slots = [self._slots(tables_SM[np.arange(len(decodes)), positions_S // self._block_size], positions_S)]
+        for table_M, range_C in zip(tables, ranges, strict=True):
+            slots.append(self._slots(table_M[range_C // self._block_size], range_C))
+        sample_rows = _sample_rows(plan)
+        return BatchArrays(
+            token_ids_T=np.array(_token_ids(plan), dtype=np.int64),
+            positions_T=np.concatenate((positions_S, *ranges)),
+            slot_mapping_T=np.concatenate(slots),
+            block_tables_SM=tables_SM,
+            context_lens_S=(positions_S + 1).astype(np.int32),
+            prefills=tuple(
+                ChunkArrays(entry.num_tokens, entry.start, table_M)
+                for entry, table_M in zip(prefills, tables, strict=True)
+            ),
+            sample_rows=None if sample_rows is None else np.array(sample_rows, dtype=np.int64),
+        )
+
+    def _slots(self, block_T: I32, position_T: I64) -> I64:
+        return block_T.astype(np.int64) * self._block_size + position_T % self._block_size
+
+
+class _DecodeTables:
+    """Block tables of the decoding rows, as they were at the last step.
+
+    A row is trusted only if a copy of its sequence's table equals the table of now: block tables are lists that the
+    block manager changes in place. Comparing lists of the same int objects costs a few nanoseconds a block, converting
+    them about fifty.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._table_SM = np.zeros((8, max_blocks), dtype=np.int32)
+        self._lists: list[list[int]] = []
+
+    def update(self, decodes: tuple[ScheduledSequence, ...], num_blocks: int) -> I32:
+        """A fresh array [len(decodes), num_blocks]."""
+        while len(decodes) > len(self._table_SM):
+            self._table_SM = np.concatenate((self._table_SM, np.zeros_like(self._table_SM)))
+        self._lists += [[] for _ in range(len(decodes) - len(self._lists))]
+        for row, entry in enumerate(decodes):
+            if self._lists[row] != entry.sequence.block_table:
+                self._write(row, entry.sequence.block_table)
+        return self._table_SM[: len(decodes), :num_blocks].copy()
+
+    def _write(self, row: int, block_table: list[int]) -> None:
+        count = min(len(block_table), self._table_SM.shape[1])
+        self._table_SM[row, :count] = block_table[:count]
+        self._table_SM[row, count:] = 0
+        self._lists[row] = list(block_table)
+
+
+def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def _token_ids(plan: StepPlan) -> list[int]:
+    ids = [entry.sequence.token_ids[entry.start] for entry in plan.decodes]
+    for entry in plan.prefills:
+        ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
+    return ids
+
+
+def _needed_blocks(entry: ScheduledSequence, block_size: int) -> list[int]:
+    return entry.sequence.block_table[: blocks_for_tokens(entry.start + entry.num_tokens, block_size)]
+
+
+def _sample_rows(plan: StepPlan) -> list[int] | None:
+    """Rows whose logits are wanted; None when that is every row."""
+    rows = list(range(len(plan.decodes)))
+    end = len(rows)
+    for entry in plan.prefills:
+        end += entry.num_tokens
+        if entry.samples:
+            rows.append(end - 1)
+    return None if len(rows) == end else rows

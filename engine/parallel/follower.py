@@ -1,0 +1,244 @@
+"""Ranks 1 and up of a worker: each carries out what rank 0 says.
+
+    serve_rank()   connect and prove itself -> load its part of the model -> `Join` -> `Begin`: meet the other ranks
+                   -> orders, one after the other -> `Stop`
+
+One thread reads the line. It hands the orders of the engine to the engine thread (the one that called `serve_rank`),
+and those of the transport to the rank's transports, which have threads of their own.
+
+A follower has no life of its own. When its line ends without `Stop`, rank 0 is gone, and the process ends with
+`EXIT_LOST`. It ends in order if its engine thread comes back soon, and else, because that one loads a model or waits
+for the other ranks inside a step, the hard way; also after `Stop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.handshake import NONCE_BYTES, answer_leader
+from disagg.engine.parallel.line import Line, LineError, connect
+from disagg.engine.parallel.link import RankTransports
+from disagg.engine.parallel.meeting import meet_ranks
+from disagg.engine.parallel.messages import (
+    Answer,
+    Begin,
+    ClearBuffer,
+    Done,
+    EngineOrder,
+    Failed,
+    FreeBuffer,
+    GatherPart,
+    Join,
+    Order,
+    Posted,
+    ScatterPart,
+    Step,
+    Stop,
+    TransportOrder,
+)
+from disagg.engine.parallel.runner import ShardRunner
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.parallel.staging import StagingParts
+from disagg.engine.parallel.steps import decode_step
+from disagg.engine.plan import Buffer
+from disagg.engine.runners import make_runner
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.messages import decoder
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED: Final = 0
+EXIT_LOST: Final = 3
+"""Rank 0 is gone or took nobody, or this rank failed: the same as a worker that broke."""
+
+CONNECT_TIMEOUT_S = 20.0
+GRACE_S = 1.0
+"""How long an engine thread has to come back when rank 0 is gone."""
+STOP_GRACE_S = 3.0
+"""And when it was told to stop; rank 0 computes nothing any more then."""
+
+MakeTransports = Callable[[WorkerConfig, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
+"""(configuration, this rank's runner, (number, bytes) -> its part of a staging buffer) -> its transports."""
+
+
+def serve_rank(
+    config: WorkerConfig,
+    shard: Shard,
+    leader_address: str,
+    secret: ClusterSecret,
+    load: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
+) -> int:
+    """Be rank `shard.rank` of the worker whose rank 0 listens at `leader_address`, until the worker ends; returns the
+    exit status. `load` makes the rank's runner once rank 0 has taken it. The process must be this rank's alone: it is
+    ended if rank 0 is lost and the engine does not notice."""
+    name = f"{config.worker_id} rank {shard.rank}"
+    try:
+        line = connect(leader_address, CONNECT_TIMEOUT_S)
+    except LineError as error:
+        logger.error("%s: %s", name, error)
+        return EXIT_LOST
+    try:
+        answer_leader(line, secret, config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
+    except LineError as error:
+        logger.error("%s: rank 0 at %s did not take it: %s", name, leader_address, error)
+        line.close()
+        return EXIT_LOST
+    return Follower(config, shard, line, load).serve()
+
+
+def shard_transports(
+    config: WorkerConfig, runner: ShardRunner, staging: Callable[[int, int], Buffer]
+) -> RankTransports:
+    """The transports that every rank uses."""
+    from disagg.engine.parallel.transport import ShardTransports  # with the libraries that carry bytes
+
+    return ShardTransports(runner.layout, runner.shard, staging)
+
+
+class Follower:
+    """One rank, once rank 0 has taken it. `serve` is called once. `end_process` ends the process at once."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        shard: Shard,
+        line: Line,
+        make_runner: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
+        make_transports: MakeTransports = shard_transports,
+        end_process: Callable[[int], object] = os._exit,
+        grace_s: float = GRACE_S,
+        stop_grace_s: float = STOP_GRACE_S,
+    ) -> None:
+        self._config = config
+        self._shard = shard
+        self._line = line
+        self._make_runner = make_runner
+        self._make_transports = make_transports
+        self._end_process = end_process
+        self._grace_s = grace_s
+        self._stop_grace_s = stop_grace_s
+        self._name = f"{config.worker_id} rank {shard.rank}"
+        self._orders: queue.SimpleQueue[EngineOrder | Begin | Stop | None] = queue.SimpleQueue()
+        """For the engine thread; None when the line has ended."""
+        self._returned = threading.Event()
+        self._staging: StagingParts | None = None
+        self._transports: RankTransports | None = None
+
+    def serve(self) -> int:
+        """Load, join, and carry out orders until the worker ends; the exit status."""
+        reader = threading.Thread(target=self._read, name="rank-0", daemon=True)
+        reader.start()
+        try:
+            return self._serve()
+        except Exception as error:
+            logger.exception("%s cannot go on", self._name)
+            self._tell_failed(error)
+            return EXIT_LOST
+        finally:
+            self._returned.set()
+            if self._transports is not None:
+                self._transports.close()
+            self._line.close()
+            reader.join()
+
+    def _serve(self) -> int:
+        runner = self._make_runner(self._config, self._shard)
+        self._staging = StagingParts(runner.new_staging)
+        self._transports = self._make_transports(self._config, runner, self._staging)
+        join = Join(
+            rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
+        )
+        self._line.send(join)
+        while (order := self._orders.get()) is not None:
+            match order:
+                case Begin():
+                    runner.join(meet_ranks(self._config, self._shard, order.collective_address), order.num_blocks)
+                    logger.info("%s computes", self._name)
+                case Step():
+                    runner.compute(decode_step(order))
+                case ClearBuffer():
+                    self._staging(order.buffer, order.buffer_bytes)[:] = 0
+                case GatherPart() | ScatterPart():
+                    self._answer(_copy(runner, self._staging, order))
+                case Stop():
+                    return EXIT_STOPPED
+        return EXIT_LOST
+
+    def _tell_failed(self, error: Exception) -> None:
+        try:
+            self._line.send(Failed(error=f"{type(error).__name__}: {error}"))
+        except LineError:
+            logger.info("%s: nobody is left to be told", self._name)
+
+    # ------------------------------------------------------------ the reader
+
+    def _read(self) -> None:
+        decode = decoder(Order).decode
+        why = "it ended the line"
+        try:
+            while (frame := self._line.receive()) is not None:
+                order: Order = decode(frame)
+                self._on_order(order)
+                if isinstance(order, Stop):
+                    self._see_off(EXIT_STOPPED, self._stop_grace_s)
+                    return
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if not self._returned.is_set():
+            self._on_lost(why)
+
+    def _on_order(self, order: Order) -> None:
+        match order:
+            case FreeBuffer():
+                if self._staging is not None:
+                    self._staging.free(order.buffer)
+            case Begin() | Stop() | Step() | GatherPart() | ScatterPart() | ClearBuffer():
+                self._orders.put(order)
+            case _:
+                self._on_transport_order(order)
+
+    def _on_transport_order(self, order: TransportOrder) -> None:
+        if self._transports is None:
+            raise ValueError("an order for the transport came before this rank has joined")
+        self._transports.handle(order, self._answer, lambda: self._answer(Posted(call=order.call)))
+
+    def _answer(self, answer: Answer) -> None:
+        """Any thread. A line that cannot be written to is about to end for the reader, too."""
+        try:
+            self._line.send(answer)
+        except LineError as error:
+            logger.warning("%s: cannot answer: %s", self._name, error)
+            self._line.close()
+
+    def _on_lost(self, why: str) -> None:
+        logger.critical("%s: rank 0 is lost, and so this rank ends: %s", self._name, why)
+        self._orders.put(None)
+        self._see_off(EXIT_LOST, self._grace_s)
+
+    def _see_off(self, status: int, grace_s: float) -> None:
+        """See to it that the process ends, when the engine thread has been told to."""
+        if not self._returned.wait(grace_s):
+            logger.critical("%s: its engine does not come back: ending the process", self._name)
+            self._end_process(status)
+
+
+def _copy(runner: ShardRunner, staging: StagingParts, order: GatherPart | ScatterPart) -> Done:
+    table = np.frombuffer(order.block_table, dtype="<i4").tolist()
+    try:
+        part = staging(order.buffer, order.buffer_bytes)
+        if isinstance(order, GatherPart):
+            checksums = tuple(runner.gather_part(table, order.start, order.end, part, order.peer_tp))
+            return Done(call=order.call, ok=True, checksums=checksums)
+        runner.scatter_part(table, order.start, order.end, part, order.peer_tp)
+        return Done(call=order.call, ok=True)
+    except (ValueError, RuntimeError) as error:
+        return Done(call=order.call, ok=False, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,217 @@
+"""Rank 0's lines to its followers: orders out, answers in.
+
+    attach(rank, line)      as each follower comes, before it has loaded its model
+    wait_joined()           all are there, and have loaded
+    tell, ask ...           one thread for each follower reads its answers
+    close()                 `Stop` to all; they end
+
+The ranks live and die together: when one is lost (its line ends, it says that it failed or something that makes no
+sense) all lines are closed, which ends the others, every open question is answered not ok, and `on_lost` is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg.engine.parallel.line import Line, LineError
+from disagg.engine.parallel.link import Reply
+from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Order, Posted, Question, Stop
+from disagg.proto.messages import decoder
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 3.0
+"""How long followers may take to end after `Stop`; then their lines are closed, which ends them at once."""
+
+
+class RankLostError(RuntimeError):
+    """A rank of the worker is gone, and so the worker."""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    rank: int
+    reply: Reply
+    on_posted: Callable[[], None] | None
+
+
+class LineFollowers:
+    """See `link.Followers`. `on_lost` is called at most once, on any thread, and not before `wait_joined` returned."""
+
+    def __init__(self, size: int, on_lost: Callable[[BaseException], None]) -> None:
+        self.size = size
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._lines: dict[int, Line] = {}
+        self._readers: list[threading.Thread] = []
+        self._joins: dict[int, Join] = {}
+        self._calls: dict[int, _OpenCall] = {}
+        self._numbers = itertools.count(1)
+        self._lost: RankLostError | None = None
+        self._is_complete = False
+        self._is_closing = False
+
+    # ------------------------------------------------------------ life
+
+    def attach(self, rank: int, line: Line) -> None:
+        """A follower has come."""
+        reader = threading.Thread(target=self._read, args=(rank, line), name=f"rank-{rank}", daemon=True)
+        with self._changed:
+            is_late = self._is_closing or self._lost is not None
+            if not is_late:
+                self._lines[rank] = line
+                self._readers.append(reader)
+                reader.start()
+                self._changed.notify_all()
+        if is_late:
+            line.close()
+
+    def wait_joined(self, come_timeout_s: float, load_timeout_s: float) -> tuple[Join, ...]:
+        """Wait until all followers have come and then until they have loaded; their `Join`s by rank.
+
+        Raises:
+            RankLostError: one was lost, or it takes longer than so many seconds.
+        """
+        with self._changed:
+            self._wait_for_all(self._lines, come_timeout_s, "come")
+            self._wait_for_all(self._joins, load_timeout_s, "loaded its model")
+            self._is_complete = True
+            return tuple(self._joins[rank] for rank in range(1, self.size))
+
+    def _wait_for_all(self, present: Mapping[int, object], timeout_s: float, what: str) -> None:
+        self._changed.wait_for(lambda: self._lost or len(present) == self.size - 1, timeout_s)
+        if self._lost is not None:
+            raise self._lost
+        missing = [str(rank) for rank in range(1, self.size) if rank not in present]
+        if missing:
+            raise RankLostError(f"rank {', '.join(missing)} has not {what} after {timeout_s:.0f} s")
+
+    def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Tell all to stop, wait until they have, and end their lines. Idempotent."""
+        with self._changed:
+            first, self._is_closing = not self._is_closing, True
+            readers = list(self._readers)
+        if first:
+            self.tell(Stop())
+        deadline = time.monotonic() + timeout_s
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        self._end(RankLostError("the worker stops"))
+        for reader in readers:
+            reader.join()
+
+    # ------------------------------------------------------------ orders
+
+    def tell(self, order: Order) -> None:
+        """See `Followers.tell`."""
+        with self._changed:
+            lines = [] if self._lost is not None else list(self._lines.items())
+        for rank, line in lines:
+            self._send(rank, line, order)
+
+    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """See `Followers.ask`."""
+        number = next(self._numbers)
+        call = _OpenCall(rank, reply, on_posted)
+        with self._changed:
+            lost = self._lost
+            if lost is None:
+                self._calls[number] = call
+                line = self._lines[rank]
+        if lost is not None:
+            reply(Done(call=number, ok=False, error=str(lost)))
+        else:
+            self._send(rank, line, msgspec.structs.replace(order, call=number))
+
+    def _send(self, rank: int, line: Line, order: Order) -> None:
+        try:
+            line.send(order)
+        except LineError as error:
+            self._lose(rank, str(error))
+
+    # ------------------------------------------------------------ answers
+
+    def _read(self, rank: int, line: Line) -> None:
+        decode = decoder(Answer).decode
+        try:
+            while (frame := line.receive()) is not None:
+                self._on_answer(rank, decode(frame))
+            self._lose(rank, "it ended its line")
+        except Exception as error:
+            self._lose(rank, f"{type(error).__name__}: {error}")
+
+    def _on_answer(self, rank: int, answer: Answer) -> None:
+        match answer:
+            case Join():
+                self._on_join(rank, answer)
+            case Posted():
+                self._on_posted(rank, answer.call)
+            case Done():
+                self._on_done(rank, answer)
+            case Failed():
+                self._lose(rank, answer.error)
+
+    def _on_join(self, rank: int, join: Join) -> None:
+        with self._changed:
+            if join.rank != rank or rank in self._joins:
+                raise ValueError(f"it joined as rank {join.rank}, or twice")
+            self._joins[rank] = join
+            self._changed.notify_all()
+
+    def _on_posted(self, rank: int, number: int) -> None:
+        with self._changed:
+            call = self._open_call(rank, number)
+            on_posted = None
+            if call is not None:
+                on_posted, call.on_posted = call.on_posted, None
+        if on_posted is not None:
+            on_posted()
+
+    def _on_done(self, rank: int, done: Done) -> None:
+        with self._changed:
+            call = self._open_call(rank, done.call)
+            if call is not None:
+                del self._calls[done.call]
+        if call is not None:
+            call.reply(done)
+
+    def _open_call(self, rank: int, number: int) -> _OpenCall | None:
+        """With the lock held. None where the call was answered already because a rank is lost."""
+        call = self._calls.get(number)
+        if call is not None and call.rank == rank:
+            return call
+        if self._lost is not None:
+            return None
+        raise ValueError(f"it answers question {number}, which it was not asked")
+
+    # ------------------------------------------------------------ loss
+
+    def _lose(self, rank: int, why: str) -> None:
+        with self._changed:
+            if self._is_closing:
+                return  # Ranks end one by one now, and those that have not been told yet shall be.
+            tells = self._is_complete
+        error = RankLostError(f"rank {rank} is lost: {why}")
+        if self._end(error) and tells:
+            self._on_lost(error)
+
+    def _end(self, error: RankLostError) -> bool:
+        """Close all lines and answer all calls; whether there was something to end."""
+        with self._changed:
+            if self._lost is not None:
+                return False
+            self._lost = error
+            calls, self._calls = self._calls, {}
+            self._changed.notify_all()
+        for line in self._lines.values():
+            line.close()
+        for number, call in calls.items():
+            call.reply(Done(call=number, ok=False, error=str(error)))
+        return True

@@ -1,0 +1,108 @@
+"""The making and the ending of a worker of several ranks, on rank 0.
+
+    form()    listen -> start the followers -> load the own part, as they do theirs -> all have joined: agree on the
+              number of blocks, meet in the collective -> a runner over all ranks
+    close()   the followers are told to stop, and stop; whoever started them sees them off
+
+What goes wrong while the group is formed is raised, what goes wrong later comes to `on_fault`; `close` is due after
+either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.followers import STOP_TIMEOUT_S, LineFollowers, RankLostError
+from disagg.engine.parallel.leader import GroupRunner
+from disagg.engine.parallel.link import Ranks, StartRanks
+from disagg.engine.parallel.meeting import NOWHERE, MeetingPlace, meet_ranks, open_meeting_place
+from disagg.engine.parallel.messages import Begin, Join
+from disagg.engine.parallel.muster import Muster
+from disagg.engine.parallel.runner import ShardRunner
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.runners import make_runner
+from disagg.proto.cluster_secret import ClusterSecret
+
+if TYPE_CHECKING:
+    from disagg.engine.parallel.collective import Collective
+
+logger = logging.getLogger(__name__)
+
+COME_TIMEOUT_S = 60.0
+"""How long followers may take to come, from when rank 0 has loaded its own part: their processes were started before
+that."""
+LOAD_TIMEOUT_S = 600.0
+"""How long they may then take to load theirs."""
+
+
+class Group:
+    """The ranks of one worker, for its rank 0. `followers` may be used once `form` has returned."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        secret: ClusterSecret,
+        start_ranks: StartRanks,
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        self._config = config
+        self._secret = secret
+        self._start_ranks = start_ranks
+        self._on_fault = on_fault
+        self.followers = LineFollowers(config.tp, on_fault)
+        self._ranks: Ranks | None = None
+        self._place: MeetingPlace | None = None
+        self._collective: Collective | None = None
+
+    def form(self) -> GroupRunner:
+        """Blocks until all ranks can compute.
+
+        Raises:
+            ConfigError: what the configuration asks for cannot work.
+            RankLostError: a follower did not come, failed, or is of another model.
+            OSError: rank 0 cannot listen.
+        """
+        config = self._config
+        muster = Muster(config.host, config.worker_id, config.tp, self._secret, self.followers.attach)
+        try:
+            self._ranks = self._start_ranks(muster.address)
+            local = make_runner(config, Shard(0, config.tp))
+            joins = self.followers.wait_joined(COME_TIMEOUT_S, LOAD_TIMEOUT_S)
+        finally:
+            muster.close()
+        self._begin(local, joins)
+        for join in joins:
+            logger.info("%s: rank %d is process %d", config.worker_id, join.rank, join.pid)
+        return GroupRunner(local, self.followers, self._on_fault)
+
+    def _begin(self, local: ShardRunner, joins: tuple[Join, ...]) -> None:
+        for join in joins:
+            if join.fingerprint != local.fingerprint:
+                raise RankLostError(f"rank {join.rank} has loaded another model: {join.fingerprint}")
+        num_blocks = min(local.num_blocks, *(join.num_blocks for join in joins))
+        self._place = open_meeting_place(self._config)
+        address = NOWHERE if self._place is None else self._place.address
+        self.followers.tell(Begin(num_blocks=num_blocks, collective_address=address))
+        self._collective = meet_ranks(self._config, local.shard, address)
+        local.join(self._collective, num_blocks)
+
+    def close(self) -> None:
+        """Tell all followers to stop, and see them off. To be called when the engine has stopped. Idempotent."""
+        self._end_followers(STOP_TIMEOUT_S)
+        if self._collective is not None:
+            self._collective.close()
+        if self._place is not None:
+            self._place.close()
+
+    def abandon(self) -> None:
+        """End all followers without waiting for what they do: the engine hangs, perhaps because one of them does. The
+        collective stays: leaving it would wait for the exchange that the engine is in. Idempotent."""
+        self._end_followers(0.0)
+
+    def _end_followers(self, timeout_s: float) -> None:
+        self.followers.close(timeout_s)
+        if self._ranks is not None:
+            self._ranks.stop()

@@ -1,0 +1,206 @@
+"""Rank 0 of a worker: a `ModelRunner` over all ranks.
+
+    run      the batch as arrays ──> `Step` to all; they meet inside the layers, and rank 0 samples
+    gather   `GatherPart` to those that send something, the own part, then all answers
+    scatter  `ScatterPart` to all, the own part, then all answers: the staging slot is used again afterwards
+
+A step that fails on rank 0 leaves the others inside it, and a copy that fails on another rank means that the ranks are
+no longer alike. Both end the worker (`on_fault`), besides failing what asked for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from disagg.engine.kv_transfer.checksum import combined
+from disagg.engine.parallel.followers import RankLostError
+from disagg.engine.parallel.link import Followers
+from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Question, ScatterPart
+from disagg.engine.parallel.runner import ShardRunner
+from disagg.engine.parallel.slices import HeadSlice, head_slices, heads_sent
+from disagg.engine.parallel.staging import GroupBuffer
+from disagg.engine.parallel.steps import encode_step
+from disagg.engine.plan import StepPlan, StepResult
+
+COPY_TIMEOUT_S = 60.0
+"""How long a follower may take for one copy; it may be in the middle of the step before."""
+
+
+class GroupRunner:
+    """See `ModelRunner`. `local` is rank 0's, joined already; it has as many blocks as every other rank."""
+
+    def __init__(self, local: ShardRunner, followers: Followers, on_fault: Callable[[BaseException], None]) -> None:
+        self._local = local
+        self._followers = followers
+        self._on_fault = on_fault
+        self.layout = local.layout
+        self.num_blocks = local.num_blocks
+        self.block_size = local.block_size
+        self.max_model_len = local.max_model_len
+        self.vocab_size = local.vocab_size
+        self.fingerprint = local.fingerprint
+        self.tp = followers.size
+        self._numbers = itertools.count(1)
+        self._freed: deque[int] = deque()
+        """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
+        lock and writes to no line."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """See `ModelRunner.run`."""
+        if not plan.entries:
+            return StepResult([])
+        self._tell_freed()
+        arrays = self._local.arrays(plan)
+        order = encode_step(arrays)
+        try:
+            self._followers.tell(order)
+            return self._local.step(plan, arrays)
+        except Exception as error:
+            self._on_fault(error)
+            raise
+
+    # ------------------------------------------------------------ staging
+
+    def new_staging(self, nbytes: int) -> GroupBuffer:
+        """See `ModelRunner.new_staging`. Any thread."""
+        buffer = GroupBuffer(
+            next(self._numbers), self._local.new_staging(self._part_bytes(nbytes)), nbytes, self._clear
+        )
+        weakref.finalize(buffer, self._freed.append, buffer.number).atexit = False
+        return buffer
+
+    def _part_bytes(self, nbytes: int) -> int:
+        """The most that one rank may have of a payload. Heads are divided equally; with fewer heads than ranks, one
+        rank may send, or receive, all that moves of one head."""
+        return -(-nbytes // min(self.tp, self.layout.num_kv_heads))
+
+    def _clear(self, number: int, part_bytes: int) -> None:
+        self._followers.tell(ClearBuffer(buffer=number, buffer_bytes=part_bytes))
+
+    def _tell_freed(self) -> None:
+        while self._freed:
+            self._followers.tell(FreeBuffer(buffer=self._freed.popleft()))
+
+    # ------------------------------------------------------------ copies
+
+    def gather(self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer_tp: int = 1) -> int:
+        """See `ModelRunner.gather`. Checksums are combined in the order of the pair's slices.
+
+        Raises:
+            ValueError: the heads cannot be divided among `peer_tp` ranks, `out` is too small, or the table does not
+                cover `end`.
+            RankLostError: a follower could not do its part, or is gone.
+        """
+        slices = head_slices(self.layout.num_kv_heads, self.tp, peer_tp)
+        self._check(slices, block_table, start, end, out)
+        order = GatherPart(
+            call=0,
+            buffer=out.number,
+            buffer_bytes=out.local.nbytes,
+            block_table=self._table(block_table, end),
+            start=start,
+            end=end,
+            peer_tp=peer_tp,
+        )
+        senders = {each.sender for each in slices}
+        checksums = self._copy(
+            sorted(senders - {0}),
+            order,
+            lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp) if 0 in senders else (),
+        )
+        parts = {rank: iter(of_rank) for rank, of_rank in checksums.items()}
+        return combined([next(parts[each.sender]) for each in slices])
+
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1) -> None:
+        """See `ModelRunner.scatter`.
+
+        Raises:
+            ValueError: as `gather`.
+            RankLostError: a follower could not do its part, or is gone.
+        """
+        slices = head_slices(self.layout.num_kv_heads, peer_tp, self.tp)
+        self._check(slices, block_table, start, end, data)
+        order = ScatterPart(
+            call=0,
+            buffer=data.number,
+            buffer_bytes=data.local.nbytes,
+            block_table=self._table(block_table, end),
+            start=start,
+            end=end,
+            peer_tp=peer_tp,
+        )
+
+        def scatter_own() -> Seq[int]:
+            self._local.scatter_part(block_table, start, end, data.local, peer_tp)
+            return ()
+
+        self._copy(list(range(1, self.tp)), order, scatter_own)
+
+    def _check(
+        self, slices: tuple[HeadSlice, ...], block_table: Seq[int], start: int, end: int, buffer: GroupBuffer
+    ) -> None:
+        """What is wrong on every rank is refused before any of them is told: a copy that fails there is no fault of
+        one request's."""
+        head_bytes = self.layout.bytes_per_token // self.layout.num_kv_heads
+        nbytes = head_bytes * heads_sent(slices) * (end - start)
+        if buffer.nbytes < nbytes:
+            raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
+        if len(block_table) * self.block_size < end:
+            raise ValueError(f"a table of {len(block_table)} blocks does not cover token {end - 1}")
+
+    def _table(self, block_table: Seq[int], end: int) -> bytes:
+        return np.array(block_table[: -(-end // self.block_size)], dtype="<i4").tobytes()
+
+    def _copy(self, ranks: list[int], order: Question, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
+        """Have `ranks` carry out `order` while rank 0 does its `own` part; the checksums of each rank. Returns, or
+        raises, when nobody copies any more, unless a rank is lost."""
+        self._tell_freed()
+        answers = _Answers(ranks)
+        for rank in ranks:
+            self._followers.ask(rank, order, answers.reply_of(rank))
+        try:
+            own_checksums = own()
+        finally:
+            others = self._wait(answers, ranks)
+        return {0: own_checksums} | others
+
+    def _wait(self, answers: _Answers, ranks: list[int]) -> dict[int, Seq[int]]:
+        done = answers.wait(COPY_TIMEOUT_S)
+        silent = [f"rank {rank}: no answer in {COPY_TIMEOUT_S:.0f} s" for rank in ranks if rank not in done]
+        failed = [f"rank {rank}: {each.error}" for rank, each in done.items() if not each.ok]
+        if silent or failed:
+            error = RankLostError(f"a copy between cache and staging failed on {'; '.join(silent + failed)}")
+            self._on_fault(error)
+            raise error
+        return {rank: each.checksums for rank, each in done.items()}
+
+
+class _Answers:
+    """The answers to one order that several ranks were given."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._changed = threading.Condition()
+        self._missing = set(ranks)
+        self._done: dict[int, Done] = {}
+
+    def reply_of(self, rank: int) -> Callable[[Done], None]:
+        def reply(done: Done) -> None:
+            with self._changed:
+                self._done[rank] = done
+                self._missing.discard(rank)
+                self._changed.notify()
+
+        return reply
+
+    def wait(self, timeout_s: float) -> dict[int, Done]:
+        """The answers; fewer than asked for only after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing, timeout_s)
+            return dict(self._done)

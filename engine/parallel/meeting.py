@@ -1,0 +1,51 @@
+"""Where the ranks of a worker meet to compute together. Torch is loaded only where there is something to exchange: the
+`fake` model has nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.shards import Shard
+
+if TYPE_CHECKING:
+    from disagg.engine.parallel.collective import Collective
+
+NOWHERE = ""
+"""The address where nobody meets."""
+
+
+class MeetingPlace(Protocol):
+    """What rank 0 keeps open for as long as the ranks compute."""
+
+    address: str
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent."""
+        ...
+
+
+def open_meeting_place(config: WorkerConfig) -> MeetingPlace | None:
+    """Rank 0's store, which listens on `config.host` only; None where nobody needs to meet.
+
+    Raises:
+        OSError: if it cannot listen there.
+    """
+    if config.is_fake:
+        return None
+    from disagg.engine.kv_transfer.gloo import StoreHost
+
+    return StoreHost(config.host)
+
+
+def meet_ranks(config: WorkerConfig, shard: Shard, address: str) -> Collective | None:
+    """Wait for all other ranks; None at `NOWHERE`.
+
+    Raises:
+        RuntimeError: if they do not all come in time.
+    """
+    if address == NOWHERE:
+        return None
+    from disagg.engine.parallel.gloo_collective import make_collective
+
+    return make_collective(config.device, address, shard, config.host)

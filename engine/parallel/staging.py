@@ -1,0 +1,83 @@
+"""Staging memory of several ranks: each has a part of every buffer, under the buffer's number.
+
+Rank 0 hands out `GroupBuffer`s, which look like a flat buffer of the whole payload. The others make their part when an
+order first names it, and drop it when rank 0 has let go of the buffer. Numbers are never used twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from disagg.engine.plan import Buffer
+
+
+class GroupBuffer:
+    """A staging buffer of all ranks, as rank 0 holds it. It can be cut at its end, `buffer[:nbytes]`, and filled,
+    `buffer[:] = 0`."""
+
+    def __init__(
+        self, number: int, local: Buffer, nbytes: int | None = None, clear: Callable[[int, int], None] | None = None
+    ) -> None:
+        """`nbytes` is that of the payload, all ranks together; `clear(number, bytes of a part)` fills the others' parts
+        with zeros."""
+        self.number = number
+        self.local = local
+        """Rank 0's part; always whole, because how a payload is divided depends on whom it is for."""
+        self.nbytes = local.nbytes if nbytes is None else nbytes
+        self._clear = clear
+        self._whole: GroupBuffer | None = None
+        """What this one is a cut of; it lives as long."""
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, where: slice) -> GroupBuffer:
+        """Raises:
+        ValueError: for anything but a cut at the end.
+        """
+        start, stop, step = where.indices(self.nbytes)
+        if (start, step) != (0, 1):
+            raise ValueError(f"a buffer of several ranks can only be cut at its end, not by {where}")
+        cut = GroupBuffer(self.number, self.local, max(0, stop), self._clear)
+        cut._whole = self._whole or self
+        return cut
+
+    def __setitem__(self, where: slice, value: int) -> None:
+        """Raises:
+        ValueError: for anything but zeros in all of it.
+        """
+        if value != 0 or where.indices(self.nbytes) != (0, self.nbytes, 1):
+            raise ValueError("a buffer of several ranks can only be filled as a whole, with zeros")
+        self.local[:] = 0
+        if self._clear is not None:
+            self._clear(self.number, self.local.nbytes)
+
+
+class StagingParts:
+    """A follower's parts. Thread-safe."""
+
+    def __init__(self, new_staging: Callable[[int], Buffer]) -> None:
+        self._new_staging = new_staging
+        self._lock = threading.Lock()
+        self._parts: dict[int, Any] = {}
+
+    def __call__(self, number: int, nbytes: int) -> Buffer:
+        """The part of buffer `number`, made of `nbytes` bytes at its first use.
+
+        Raises:
+            ValueError: if it is smaller than that.
+        """
+        with self._lock:
+            if number not in self._parts:
+                self._parts[number] = self._new_staging(nbytes)
+            part = self._parts[number]
+        if part.nbytes < nbytes:
+            raise ValueError(f"the part of staging buffer {number} has {part.nbytes} bytes, not {nbytes}")
+        return part
+
+    def free(self, number: int) -> None:
+        """Drop a part. What still copies into it keeps it until that is over."""
+        with self._lock:
+            self._parts.pop(number, None)

@@ -1,0 +1,364 @@
+"""KV between workers of different width: a pair's byte channel over all ranks of a worker.
+
+    rank 0      GroupTransport    what a link uses as the pair's `PairTransport`; has rank 0's channels itself, and
+                                  gives orders to the other ranks
+    ranks 1..   ShardTransports   carries those orders out
+    all ranks   RankChannels      `channels.py`: a channel for each rank of the other worker with a common slice
+
+    open    every rank forms its channels; the pair stands when all do
+    send    every rank sends its slices of a chunk; over when all are
+    recv    every rank posts its receives; the peer may send when all are posted. One checksum for the chunk
+    close   every rank closes its channels
+
+Ranks of two workers meet in D's one rendezvous, under the pair's name and their numbers. What fails on one rank fails
+the operation and closes the pair on all of them. Two workers of one rank use the plain channel, and nothing of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.engine.kv_transfer.checksum import combined
+from disagg.engine.kv_transfer.transport import (
+    SET_UP_TIMEOUT_S,
+    Done,
+    PairTransport,
+    Posted,
+    Received,
+    TransportError,
+    make_connector,
+    nobody_waits,
+)
+from disagg.engine.parallel import messages
+from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
+from disagg.engine.parallel.link import Followers, Reply
+from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportOrder
+from disagg.engine.parallel.routes import PairPlan, plan_pair
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.plan import Buffer
+from disagg.proto.handover import Side
+from disagg.proto.messages import KvLayout
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = SET_UP_TIMEOUT_S + 5.0
+"""How long rank 0 waits for the other ranks' channels; theirs give up before."""
+
+OpenChannel = Callable[[str], PairTransport]
+"""Forms the channel of this name with the other worker; blocks; raises what `Rendezvous.accept` raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairEnd:
+    """One end of a pair, for all ranks of the worker."""
+
+    plan: PairPlan
+    side: Side
+    pair_name: str
+    transport: str
+    host: str
+    store_address: str
+
+    @property
+    def peer_tp(self) -> int:
+        """Ranks of the other worker."""
+        return self.plan.receiver_tp if self.side == "sender" else self.plan.sender_tp
+
+
+def form_pair(end: PairEnd, open_channel: OpenChannel, followers: Followers) -> PairTransport:
+    """This worker's end of a pair; blocks until the peer's ranks are there. `open_channel` is for rank 0.
+
+    Raises:
+        TransportError: if the peer does not come in time, or a channel cannot be made.
+        OSError, RuntimeError: as `open_channel` does.
+    """
+    if end.plan.sender_tp == end.plan.receiver_tp == 1:
+        return open_channel(end.pair_name)
+    transport = GroupTransport(end, open_channel, followers)
+    transport.open()
+    return transport
+
+
+class GroupTransport:
+    """A `PairTransport` over all ranks of a worker, of which this process is rank 0. With one rank here and several
+    there, it has channels of its own only.
+
+    Buffers are a `GroupBuffer` (`number`, and rank 0's part as `local`), with one rank a plain one.
+    """
+
+    def __init__(self, end: PairEnd, open_channel: OpenChannel, followers: Followers) -> None:
+        self._end = end
+        self._followers = followers
+        self._others = [rank for rank in end.plan.ranks(end.side) if rank != 0]
+        """Other ranks with something to send or receive."""
+        self._channels = RankChannels(end.plan, end.side, 0, end.pair_name, open_channel)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._is_breaking = False
+        self._gone = threading.Event()
+        """All ranks have closed their channels."""
+
+    # ------------------------------------------------------------ life
+
+    def open(self) -> None:
+        """Form all channels of all ranks.
+
+        Raises:
+            TransportError: if a rank cannot; nothing is left then.
+            OSError, RuntimeError: as `open_channel` does.
+        """
+        end = self._end
+        errors: list[str] = []
+        answered = threading.Event()
+
+        def over(ok: bool, error: str, _: list[Checksums]) -> None:
+            if not ok:
+                errors.append(error)
+            answered.set()
+
+        others = AllOf(len(self._others), over, nobody_waits, nobody_waits)
+        order = OpenPair(
+            call=0,
+            pair_name=end.pair_name,
+            side=end.side,
+            peer_tp=end.peer_tp,
+            transport=end.transport,
+            host=end.host,
+            store_address=end.store_address,
+        )
+        for index, rank in enumerate(self._others):
+            self._followers.ask(rank, order, _answer(others, index, rank))
+        try:
+            self._channels.open()
+            if not answered.wait(OPEN_TIMEOUT_S):
+                raise TransportError(f"the ranks did not form the pair {end.pair_name!r} in {OPEN_TIMEOUT_S:g} s")
+            if errors:
+                raise TransportError(f"could not form the pair {end.pair_name!r}: {errors[0]}")
+        except BaseException:
+            # A rank that does not answer would hold this up; the pair's failure is known without it.
+            self._close_soon()
+            raise
+
+    def close(self) -> None:
+        """See `PairTransport.close`. Waits for the other ranks: their answer is the evidence that nothing writes to
+        their part of a buffer any more. One that is lost counts as having answered, and ends the worker."""
+        with self._lock:
+            is_first, self._closed = not self._closed, True
+        if is_first:
+            others = AllOf(len(self._others), lambda *_: self._gone.set(), nobody_waits, nobody_waits)
+            for index, rank in enumerate(self._others):
+                order = ClosePair(call=0, pair_name=self._end.pair_name)
+                self._followers.ask(rank, order, _answer(others, index, rank))
+        self._channels.close()
+        self._gone.wait()
+
+    def _break(self) -> None:
+        """A rank failed: the others' bytes are of no use, and theirs might never come."""
+        with self._lock:
+            if self._closed or self._is_breaking:
+                return
+            self._is_breaking = True
+        self._close_soon()
+
+    def _close_soon(self) -> None:
+        threading.Thread(target=self.close, name="kv-close", daemon=True).start()
+
+    # ------------------------------------------------------------ bytes
+
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """See `PairTransport.send`; `nbytes` of all ranks together."""
+        whole = self._new_operation(lambda ok, error, _: done(ok, error), nobody_waits)
+        num_tokens = self._num_tokens(nbytes)
+        for index, rank in enumerate(self._others, start=1):
+            order = SendPart(call=0, pair_name=self._end.pair_name, buffer=buffer.number, num_tokens=num_tokens)
+            self._followers.ask(rank, order, _answer(whole, index, rank))
+        self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
+
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+        """See `PairTransport.recv`; `nbytes` of all ranks together. `posted` mostly comes later, from another
+        thread."""
+
+        def over(ok: bool, error: str, checksums: list[Checksums]) -> None:
+            done(*self._received(ok, error, checksums))
+
+        whole = self._new_operation(over, posted)
+        num_tokens = self._num_tokens(nbytes)
+        for index, rank in enumerate(self._others, start=1):
+            order = ReceivePart(
+                call=0,
+                pair_name=self._end.pair_name,
+                buffer=buffer.number,
+                buffer_bytes=buffer.local.nbytes,
+                num_tokens=num_tokens,
+            )
+            self._followers.ask(rank, order, _answer(whole, index, rank), whole.one_posted)
+        self._channels.receive(self._local(buffer), num_tokens, _local_answer(whole), whole.one_posted)
+
+    def _received(self, ok: bool, error: str, checksums: list[Checksums]) -> tuple[bool, str, int]:
+        if not ok:
+            return False, error, 0
+        of_rank = dict(zip((0, *self._others), checksums, strict=True))
+        try:
+            return True, "", combined(self._end.plan.in_order(self._end.side, of_rank))
+        except ValueError as fault:
+            logger.error("%s: %s", self._end.pair_name, fault)
+            return False, str(fault), 0
+
+    def _new_operation(self, over: Callable[[bool, str, list[Checksums]], None], posted: Posted) -> AllOf:
+        """Rank 0's part is number 0."""
+        return AllOf(1 + len(self._others), over, posted, self._break)
+
+    def _num_tokens(self, nbytes: int) -> int:
+        num_tokens, rest = divmod(nbytes, self._end.plan.bytes_per_token)
+        assert not rest, (nbytes, self._end.plan.bytes_per_token)  # our own chunks have whole tokens, and D checks P's
+        return num_tokens
+
+    def _local(self, buffer: Buffer) -> Buffer:
+        return buffer.local if self._followers.size > 1 else buffer
+
+
+def _answer(whole: AllOf, index: int, rank: int) -> Reply:
+    """What a follower's `Done` means for the operation."""
+
+    def reply(done: messages.Done) -> None:
+        whole.one_over(index, done.ok, f"rank {rank}: {done.error}" if not done.ok else "", done.checksums)
+
+    return reply
+
+
+def _local_answer(whole: AllOf) -> Callable[[bool, str, Checksums], None]:
+    return lambda ok, error, checksums: whole.one_over(0, ok, error, checksums)
+
+
+class _OpenReply:
+    """The answer to an `OpenPair`, by whoever is first: its thread, or the order to close."""
+
+    def __init__(self, call: int, reply: Reply) -> None:
+        self._call = call
+        self._reply = reply
+        self._once = threading.Lock()
+
+    def give(self, ok: bool, error: str = "") -> None:
+        """Answer, unless that was done."""
+        if self._once.acquire(blocking=False):
+            self._reply(messages.Done(call=self._call, ok=ok, error=error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    channels: RankChannels
+    opened: _OpenReply
+
+
+class ShardTransports:
+    """The `RankTransports` of a follower.
+
+    Args:
+        layout: of the whole model.
+        shard: which rank of which worker this is.
+        staging: (number, bytes) -> this rank's part of that staging buffer, which has at least so many.
+    """
+
+    def __init__(self, layout: KvLayout, shard: Shard, staging: Callable[[int, int], Buffer]) -> None:
+        self._layout = layout
+        self._shard = shard
+        self._staging = staging
+        self._lock = threading.Lock()
+        self._pairs: dict[str, _Pair] = {}
+
+    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
+        """See `RankTransports.handle`. Does not block: channels are formed and closed on threads of their own.
+
+        Raises:
+            ValueError: for an order that rank 0 must not give, such as more bytes than a staging buffer has.
+        """
+        match order:
+            case OpenPair():
+                self._open(order, reply)
+            case SendPart():
+                self._send(order, reply)
+            case ReceivePart():
+                self._receive(order, reply, on_posted)
+            case ClosePair():
+                self._close(order, reply)
+
+    def close(self) -> None:
+        """See `RankTransports.close`."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, {}
+        for pair in pairs.values():
+            pair.channels.close()
+            pair.opened.give(False, CLOSED)
+
+    # ------------------------------------------------------------ orders
+
+    def _open(self, order: OpenPair, reply: Reply) -> None:
+        own_tp, side = self._shard.size, order.side
+        plan = plan_pair(self._layout, *((own_tp, order.peer_tp) if side == "sender" else (order.peer_tp, own_tp)))
+        connect = make_connector(order.transport, order.host, side)
+        channels = RankChannels(
+            plan, side, self._shard.rank, order.pair_name, lambda name: connect(name, order.store_address)
+        )
+        pair = _Pair(channels, _OpenReply(order.call, reply))
+        with self._lock:
+            if order.pair_name in self._pairs:
+                raise ValueError(f"the pair {order.pair_name!r} was opened before")
+            self._pairs[order.pair_name] = pair
+        _on_thread("kv-open", lambda: self._form(order.pair_name, pair))
+
+    def _form(self, pair_name: str, pair: _Pair) -> None:
+        try:
+            pair.channels.open()
+        except (OSError, RuntimeError) as error:
+            with self._lock:
+                if self._pairs.get(pair_name) is pair:
+                    del self._pairs[pair_name]
+            pair.opened.give(False, str(error))
+        else:
+            pair.opened.give(True)
+
+    def _send(self, order: SendPart, reply: Reply) -> None:
+        done, pair = _part_done(order.call, reply), self._find(order.pair_name)
+        if pair is None:
+            done(False, CLOSED, ())
+        else:
+            pair.channels.send(self._staging(order.buffer, 0), order.num_tokens, done)
+
+    def _receive(self, order: ReceivePart, reply: Reply, on_posted: Posted) -> None:
+        done, pair = _part_done(order.call, reply), self._find(order.pair_name)
+        if pair is None:
+            done(False, CLOSED, ())
+        else:
+            part = self._staging(order.buffer, order.buffer_bytes)
+            pair.channels.receive(part, order.num_tokens, done, on_posted)
+
+    def _close(self, order: ClosePair, reply: Reply) -> None:
+        with self._lock:
+            pair = self._pairs.pop(order.pair_name, None)
+
+        def close() -> None:
+            if pair is not None:
+                pair.channels.close()
+                pair.opened.give(False, CLOSED)
+            reply(messages.Done(call=order.call, ok=True))
+
+        _on_thread("kv-close", close)
+
+    def _find(self, pair_name: str) -> _Pair | None:
+        with self._lock:
+            return self._pairs.get(pair_name)
+
+
+def _part_done(call: int, reply: Reply) -> Callable[[bool, str, Checksums], None]:
+    def done(ok: bool, error: str, checksums: Checksums) -> None:
+        reply(messages.Done(call=call, ok=ok, error=error, checksums=checksums))
+
+    return done
+
+
+def _on_thread(name: str, function: Callable[[], Any]) -> None:
+    threading.Thread(target=function, name=name, daemon=True).start()

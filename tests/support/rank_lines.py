@@ -1,0 +1,176 @@
+"""Lines between ranks without sockets, and whole groups of ranks as threads of this process.
+
+with fake_group(size=4, num_kv_heads=2) as group:      rank 0's runner, and real `Follower`s on threads
+    group.runner.run(plan)
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake import FakeModelRunner
+from disagg.engine.parallel.follower import Follower
+from disagg.engine.parallel.followers import LineFollowers
+from disagg.engine.parallel.leader import GroupRunner
+from disagg.engine.parallel.line import LineError
+from disagg.engine.parallel.link import RankTransports, Reply
+from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportOrder
+from disagg.engine.parallel.runner import ShardRunner
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.plan import Buffer
+from disagg.proto.messages import MAX_FRAME_BYTES, encode
+from tests.support.engine import VOCAB_SIZE
+
+WAIT_S = 20.0
+"""How long a test waits for another thread before it fails."""
+
+
+class MemoryLine:
+    """See `line.Line`. Made in pairs by `memory_lines`."""
+
+    def __init__(self, inbox: queue.SimpleQueue[bytes | None], outbox: queue.SimpleQueue[bytes | None]) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        self.peer: MemoryLine
+        self.is_closed = False
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Whatever it holds."""
+        if self.is_closed or self.peer.is_closed:
+            raise LineError("cannot write: the line is closed")
+        self._outbox.put(frame)
+
+    def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+        if self.is_closed:
+            raise LineError("the line is closed")
+        frame = self._inbox.get()
+        if frame is None:
+            self._inbox.put(None)
+            if self.is_closed:
+                raise LineError("the line is closed")
+        elif len(frame) > max_bytes:
+            raise LineError(f"a frame of {len(frame)} bytes is more than {max_bytes}")
+        return frame
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._inbox.put(None)
+        self._outbox.put(None)
+
+
+def memory_lines() -> tuple[MemoryLine, MemoryLine]:
+    """Both ends of a line."""
+    one: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    other: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    first, second = MemoryLine(one, other), MemoryLine(other, one)
+    first.peer, second.peer = second, first
+    return first, second
+
+
+class NoTransports:
+    """`RankTransports` that post receives and answer at once, and note what they were told."""
+
+    def __init__(self) -> None:
+        self.orders: list[TransportOrder] = []
+        self.is_closed = False
+
+    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
+        self.orders.append(order)
+        if isinstance(order, ReceivePart):
+            on_posted()
+        reply(Done(call=order.call, ok=True, checksums=(order.call,)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Rank:
+    """A follower on a thread."""
+
+    follower: Follower
+    runner: FakeModelRunner
+    transports: NoTransports
+    thread: threading.Thread
+    statuses: list[int] = field(default_factory=list)
+    """Its exit status, once it has ended."""
+    ends: list[int] = field(default_factory=list)
+    """With which status it ended its process the hard way."""
+
+    def join(self) -> int:
+        """Its exit status."""
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive(), "the follower did not end"
+        return self.statuses[0]
+
+
+def start_rank(runner: FakeModelRunner, line: MemoryLine, grace_s: float = WAIT_S, **changes: Any) -> Rank:
+    """A follower with this runner on one end of a line; `changes` are arguments of `Follower`."""
+    config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size)
+    transports = NoTransports()
+
+    def make_transports(_: WorkerConfig, __: ShardRunner, ___: Callable[[int, int], Buffer]) -> RankTransports:
+        return transports
+
+    ends: list[int] = []
+    arguments: dict[str, Any] = {
+        "make_runner": lambda *_: runner,
+        "make_transports": make_transports,
+        "end_process": ends.append,
+        "grace_s": grace_s,
+    }
+    follower = Follower(config, runner.shard, line, **{**arguments, **changes})
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(follower.serve()), name="follower")
+    thread.start()
+    return Rank(follower, runner, transports, thread, statuses, ends)
+
+
+@dataclass
+class FakeGroup:
+    """Rank 0's runner over real followers."""
+
+    runner: GroupRunner
+    followers: LineFollowers
+    ranks: Sequence[Rank]
+    lines: Sequence[MemoryLine]
+    """The followers' ends."""
+    faults: list[BaseException]
+    lost: list[BaseException]
+
+
+@contextmanager
+def fake_group(size: int, num_kv_heads: int = 1, num_blocks: int = 10, block_size: int = 16) -> Iterator[FakeGroup]:
+    """A group of fake runners of `VOCAB_SIZE` tokens; closed in the end."""
+    lost: list[BaseException] = []
+    faults: list[BaseException] = []
+    followers = LineFollowers(size, lost.append)
+    runners = [
+        FakeModelRunner(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
+        for rank in range(size)
+    ]
+    ranks, ends = [], []
+    for rank in range(1, size):
+        own, other = memory_lines()
+        followers.attach(rank, own)
+        ranks.append(start_rank(runners[rank], other))
+        ends.append(other)
+    try:
+        followers.wait_joined(WAIT_S, WAIT_S)
+        followers.tell(Begin(num_blocks=num_blocks, collective_address=""))
+        runners[0].join(None, num_blocks)
+        yield FakeGroup(GroupRunner(runners[0], followers, faults.append), followers, ranks, ends, faults, lost)
+    finally:
+        followers.close()
+        for each in ranks:
+            each.join()

@@ -1,0 +1,128 @@
+"""The ranks of one worker as threads of this process.
+
+with running_ranks(folder, 4) as ranks:      a runner for each rank, joined by a `ThreadCollective`
+    logits = ranks.forward(plan)             all ranks compute, rank 0 answers
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.parallel.steps import decode_step, encode_step
+from disagg.engine.plan import StepPlan, StepResult
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0
+
+
+class Exchange:
+    """What the ranks put on the table; every exchange is two meetings: all have put, all have read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self._slots: list[Tensor | None] = [None] * size
+
+    def meet(self, rank: int, tensor: Tensor, read: Callable[[list[Tensor]], T]) -> T:
+        """`read` of the tensors of all ranks, none of which changes meanwhile.
+
+        Raises:
+            RuntimeError: if a rank left, or does not come.
+        """
+        self._slots[rank] = tensor
+        self._barrier.wait()
+        result = read([slot for slot in self._slots if slot is not None])
+        self._barrier.wait()
+        return result
+
+    def end(self) -> None:
+        """Whoever waits, or comes later, fails."""
+        self._barrier.abort()
+
+
+class ThreadCollective:
+    """See `Collective`. Sums are in the order of ranks, in the tensors' dtype."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.shard = Shard(rank, exchange.size)
+        self.num_reduced = 0
+        self._exchange = exchange
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Collective.all_reduce`."""
+        self.num_reduced += 1
+        return self._exchange.meet(self.shard.rank, tensor, _sum)
+
+    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
+        """See `Collective.gather_columns`."""
+        gathered = self._exchange.meet(self.shard.rank, tensor_RC, lambda parts: torch.cat(parts, dim=1))
+        return gathered if self.shard.rank == 0 else None
+
+    def close(self) -> None:
+        """See `Collective.close`."""
+        self._exchange.end()
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class Ranks:
+    """A worker's ranks, driven as one runner: the others get each step as the message that a process would get."""
+
+    def __init__(
+        self, runners: list[TorchModelRunner], collectives: list[ThreadCollective], pool: ThreadPoolExecutor
+    ) -> None:
+        self.runners = runners
+        self.collectives = collectives
+        self._pool = pool
+        self.vocab_size = runners[0].vocab_size
+        self.block_size = runners[0].block_size
+        self.max_model_len = runners[0].max_model_len
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The logits, from rank 0."""
+        return self._together(plan, lambda: self.runners[0].forward(plan))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute and sample, on rank 0."""
+        return self._together(plan, lambda: self.runners[0].run(plan))
+
+    def _together(self, plan: StepPlan, lead: Callable[[], T]) -> T:
+        order = encode_step(self.runners[0].arrays(plan))
+        others = [self._pool.submit(runner.compute, decode_step(order)) for runner in self.runners[1:]]
+        result = lead()
+        for other in others:
+            other.result(TIMEOUT_S)
+        return result
+
+
+@contextmanager
+def running_ranks(folder: Path, size: int, **changes: Any) -> Iterator[Ranks]:
+    """Runners in fp32 with 64 blocks of 16 tokens; `changes` are fields of `WorkerConfig`."""
+    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, **changes}
+    config = WorkerConfig(worker_id="test-0", roles=("prefill",), model_path=str(folder), tp=size, **fields)
+    exchange = Exchange(size)
+    runners = [TorchModelRunner(config, Shard(rank, size)) for rank in range(size)]
+    collectives = [ThreadCollective(exchange, rank) for rank in range(size)]
+    for runner, collective in zip(runners, collectives, strict=True):
+        runner.join(collective, runner.num_blocks)
+    with ThreadPoolExecutor(max_workers=size) as pool:
+        try:
+            yield Ranks(runners, collectives, pool)
+        finally:
+            exchange.end()

@@ -1,0 +1,128 @@
+"""The decode role with prefill workers of several ranks, and with transports that post their receives late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from disagg.decode_worker.service import Outgoing
+from disagg.engine.blocking import call_on_thread
+from disagg.engine.commands import Release, Scatter, Scattered
+from disagg.engine.kv_transfer.local import connect_local
+from disagg.engine.kv_transfer.transport import Done, Posted, Received, nobody_waits
+from disagg.engine.plan import Buffer
+from disagg.proto import handover
+from disagg.proto.handover import ChunkDone, ClearToSend, PairHello
+from disagg.proto.ids import Incarnation
+from tests.support.roles import LAYOUT, info_of, key_of, until
+from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
+
+
+class LateTransport:
+    """A transport of several ranks, played by the test: receives are posted, and over, when it says so."""
+
+    def __init__(self) -> None:
+        self.posts: list[Posted] = []
+        self.dones: list[Received] = []
+
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        raise AssertionError("D sends nothing")
+
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+        self.posts.append(posted)
+        self.dones.append(done)
+
+    def close(self) -> None:
+        for done in self.dones:
+            done(False, "closed", 0)
+
+
+async def late_pair(it: Bench) -> tuple[Peer, LateTransport]:
+    peer = await it.paired()
+    transport = LateTransport()
+    assert peer.link._transport is not None
+    peer.link._transport.close()
+    peer.link._transport = transport
+    it.reserved(peer)
+    return peer, transport
+
+
+async def from_another_thread(call: Callable[[], None]) -> None:
+    await call_on_thread("rank", call)
+
+
+async def test_p_may_send_when_all_ranks_have_posted_in_the_order_of_the_receives() -> None:
+    async with bench() as it:
+        peer, transport = await late_pair(it)
+        peer.announce(0)
+        peer.announce(1)
+        await from_another_thread(transport.posts[1])
+        await until(lambda: not peer.link._clearance._unposted.get((key_of("a"), 1)))
+        assert peer.said() == []
+        await from_another_thread(transport.posts[0])
+        await until(lambda: len(peer.outgoing._items) == 2)
+        assert [message.seq for message in peer.said() if isinstance(message, ClearToSend)] == [0, 1]
+
+
+async def test_a_receive_that_fails_before_it_is_posted_ends_the_pair() -> None:
+    async with bench() as it:
+        peer, transport = await late_pair(it)
+        peer.announce(0)
+        done = transport.dones.pop()
+        await from_another_thread(lambda: done(False, "rank 1: broken", 0))
+        await until(lambda: peer.outgoing.closed)
+        assert not any(isinstance(message, ClearToSend) for message in peer.said())
+        assert it.context.command(Release) == Release(key_of("a"))
+        await until(lambda: not it.role._links)
+        assert it.idle()
+
+
+async def test_a_payload_with_another_checksum_fails_its_attempt() -> None:
+    """As when one slice is spoilt on one rank: the checksum of the whole is another."""
+    async with bench() as it:
+        peer, transport = await late_pair(it)
+        peer.announce(0)
+        transport.posts[0]()
+        peer.message(ClearToSend)
+        transport.dones.pop()(True, "", 1)
+        await until(lambda: it.context._commands)
+        assert it.context.command(Release) == Release(key_of("a"))
+        chunk_done, abort = peer.said()
+        assert isinstance(chunk_done, ChunkDone)
+        assert not chunk_done.ok
+        assert isinstance(abort, handover.Abort)
+        assert it.idle()
+
+
+async def test_a_wider_prefill_worker_is_met_rank_by_rank() -> None:
+    """One KV head, which both ranks of P hold: rank 0 sends it."""
+    async with bench() as it:
+        peer = it.peer(tp=2)
+        assert peer.welcome.tp == 1
+        name, address = peer.welcome.pair_name, peer.welcome.store_address
+        peer.transport = await call_on_thread("connect", lambda: connect_local(f"{name}/0-0", address))
+        await until(lambda: peer.link._transport)
+        it.reserved(peer)
+        peer.announce(0)
+        peer.message(ClearToSend)
+        peer.send()
+        await until(lambda: it.context._commands)
+        scatter = it.context.command(Scatter)
+        assert (scatter.peer_tp, scatter.data.tolist()) == (2, PAYLOAD.tolist())
+        it.role.on_event(Scattered(key_of("a"), 0, ok=True))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (3, 1)])
+async def test_ranks_that_cannot_share_the_heads_are_refused(ours: int, theirs: int) -> None:
+    async with bench() as it:
+        layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4, bytes_per_token=32)
+        it.context.info = info_of("d", "decode", kv_layout=layout, tp=ours)
+        hello = PairHello(
+            info=info_of("p", "prefill", kv_layout=layout, tp=theirs), receiver_incarnation=Incarnation("d-life")
+        )
+        answer = it.role._accept(hello, Outgoing(1))
+        assert isinstance(answer, handover.PairRefused)
+        text = f"tp {theirs} (prefill) and tp {ours} (decode) do not go with 4 KV heads"
+        assert answer.reason == f"{text}: 4 cannot be divided among 3 ranks"

@@ -1,0 +1,53 @@
+"""What of the NCCL transport needs no GPU: the order of its calls, with a communicator and a device thread that the
+test plays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disagg.engine.kv_transfer.nccl import NcclTransport
+
+
+class PlayedGroup:
+    def __init__(self) -> None:
+        self.num_aborts = 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+class PlayedThread:
+    """Keeps what is submitted until the transport is closed, and then answers it in order."""
+
+    def __init__(self) -> None:
+        self.operations: list[Any] = []
+
+    def new_stream(self) -> None:
+        return None
+
+    def submit(self, operation: Any) -> None:
+        self.operations.append(operation)
+        if operation.transport.group is None:
+            answered, self.operations = self.operations, []
+            for each in answered:
+                each.done(False, "the channel is closed")
+
+
+def test_a_closed_pair_is_aborted_once_and_has_answered_everything() -> None:
+    group = PlayedGroup()
+    said: list[object] = []
+    thread: Any = PlayedThread()
+    transport = NcclTransport(group, 1, thread)
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
+    assert said == ["posted"]
+    assert [operation.tensor.numel() for operation in thread.operations] == [8]
+    transport.close()
+    transport.close()
+    assert group.num_aborts == 1
+    assert said == ["posted", (False, "the channel is closed", 0)]
+    transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
+    transport.send(buffer, 4, lambda *answer: said.append(answer))
+    assert said[2:] == [(False, "the channel is closed", 0), (False, "the channel is closed")]

@@ -1,0 +1,285 @@
+"""Rank 0's runner over real followers, which are threads here."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.engine.calibration import calibrate
+from disagg.engine.commands import Add, Ended, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core import EngineCore
+from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.kv_transfer.checksum import checksum, combined
+from disagg.engine.parallel.followers import RankLostError
+from disagg.engine.parallel.messages import Failed
+from disagg.engine.parallel.slices import head_slices
+from disagg.engine.parallel.staging import GroupBuffer, StagingParts
+from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
+from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
+from tests.support.rank_lines import FakeGroup, fake_group
+
+PROMPT = make_prompt(70)
+TABLE = [7, 2, 5, 0, 9]
+CONFIG = WorkerConfig(worker_id="test-0", roles=("prefill", "decode"), model_path="fake", watermark=0.0)
+HEAD_BYTES = 8
+WIDTHS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 1), (1, 4), (4, 4)]
+
+
+def generate(runner: Any, num_tokens: int) -> list[int]:
+    """Greedy tokens of two requests that run together, by the engine core."""
+    core = EngineCore(runner, config=CONFIG)
+    prompts = {name: make_prompt(40, seed) for seed, name in enumerate("ab")}
+    for name, prompt in prompts.items():
+        core.handle(Add(make_spec(name, prompt, max_tokens=num_tokens)), 0.0)
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    while core.has_work:
+        for event in core.step(0.0):
+            if isinstance(event, TokenSampled):
+                tokens[event.key.request_id].append(event.token_id)
+            else:
+                assert isinstance(event, Ended), event
+                assert event.reason == "length", event
+    for name, prompt in prompts.items():
+        assert tokens[name] == fake_generate(prompt, num_tokens, VOCAB_SIZE)
+    return [token for each in tokens.values() for token in each]
+
+
+def prefill(runner: Any) -> None:
+    """The KV of `PROMPT` into the blocks of `TABLE`."""
+    sequence = make_sequence(make_spec("a", PROMPT))
+    sequence.block_table = list(TABLE)
+    runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, len(PROMPT), True),)))
+
+
+def next_token(runner: Any) -> list[int]:
+    """What `runner` samples behind `PROMPT`, whose KV it has in the blocks of `TABLE`: all of it is read back."""
+    sequence = make_sequence(make_spec("a", PROMPT))
+    sequence.block_table = list(TABLE)
+    last = len(PROMPT) - 1
+    result: StepResult = runner.run(StepPlan(decodes=(ScheduledSequence(sequence, last, 1, True),)))
+    return result.token_ids
+
+
+def whole_runner(num_kv_heads: int) -> FakeModelRunner:
+    return FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (2, 4), (4, 2), (3, 3)])
+def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int) -> None:
+    with fake_group(size, num_kv_heads) as group:
+        assert len(generate(group.runner, 20)) == 40
+        assert group.runner.tp == size
+        assert group.runner.layout == whole_runner(num_kv_heads).layout
+    assert group.faults == group.lost == []
+    assert [rank.statuses for rank in group.ranks] == [[0]] * (size - 1)
+    assert all(rank.transports.is_closed for rank in group.ranks)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize(("sender_tp", "receiver_tp"), WIDTHS)
+def test_the_kv_of_one_group_goes_on_in_another(sender_tp: int, receiver_tp: int, num_kv_heads: int) -> None:
+    """Gathered on all ranks of one, moved slice by slice, scattered on all ranks of the other, and read back there."""
+    start, end = 5, len(PROMPT) - 1
+    slices = head_slices(num_kv_heads, sender_tp, receiver_tp)
+    nbytes = sum(each.num_heads for each in slices) * HEAD_BYTES * (end - start)
+    with fake_group(sender_tp, num_kv_heads) as source, fake_group(receiver_tp, num_kv_heads) as target:
+        prefill(source.runner)
+        sent, received = source.runner.new_staging(nbytes + 100), target.runner.new_staging(nbytes)
+        told = source.runner.gather(TABLE, start, end, sent[:nbytes], receiver_tp)
+        moved = move(source, sent, target, received, receiver_tp, sender_tp, end - start, num_kv_heads)
+        assert told == combined(moved)
+        fill_below(target, start)
+        target.runner.scatter(TABLE, start, end, received[:nbytes], sender_tp)
+        assert next_token(target.runner) == fake_generate(PROMPT, 1, VOCAB_SIZE)
+        for rank, runner in enumerate(runners(target)):  # rank 0 reads back only its own heads
+            whole = whole_runner(num_kv_heads)
+            prefill(whole)
+            heads = runner.shard.kv_heads(num_kv_heads)
+            assert np.array_equal(runner._pages_2HNB[:, :, TABLE], whole._pages_2HNB[:, heads][:, :, TABLE]), rank
+    assert source.faults == target.faults == []
+
+
+def runners(group: FakeGroup) -> list[FakeModelRunner]:
+    local: Any = group.runner._local
+    return [local, *(rank.runner for rank in group.ranks)]
+
+
+def part_of(group: FakeGroup, buffer: GroupBuffer, rank: int) -> Any:
+    if rank == 0:
+        return buffer.local
+    staging: Any = group.ranks[rank - 1].follower._staging
+    return staging(buffer.number, buffer.local.nbytes)
+
+
+def move(
+    source: FakeGroup,
+    sent: GroupBuffer,
+    target: FakeGroup,
+    received: GroupBuffer,
+    receiver_tp: int,
+    sender_tp: int,
+    num_tokens: int,
+    num_kv_heads: int,
+) -> list[int]:
+    """Copy every slice from its sender's part to its receiver's; their checksums."""
+    used_from, used_to = [0] * sender_tp, [0] * receiver_tp
+    checksums = []
+    for each in head_slices(num_kv_heads, sender_tp, receiver_tp):
+        size = each.num_heads * HEAD_BYTES * num_tokens
+        out = part_of(source, sent, each.sender)[used_from[each.sender] :][:size]
+        into = part_of(target, received, each.receiver)[used_to[each.receiver] :][:size]
+        into[:] = out
+        used_from[each.sender] += size
+        used_to[each.receiver] += size
+        checksums.append(checksum(out))
+    return checksums
+
+
+def fill_below(group: FakeGroup, end: int) -> None:
+    """What the target has before the transfer begins."""
+    sequence = make_sequence(make_spec("a", PROMPT))
+    sequence.block_table = list(TABLE)
+    group.runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, end, False),)))
+    last = ScheduledSequence(sequence, len(PROMPT) - 1, 1, False)
+    group.runner.run(StepPlan(prefills=(last,)))
+
+
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 4), (4, 2)])
+def test_a_group_is_calibrated_like_one_rank(size: int, num_kv_heads: int) -> None:
+    with fake_group(size, num_kv_heads, num_blocks=200) as group:
+        samples = calibrate(group.runner, CONFIG, lambda: 0.0)
+        alone = calibrate(FakeModelRunner(200, 16, 4096, VOCAB_SIZE), CONFIG, lambda: 0.0)
+    assert samples == alone
+
+
+def test_cleared_staging_is_zero_on_all_ranks() -> None:
+    with fake_group(2, 2) as group:
+        buffer = group.runner.new_staging(2 * HEAD_BYTES * 16)
+        prefill(group.runner)
+        group.runner.gather(TABLE, 0, 16, buffer)
+        buffer[:] = 0
+        group.runner.scatter(TABLE, 0, 16, buffer)
+        for runner in runners(group):
+            assert not runner._pages_2HNB[:, :, TABLE[0]].any()
+            assert runner._pages_2HNB[:, :, TABLE[1]].all()
+
+
+def test_parts_of_a_dropped_buffer_are_freed_everywhere() -> None:
+    with fake_group(2, 2) as group:
+        staging: Any = group.ranks[0].follower._staging
+        first, second = group.runner.new_staging(512), group.runner.new_staging(512)
+        cut = first[:256]
+        prefill(group.runner)
+        for buffer in (cut, second):
+            group.runner.gather(TABLE, 0, 16, buffer)
+        assert staging._parts.keys() == {first.number, second.number}
+        number = second.number
+        del first, second, buffer
+        gc.collect()
+        group.runner.gather(TABLE, 0, 16, cut)
+        assert number != cut.number
+        assert staging._parts.keys() == {cut.number}
+
+
+def test_group_buffers_are_cut_at_their_end_only() -> None:
+    buffer = GroupBuffer(3, np.ones(10, dtype=np.uint8), 20)
+    cut = buffer[:12]
+    assert (cut.number, cut.nbytes, len(cut), cut.local is buffer.local) == (3, 12, 12, True)
+    assert cut[:50].nbytes == 12
+    for bad in (slice(1, 4), slice(None, None, 2)):
+        with pytest.raises(ValueError, match="only be cut at its end"):
+            buffer[bad]
+    with pytest.raises(ValueError, match="only be filled as a whole"):
+        buffer[:3] = 0
+    with pytest.raises(ValueError, match="only be filled as a whole"):
+        buffer[:] = 1
+    assert buffer.local.all()
+
+
+def test_parts_are_made_once_and_are_large_enough() -> None:
+    parts = StagingParts(lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
+    first = parts(1, 16)
+    assert parts(1, 8) is first
+    with pytest.raises(ValueError, match="staging buffer 1 has 16 bytes, not 17"):
+        parts(1, 17)
+    parts.free(1)
+    parts.free(1)
+    assert parts(1, 17).nbytes == 17
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_copy_that_fails_on_another_rank_is_a_fault_of_the_group() -> None:
+    with fake_group(2, 2) as group:
+        buffer = group.runner.new_staging(512)
+        staging: Any = group.ranks[0].follower._staging
+        staging._parts[buffer.number] = np.empty(3, dtype=np.uint8)
+        for copy in (group.runner.gather, group.runner.scatter):
+            with pytest.raises(RankLostError, match="rank 1: ValueError: the part of staging buffer 1 has 3 bytes"):
+                copy(TABLE, 0, 16, buffer)
+    assert len(group.faults) == 2
+
+
+def test_a_copy_that_fails_here_only_waits_for_the_others_and_is_no_fault_of_the_group() -> None:
+    def fail(*_: object) -> list[int]:
+        raise ValueError("not here")
+
+    with fake_group(2, 2) as group:
+        prefill(group.runner)
+        buffer = group.runner.new_staging(512)
+        group.runner._local.gather_part = fail  # type: ignore[method-assign,assignment]
+        with pytest.raises(ValueError, match="not here"):
+            group.runner.gather(TABLE, 0, 16, buffer)
+        assert part_of(group, buffer, 1).any()
+        generate(group.runner, 3)
+    assert group.faults == []
+
+
+def test_what_would_fail_on_every_rank_is_refused_before_any_is_told() -> None:
+    with fake_group(2, 2) as group:
+        small, buffer = group.runner.new_staging(255), group.runner.new_staging(512)
+        for copy in (group.runner.gather, group.runner.scatter):
+            with pytest.raises(ValueError, match=r"tokens \[0, 16\) take 256 bytes; the buffer has 255"):
+                copy(TABLE, 0, 16, small)
+            with pytest.raises(ValueError, match="a table of 1 blocks does not cover token 16"):
+                copy(TABLE[:1], 0, 17, buffer)
+        with pytest.raises(ValueError, match="cannot be shared by 3 ranks"):
+            group.runner.gather(TABLE, 0, 16, buffer, 3)
+        generate(group.runner, 3)
+    assert group.faults == []
+
+
+def test_a_step_that_fails_here_leaves_the_others_inside_it_and_ends_the_group() -> None:
+    class Broken(FakeModelRunner):
+        def step(self, plan: StepPlan, arrays: Any) -> StepResult:
+            raise RuntimeError("a rank is gone")
+
+    with fake_group(2) as group:
+        group.runner._local = Broken(10, 16, 4096, VOCAB_SIZE)
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            prefill(group.runner)
+    assert [str(fault) for fault in group.faults] == ["a rank is gone"]
+
+
+def test_a_follower_that_fails_ends_the_group_with_its_reason() -> None:
+    with fake_group(3, 1) as group:
+        group.lines[1].send(Failed(error="out of memory"))
+        for rank in group.ranks:
+            assert rank.join() == 3
+        with pytest.raises(RankLostError, match="rank 2 is lost: out of memory"):
+            group.runner.scatter(TABLE, 0, 16, group.runner.new_staging(512))
+    assert [str(error) for error in group.lost] == ["rank 2 is lost: out of memory"]
+
+
+def test_a_follower_that_dies_in_the_middle_of_a_copy_answers_it() -> None:
+    with fake_group(2, 2) as group:
+        line = group.lines[0]
+        group.ranks[0].runner.gather_part = lambda *_: line.close()  # type: ignore[method-assign,assignment]
+        with pytest.raises(RankLostError, match="rank 1 is lost"):
+            group.runner.gather(TABLE, 0, 16, group.runner.new_staging(512))
+    assert [str(error) for error in group.lost] == ["rank 1 is lost: it ended its line"]

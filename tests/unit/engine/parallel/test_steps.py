@@ -1,0 +1,53 @@
+"""A batch survives the way to the other ranks."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.engine.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.parallel.messages import Order, Step
+from disagg.engine.parallel.steps import decode_step, encode_step
+from disagg.engine.plan import StepPlan
+from tests.support.stepping import chunk, last_token, make_sequence
+
+LONG, SHORT = make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])
+FILLING = make_sequence(list(range(100, 107)), [3, 9])
+PLANS = {
+    "mixed": StepPlan((last_token(LONG), last_token(SHORT)), (chunk(FILLING, 2, 6), chunk(SHORT, 0, 3))),
+    "decodes": StepPlan(decodes=(last_token(SHORT), last_token(LONG))),
+    "prefills": StepPlan(prefills=(chunk(FILLING, 0, 7),)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_arrives_is_what_was_sent(name: str) -> None:
+    arrays = BatchBuilder(4, max_model_len=40).arrays(PLANS[name])
+    frame = msgspec.msgpack.encode(encode_step(arrays))
+    step = msgspec.msgpack.decode(frame, type=Order)
+    assert isinstance(step, Step)
+    assert_equal(decode_step(step), arrays)
+
+
+def assert_equal(found: BatchArrays, sent: BatchArrays) -> None:
+    for field in ("token_ids_T", "positions_T", "slot_mapping_T", "block_tables_SM", "context_lens_S", "sample_rows"):
+        one, other = getattr(found, field), getattr(sent, field)
+        if other is None:
+            assert one is None
+            continue
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.flags.writeable  # torch shares the memory and wants it so
+        np.testing.assert_array_equal(one, other)
+    assert found.num_decodes == sent.num_decodes
+    for chunk_found, chunk_sent in zip(found.prefills, sent.prefills, strict=True):
+        assert (chunk_found.num_tokens, chunk_found.start) == (chunk_sent.num_tokens, chunk_sent.start)
+        np.testing.assert_array_equal(chunk_found.block_table_M, chunk_sent.block_table_M)
+
+
+def test_torn_arrays_are_refused() -> None:
+    step = encode_step(BatchBuilder(4, max_model_len=40).arrays(PLANS["mixed"]))
+    with pytest.raises(ValueError, match="buffer size must be a multiple"):
+        decode_step(msgspec.structs.replace(step, positions=step.positions[:-1]))
+    with pytest.raises(ValueError, match="cannot reshape"):
+        decode_step(msgspec.structs.replace(step, decode_tables=step.decode_tables[:-4]))

@@ -1,0 +1,78 @@
+"""The prefill role with decode workers of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.engine.blocking import call_on_thread
+from disagg.engine.commands import Add, ChunkComputed, Gather, Gathered
+from disagg.engine.kv_transfer.transport import make_connector
+from disagg.prefill_worker import link as link_module
+from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Offer
+from disagg.proto.ids import RequestId
+from tests.support.reshard import Answer
+from tests.support.roles import PlayedStream, key_of, settle, spec_of, until
+from tests.unit.prefill_worker.test_role import Bench, bench
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
+    made: list[PlayedStream] = []
+    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
+    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
+    return made
+
+
+async def form(it: Bench, stream: PlayedStream) -> list[Any]:
+    """A pair with a D of two ranks, both of which hold the one KV head; their channels."""
+    welcome = it.welcome(tp=2)
+    stream.welcome.set_result(welcome)
+    accept = make_connector("local", "127.0.0.1", "receiver")
+    return [
+        await call_on_thread("accept", lambda: accept(f"{welcome.pair_name}/0-{rank}", it.rendezvous.address))  # noqa: B023
+        for rank in range(2)
+    ]
+
+
+async def test_a_wider_decode_worker_gets_each_rank_its_slices(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a"))
+        channels = await form(it, streams[0])
+        await until(lambda: streams[0]._sent)
+        streams[0].message(Offer)
+        await it.reserve(streams[0])
+        it.context.command(Add)
+        it.role.on_event(ChunkComputed(key_of("a"), 14))
+        first, second = (each for each in it.context.commands() if isinstance(each, Gather))
+        # 80 bytes of staging hold 5 tokens, since each token goes out twice.
+        assert [(each.start, each.end, each.peer_tp) for each in (first, second)] == [(0, 5, 2), (5, 10, 2)]
+        first.out[:40], first.out[40:] = 3, 4
+        it.role.on_event(Gathered(key_of("a"), 0, ok=True))
+        assert streams[0].message(ChunkHeader).nbytes == 80
+        answers, parts = [Answer(), Answer()], [it.context.new_staging(40), it.context.new_staging(40)]
+        for channel, part, answer in zip(channels, parts, answers, strict=True):
+            channel.recv(part, 40, answer)
+        streams[0].say(ClearToSend(request_id=RequestId("a"), attempt=1, generation=1, seq=0, turn=0))
+        await until(lambda: all(answer.results for answer in answers))
+        assert [set(part.tolist()) for part in parts] == [{3}, {4}]
+        await until(lambda: it.context._commands)
+        rest = it.context.command(Gather)
+        assert (rest.start, rest.end, rest.out.nbytes) == (10, 14, 64)
+        for seq in (1, 2):
+            it.role.on_event(Gathered(key_of("a"), seq, ok=True))
+        streams[0].say(ChunkDone(request_id=RequestId("a"), attempt=1, generation=1, seq=0))
+        streams[0].say(Abort(request_id=RequestId("a"), attempt=1, reason="enough"))
+        await until(it.idle)
+
+
+async def test_a_decode_worker_that_cannot_share_the_heads_ends_the_pair(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        it.dispatch(spec_of("a"))
+        streams[0].welcome.set_result(it.welcome(tp=65))
+        await until(lambda: it.context.ends)
+        await settle()
+        assert it.context.ends[0].reason == "refused"
+        assert "the decode worker has tp 65; it must be from 1 to 64" in it.context.ends[0].detail
+        assert it.idle()
