@@ -5,9 +5,9 @@
                          │<──lock (prefix hit)───────────┤
                          │<──evict and allocate──────────┘
 
-A block is held by sequences (once per table that lists it) and by pins. A pin is a named hold of a transfer, (attempt,
-operation); only the end of that operation drops it, the end of the sequence never does. While anything holds a block,
-it is not reused.
+A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Nobody else
+needs to hold one: whatever copies from blocks or into them does so on the engine thread, between two steps, and is done
+with them when it returns.
 
 Reserving is counting: `reserved` blocks are promised to sequences and not chosen yet. free + cached >= reserved always,
 so an allocation out of a reservation cannot fail. Everybody else may only take what is `available`.
@@ -21,10 +21,7 @@ from collections.abc import Sequence as Seq
 
 from disagg.engine.prefix_cache import PrefixCache
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.ids import AttemptKey, BlockHash
-
-PinName = tuple[AttemptKey, str]
-"""The attempt, and the operation under way on its blocks."""
+from disagg.proto.ids import BlockHash
 
 
 class BlockManager:
@@ -48,8 +45,6 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_reserved = 0
         self._refs = [0] * num_blocks
-        self._pin_counts = [0] * num_blocks
-        self._pins: dict[PinName, tuple[int, ...]] = {}
 
     # ------------------------------------------------------------ counts
 
@@ -65,7 +60,7 @@ class BlockManager:
 
     @property
     def num_active(self) -> int:
-        """Blocks held by sequences or pins."""
+        """Blocks held by sequences."""
         return self.num_blocks - self.num_free - self.num_cached
 
     @property
@@ -77,11 +72,6 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that may be taken without breaking a promise."""
         return self.num_free + self.num_cached - self._num_reserved
-
-    @property
-    def num_pins(self) -> int:
-        """Operations that hold blocks."""
-        return len(self._pins)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -151,26 +141,9 @@ class BlockManager:
         assert self._refs[block] == 1, f"block {block} is published and has {self._refs[block]} holders"
         published = self.prefix.publish(block, hashes)
         if published != block:
-            assert self._pin_counts[block] == 0, f"block {block} is given back while a transfer uses it"
             self.lock([published])
             self.release([block])
         return published
-
-    def pin(self, key: AttemptKey, operation: str, blocks: Seq[int]) -> None:
-        """Hold active blocks until `unpin` for the same operation. A name is used once at a time.
-
-        Published blocks are pinned with all that lead to them, so that no head of a chain goes before its tail."""
-        assert (key, operation) not in self._pins, f"{key} has pinned blocks for {operation} already"
-        assert not any(self._is_unheld(block) for block in blocks), "only held blocks can be pinned"
-        self._pins[key, operation] = tuple(blocks)
-        for block in blocks:
-            self._pin_counts[block] += 1
-
-    def unpin(self, key: AttemptKey, operation: str) -> None:
-        """The operation is proven to be over. Idempotent."""
-        for block in reversed(self._pins.pop((key, operation), ())):
-            self._pin_counts[block] -= 1
-            self._let_go(block)
 
     # ------------------------------------------------------------ audit
 
@@ -182,17 +155,11 @@ class BlockManager:
             num_promised: the sum of the sequences' reservations.
         """
         refs = Counter(block for table in block_tables for block in table)
-        pins = Counter(block for blocks in self._pins.values() for block in blocks)
         problems = self.prefix.check_integrity() + self._check_states()
         problems += [
             f"block {block}: {self._refs[block]} references counted, {refs[block]} tables list it"
             for block in range(self.num_blocks)
             if self._refs[block] != refs[block]
-        ]
-        problems += [
-            f"block {block}: {self._pin_counts[block]} pins counted, {pins[block]} operations name it"
-            for block in range(self.num_blocks)
-            if self._pin_counts[block] != pins[block]
         ]
         if num_promised != self._num_reserved:
             problems.append(f"{self._num_reserved} blocks reserved, {num_promised} promised to sequences")
@@ -207,7 +174,7 @@ class BlockManager:
             states = ["free"] * free[block]
             if self.prefix.is_evictable(block):
                 states.append("cached")
-            if not self._is_unheld(block):
+            if self._refs[block]:
                 states.append("active")
             if len(states) != 1:
                 problems.append(f"block {block} is {' and '.join(states) or 'lost'}")
@@ -217,16 +184,13 @@ class BlockManager:
 
     # ------------------------------------------------------------ inside
 
-    def _is_unheld(self, block: int) -> bool:
-        return self._refs[block] == 0 and self._pin_counts[block] == 0
-
     def _hold(self, block: int) -> None:
         assert self.prefix.is_published(block), f"block {block} is locked and not published"
-        if self._is_unheld(block):
+        if not self._refs[block]:
             self.prefix.remove_evictable(block)
 
     def _let_go(self, block: int) -> None:
-        if not self._is_unheld(block):
+        if self._refs[block]:
             return
         if self.prefix.is_published(block):
             self.prefix.add_evictable(block)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.routes import plan_pair
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
 from disagg.engine.request import stand_in
 from disagg.proto.messages import StepSample
@@ -82,7 +83,8 @@ def _clear(runner: ModelRunner, num_blocks: int) -> None:
     """Write zeros as the KV of the first blocks. What memory held before might be no number, and memory that nobody
     has written to may be quicker to read than what a worker really reads."""
     piece = -(-CLEARED_TOKENS // runner.block_size)
-    zeros = runner.new_staging(piece * runner.block_size * runner.layout.bytes_per_token)
+    token_bytes = plan_pair(runner.layout, 1, runner.tp).bytes_per_token
+    zeros = runner.new_staging(piece * runner.block_size * token_bytes)
     zeros[:] = 0
     for first in range(0, num_blocks, piece):
         table = range(first, min(first + piece, num_blocks))

@@ -9,7 +9,7 @@ import msgspec
 from disagg.proto.messages import RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-TransportName = Literal["gloo", "nccl", "local"]
+TransportName = Literal["gloo", "shm", "nccl", "local"]
 Scheduling = Literal["decode_first", "prefill_first", "static"]
 
 
@@ -36,7 +36,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     """Tokens of a KV block; a multiple of 16."""
     kv_cache_bytes: int = 1 << 30
-    """Memory for the paged KV cache."""
+    """Memory for the paged KV cache of each rank."""
     num_blocks: int | None = None
     """Number of KV blocks, instead of `kv_cache_bytes`."""
     max_num_seqs: int = 256
@@ -52,6 +52,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     less)."""
     watermark: float = 0.01
     """Share of the blocks that admission leaves free."""
+    swap_bytes: int = 256 << 20
+    """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
     transport: TransportName = "gloo"
     chunk_bytes: int = 4 << 20
     """Largest payload of one KV message, and the size of a staging slot."""
@@ -59,6 +61,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most staging memory of a pair, on each side; slots are allocated when first used."""
     lease_timeout_s: float = 5.0
     """A reservation on D ends when P was silent for this long."""
+    transfer_timeout_s: float = 30.0
+    """How long a peer that beats may owe an answer or bytes before it counts as stuck."""
     heartbeat_s: float = 0.5
     report_interval_s: float = 0.02
     """Reports to the router are merged over this time."""

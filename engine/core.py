@@ -7,6 +7,9 @@
 Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
 here.
 
+A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
+when there is room again. A copy that fails ends, at worst, its sequence.
+
 What a peer got wrong never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
 that would start a key that is alive means that two parties take themselves for its owner: the attempt is ended as
 failed, so that the answer, which says that nothing is held, is true. A late `Gather` or `Scatter` is answered with
@@ -16,9 +19,7 @@ failed, so that the answer, which says that nothing is held, is true. A late `Ga
 from __future__ import annotations
 
 import logging
-import math
 
-from disagg.engine.batching import finish_reason
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import (
     Add,
@@ -38,13 +39,15 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.counters import EngineTotals
+from disagg.engine.intake import covered_until, new_sequence, refusal
 from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.scheduler import Scheduler
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.engine.scheduler import Effect, Scheduler
+from disagg.engine.swap import SwapIn, SwapOut
+from disagg.engine.swapper import Swapper, swap_pool
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, SequenceSpec
+from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +69,11 @@ class EngineCore:
             )
         if not 0.0 <= config.watermark < 1.0:
             raise ValueError(f"watermark is a share of the blocks in [0, 1), not {config.watermark}")
+        if config.swap_bytes < 0:
+            raise ValueError(f"swap_bytes must not be negative, not {config.swap_bytes}")
         self._runner = runner
+        swap = swap_pool(runner, config.swap_bytes)
+        self._swapper = Swapper(runner, swap.slot_tokens)
         num_watermark_blocks = int(runner.num_blocks * config.watermark)
         self._blocks = BlockManager(runner.num_blocks, runner.block_size, num_watermark_blocks)
         self._scheduler = Scheduler(
@@ -76,6 +83,8 @@ class EngineCore:
             max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
             decode_reserve_tokens=config.decode_reserve_tokens,
             scheduling=config.scheduling,
+            swap=swap,
+            recomputes="prefill" in config.roles,
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
@@ -87,7 +96,7 @@ class EngineCore:
         self.last_plan = StepPlan()
         """What the last call of `step` computed; empty where that was nothing, or failed."""
         self._stalled = False
-        """The last step found that nothing can go on; only a command or a deadline changes that."""
+        """The last step found that nothing can go on, and freed nothing; only a command or a deadline changes that."""
 
     @property
     def max_model_len(self) -> int:
@@ -136,11 +145,11 @@ class EngineCore:
         duplicate = self._end_duplicate(spec.key)
         if duplicate is not None:
             return [duplicate]
-        sequence = _new_sequence(spec, SequenceState.WAITING, now)
+        sequence = new_sequence(spec, SequenceState.WAITING, now)
         sequence.hold_after_prefill = command.hold_after_prefill
-        refusal = self._refusal(sequence)
-        if refusal is not None:
-            return [Ended(spec.key, spec.gateway_id, *refusal)]
+        why_not = self._refusal(sequence)
+        if why_not is not None:
+            return [Ended(spec.key, spec.gateway_id, *why_not)]
         self._scheduler.add(sequence)
         self._watch_deadline(sequence)
         return []
@@ -150,10 +159,10 @@ class EngineCore:
         duplicate = self._end_duplicate(key)
         if duplicate is not None:
             return [duplicate, ReserveRefused(key, duplicate.detail)]
-        sequence = _new_sequence(command.spec, SequenceState.RESERVED, now)
-        refusal = self._refusal(sequence)
-        if refusal is not None:
-            return [ReserveRefused(key, refusal[1])]
+        sequence = new_sequence(command.spec, SequenceState.RESERVED, now)
+        why_not = self._refusal(sequence)
+        if why_not is not None:
+            return [ReserveRefused(key, why_not[1])]
         reason = self._scheduler.reserve(sequence)
         if reason is not None:
             return [ReserveRefused(key, reason)]
@@ -189,7 +198,7 @@ class EngineCore:
             return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
         if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
             return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what the request asks for")]
-        num_landed = _covered_until(sequence.cached_tokens, self._landed[key])
+        num_landed = covered_until(sequence.cached_tokens, self._landed[key])
         if num_landed < sequence.num_tokens:
             detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
             return [self._scheduler.end(sequence, "failed", detail)]
@@ -220,8 +229,13 @@ class EngineCore:
     def step(self, now: float) -> list[Event]:
         """End what is out of time, then compute one step. Empty when there was nothing to do."""
         events: list[Event] = self._expire(now)
+        num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._scheduler.schedule()
-        self._stalled = not plan.entries
+        effects = self._scheduler.take_effects()
+        for effect in effects:
+            events += self._carry_out(effect)
+        has_freed = bool(effects) or self._scheduler.totals["preemptions"] > num_preemptions
+        self._stalled = not plan.entries and not has_freed
         self.last_plan = plan
         if plan.entries:
             self._note_begun(plan, now)
@@ -229,6 +243,32 @@ class EngineCore:
             self._num_steps += 1
         self._forget_ended(events)
         return events
+
+    def _carry_out(self, effect: Effect) -> list[Event]:
+        """The copies are made here and now: the blocks of a suspended sequence belong to others already, which write
+        to them in the step that follows."""
+        totals = self._scheduler.totals
+        match effect:
+            case SwapOut(sequence=sequence):
+                try:
+                    self._swapper.swap_out(effect)
+                except Exception as error:
+                    _log.error("the KV of %s could not be kept", sequence.key, exc_info=error)
+                    return self._scheduler.not_kept(sequence)
+                totals["swapped_out_blocks"] += self._num_blocks(effect)
+            case SwapIn(sequence=sequence):
+                try:
+                    self._swapper.swap_in(effect)
+                except Exception as error:
+                    return [self._fail(sequence, "swap", error)]
+                self._scheduler.resumed(sequence)
+                totals["swapped_in_blocks"] += self._num_blocks(effect)
+            case Ended():
+                return [effect]
+        return []
+
+    def _num_blocks(self, swap: SwapOut | SwapIn) -> int:
+        return sum(self._blocks.blocks_for(piece.end - piece.start) for piece in swap.pieces)
 
     def _run(self, plan: StepPlan) -> list[Event]:
         """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
@@ -268,9 +308,11 @@ class EngineCore:
         worker."""
         scheduler = self._scheduler
         live = scheduler.sequences.values()
+        num_suspended = scheduler.swap.num_kept
         return Load(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + scheduler.num_reserved,
+            num_waiting=len(scheduler.waiting) - num_suspended + scheduler.num_reserved,
+            num_suspended=num_suspended,
             uncomputed_prompt_tokens=sum(sequence.num_uncomputed_prompt_tokens for sequence in live),
             blocks_total=self._blocks.num_blocks,
             blocks_active=self._blocks.num_active,
@@ -282,7 +324,13 @@ class EngineCore:
     def totals(self) -> EngineTotals:
         """What was done since the start."""
         totals = self._scheduler.totals
-        return EngineTotals(self._num_sampled, totals["cached_tokens"], totals["preemptions"])
+        return EngineTotals(
+            self._num_sampled,
+            totals["cached_tokens"],
+            totals["preemptions"],
+            totals["swapped_out_blocks"],
+            totals["swapped_in_blocks"],
+        )
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """What became findable, or went, since the last call, in order."""
@@ -298,7 +346,7 @@ class EngineCore:
             "sequences": len(self._scheduler.sequences),
             "blocks_active": self._blocks.num_active,
             "blocks_reserved": self._blocks.num_reserved,
-            "pins": self._blocks.num_pins,
+            "swap_bytes": self._scheduler.swap.num_bytes,
         }
         return counts, self.check_integrity()
 
@@ -317,32 +365,7 @@ class EngineCore:
     # ------------------------------------------------------------ inside
 
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
-        """Why a new sequence cannot be run, or need not be; None for a good one."""
-        spec, token_ids = sequence.spec, sequence.token_ids
-        if spec.timeout_s is not None and (math.isnan(spec.timeout_s) or spec.timeout_s < 0.0):
-            return "failed", f"timeout_s is {spec.timeout_s}"
-        if not spec.prompt_token_ids:
-            return "failed", "the prompt is empty"
-        if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:
-            return "failed", "a token id is not in the vocabulary"
-        if not all(self._is_bias(token_id, value) for token_id, value in spec.sampling.logit_bias):
-            return "failed", "a logit bias is not a finite number for a token of the vocabulary"
-        if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
-            return "failed", "there are more block hashes than full blocks"
-        reason = finish_reason(sequence, self.max_model_len)
-        if reason == "length" and self._is_too_long(sequence):
-            return "refused", f"{len(token_ids)} tokens and an answer do not fit into {self.max_model_len}"
-        return None if reason is None else (reason, "the output is complete already")
-
-    def _is_bias(self, token_id: int, value: float) -> bool:
-        return 0 <= token_id < self._runner.vocab_size and math.isfinite(value)
-
-    def _is_too_long(self, sequence: Sequence) -> bool:
-        """Whether a worker with more room could go on. A retry that is as long as we allow has ended by that limit; one
-        that is longer comes from a larger worker."""
-        if sequence.num_output_tokens >= sequence.spec.sampling.max_tokens:
-            return False
-        return sequence.num_output_tokens == 0 or sequence.num_tokens > self.max_model_len
+        return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
 
     def _end_duplicate(self, key: AttemptKey) -> Ended | None:
         sequence = self._scheduler.sequences.get(key)
@@ -368,23 +391,3 @@ class EngineCore:
     def _forget(self, key: AttemptKey) -> None:
         self._deadlines.discard(key)
         self._landed.pop(key, None)
-
-
-def _new_sequence(spec: SequenceSpec, state: SequenceState, now: float) -> Sequence:
-    return Sequence(
-        spec=spec,
-        state=state,
-        deadline=None if spec.timeout_s is None else now + spec.timeout_s,
-        arrival=now,
-        token_ids=[*spec.prompt_token_ids, *spec.emitted_token_ids],
-        block_hashes=list(spec.block_hashes),
-    )
-
-
-def _covered_until(start: int, ranges: list[tuple[int, int]]) -> int:
-    """How far [start, ...) is covered by `ranges`, which may come in any order, without a gap."""
-    for first, end in sorted(ranges):
-        if first > start:
-            break
-        start = max(start, end)
-    return start

@@ -19,6 +19,10 @@ class EngineTotals(NamedTuple):
     cached_tokens: int = 0
     """Tokens of new sequences that were found in the prefix cache."""
     preemptions: int = 0
+    swapped_out_blocks: int = 0
+    """KV blocks of preempted sequences that were copied to host memory."""
+    swapped_in_blocks: int = 0
+    """KV blocks that were copied back."""
 
 
 class WorkerCounters:
@@ -48,5 +52,7 @@ class WorkerCounters:
             cached_tokens=self._totals.cached_tokens,
             output_tokens=self._totals.output_tokens,
             preemptions=self._totals.preemptions,
+            swapped_out_blocks=self._totals.swapped_out_blocks,
+            swapped_in_blocks=self._totals.swapped_in_blocks,
             transfers=transfers,
         )

@@ -3,7 +3,8 @@
 WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
 WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
 RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
-RUNNING ──> WAITING                      preemption: blocks dropped, tokens kept, computed again
+RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks given away, KV kept in host memory until there is room
+RUNNING ──> WAITING                      preemption without such memory: tokens kept, computed again
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class SequenceState(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SUSPENDED = "suspended"
     HELD = "held"
     RESERVED = "reserved"
     ENDED = "ended"
@@ -40,6 +42,8 @@ class Sequence:
     """Prompt, emitted and generated tokens."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache."""
+    swapped_tokens: int = 0
+    """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of full 16-token blocks, from the spec and then extended as decode fills blocks."""
@@ -82,11 +86,12 @@ class Sequence:
         count."""
         if self.state is SequenceState.WAITING:
             return self.num_uncomputed_tokens
-        if self.state is not SequenceState.RUNNING:
+        if self.state not in (SequenceState.RUNNING, SequenceState.SUSPENDED):
             return 0
-        if self.num_uncomputed_tokens > 1:
-            return self.num_uncomputed_tokens
-        return max(0, self.spec.num_known_tokens - self.num_computed_tokens)
+        num_computed = max(self.num_computed_tokens, self.swapped_tokens)
+        if self.num_tokens - num_computed > 1:
+            return self.num_tokens - num_computed
+        return max(0, self.spec.num_known_tokens - num_computed)
 
 
 def stand_in(num_tokens: int, first_block: int, block_size: int) -> Sequence:

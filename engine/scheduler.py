@@ -1,6 +1,7 @@
 """Which tokens of which sequences the next step computes. Pure, and one for all roles.
 
     plan = scheduler.schedule()              what the mode takes first, within the token budget
+    effects = scheduler.take_effects()       copies to make before the step, and what it ended, in order
     result = runner.run(plan)
     events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
@@ -12,17 +13,20 @@ the budget. The others are there to be compared with, on workers that have both 
                     joins it until its last answer has ended; its prompts are computed before it decodes
 
 Order is first come, first served within a priority; a preempted sequence goes before those of its priority that never
-ran.
+ran. While one waits, nothing new is reserved.
 
-Room. A sequence is admitted with blocks promised for all its known tokens and for some output
-(`decode_reserve_tokens`), and the watermark stays free. A decode that outgrows its promise takes what is available;
-when nothing is, running sequences are preempted: lowest priority first, then fewest output tokens, then newest. So the
-one that got furthest is never the victim of its peers and always finishes. Sequences of the prefill role
-(`hold_after_prefill`), held and reserved ones are never preempted: a peer copies from them or into them. They end by
-themselves, by a command or by their deadline, so waiting for their blocks is no deadlock.
+Preemption. A decode that outgrows its promise takes what is available; when nothing is, running sequences are
+preempted: lowest priority first, then fewest output tokens, then newest. So the one that got furthest is never the
+victim of its peers and always finishes. Sequences of the prefill role (`hold_after_prefill`), held and reserved ones
+are never preempted: a peer copies from them or into them. They end by themselves, by a command or by their deadline, so
+waiting for their blocks is no deadlock.
 
-No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, with whatever reserve
-is left.
+What was computed of a victim is kept in host memory, and copied back when there is room for it again (SUSPENDED). Where
+host memory is full, or the copy fails, it must be computed again: here, if this worker computes prompts (WAITING); else
+it ends as `preempted`, and the router has its prompt and output computed where that is done. An attempt brings at least
+the token that was sampled with its prompt, so that is no livelock.
+
+No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see `room.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +41,14 @@ from disagg.engine.config import Scheduling
 from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
+from disagg.engine.room import Room
+from disagg.engine.scheduler_audit import scheduler_findings
+from disagg.engine.swap import SwapIn, SwapOut, SwapPool
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, TokenLogprobs
+
+Effect = SwapOut | SwapIn | Ended
+"""What a plan needs to be done before it is run, and what it ended."""
 
 
 class Scheduler:
@@ -51,6 +60,8 @@ class Scheduler:
             gets its token in each step and a prefill beside them at least one.
         max_model_len: prompt plus output of any sequence; at most what all blocks hold.
         decode_reserve_tokens: output tokens whose blocks are promised at admission.
+        swap: host memory for preempted sequences; none by default.
+        recomputes: whether what is not kept may be computed again on this worker.
     """
 
     def __init__(
@@ -62,22 +73,30 @@ class Scheduler:
         max_model_len: int,
         decode_reserve_tokens: int,
         scheduling: Scheduling = "decode_first",
+        swap: SwapPool | None = None,
+        recomputes: bool = True,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
         self.max_num_seqs = min(max_num_seqs, token_budget)
         self.token_budget = token_budget
         self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
-        self.decode_reserve_tokens = decode_reserve_tokens
+        self.swap = swap or SwapPool()
+        self.recomputes = recomputes
         self.sequences: dict[AttemptKey, Sequence] = {}
         self.running: dict[AttemptKey, Sequence] = {}
         self.waiting: LazyHeap[Sequence] = LazyHeap()
+        """In state WAITING or SUSPENDED."""
+        self.resuming: dict[AttemptKey, Sequence] = {}
+        """SUSPENDED sequences that have blocks again, until the copy into them is made; empty between steps."""
         self.num_reserved = 0
         """Sequences in state RESERVED."""
         self.num_preempted = 0
-        """Sequences that wait because they were preempted."""
+        """Sequences that wait because they were preempted, suspended ones included."""
         self.totals: Counter[str] = Counter()
         """Since the start: preemptions, cached_tokens."""
+        self._room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
+        self._effects: list[Effect] = []
 
     # ------------------------------------------------------------ life of a sequence
 
@@ -90,7 +109,7 @@ class Scheduler:
         """Promise room to a sequence in state RESERVED and lock its cached prefix. Returns why not, or None."""
         if self.num_preempted:
             return "preempted sequences go first"
-        if self._num_places() < 1:
+        if self.num_places() < 1:
             return "the batch is full"
         if not self._place(sequence):
             return "not enough free KV blocks"
@@ -101,7 +120,7 @@ class Scheduler:
     def extend_reserved(self, sequence: Sequence, end: int) -> None:
         """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
         assert sequence.state is SequenceState.RESERVED
-        self._extend(sequence, end)
+        self._room.extend(sequence, end)
 
     def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
         """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
@@ -110,19 +129,20 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
-        self._publish(sequence, start)
+        self._room.publish(sequence, start)
         return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a live sequence in any state, and everything it holds."""
-        if sequence.state is SequenceState.WAITING:
-            self.waiting.discard(sequence)
-            self.num_preempted -= sequence.num_preemptions > 0
+        if sequence in self.waiting:
+            self._take_from_queue(sequence)
         elif sequence.state is SequenceState.RUNNING:
             del self.running[sequence.key]
         elif sequence.state is SequenceState.RESERVED:
             self.num_reserved -= 1
-        self._let_go(sequence)
+        self.resuming.pop(sequence.key, None)
+        self.swap.free_slots(sequence.key)
+        self._room.let_go(sequence)
         del self.sequences[sequence.key]
         sequence.state = SequenceState.ENDED
 
@@ -131,6 +151,38 @@ class Scheduler:
         self.drop(sequence)
         gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
         return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
+
+    # ------------------------------------------------------------ suspended sequences
+
+    def take_effects(self) -> list[Effect]:
+        """What the last plan needs, once; to be carried out before the plan is run, in this order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def resumed(self, sequence: Sequence) -> None:
+        """The copy of a `SwapIn` is made: the sequence is in the batch again."""
+        del self.resuming[sequence.key]
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = max(start, sequence.swapped_tokens)
+        self._forget_copy(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        self._room.publish(sequence, start)
+
+    def not_kept(self, sequence: Sequence) -> list[Event]:
+        """The copy of a `SwapOut` failed: the sequence is computed again, here or elsewhere."""
+        if not self.recomputes:
+            return [self._end_preempted(sequence)]
+        self._forget_copy(sequence)
+        sequence.state = SequenceState.WAITING
+        return []
+
+    def _forget_copy(self, sequence: Sequence) -> None:
+        self.swap.free_slots(sequence.key)
+        sequence.swapped_tokens = 0
+
+    def _end_preempted(self, sequence: Sequence) -> Ended:
+        return self.end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")
 
     # ------------------------------------------------------------ plan
 
@@ -167,12 +219,12 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if sequence.num_uncomputed_tokens != 1:
                 continue
-            while sequence.state is SequenceState.RUNNING and not self._can_extend(sequence):
+            while sequence.state is SequenceState.RUNNING and not self._room.can_extend(sequence):
                 victim = next(victims)
                 self._preempt(victim)
                 planned.pop(victim.key, None)
             if sequence.state is SequenceState.RUNNING:
-                self._extend(sequence, sequence.num_tokens)
+                self._room.extend(sequence, sequence.num_tokens)
                 planned[sequence.key] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
         return tuple(planned.values())
 
@@ -182,13 +234,21 @@ class Scheduler:
         yield from sorted(newest_first, key=lambda s: (s.spec.priority, s.num_output_tokens, -s.arrival))
 
     def _preempt(self, sequence: Sequence) -> None:
-        del self.running[sequence.key]
-        self._let_go(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        sequence.state = SequenceState.WAITING
-        self.num_preempted += 1
         self.totals["preemptions"] += 1
+        num_computed = sequence.num_computed_tokens
+        pieces = self.swap.keep(sequence.key, num_computed)
+        if num_computed and not pieces and not self.recomputes:
+            self._effects.append(self._end_preempted(sequence))
+            return
+        sequence.state = SequenceState.WAITING
+        if pieces:
+            sequence.state = SequenceState.SUSPENDED
+            sequence.swapped_tokens = num_computed
+            self._effects.append(SwapOut(sequence, tuple(sequence.block_table), pieces))
+        del self.running[sequence.key]
+        self._room.let_go(sequence)
+        sequence.num_preemptions += 1
+        self.num_preempted += 1
         self.waiting.push(queue_order(sequence), sequence)
 
     def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
@@ -199,7 +259,7 @@ class Scheduler:
             if head is not None and (not started or head[0] < queue_order(started[0])):
                 sequence = head[1]
                 may_admit = self._admit(sequence)
-                if not may_admit:
+                if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
                     continue
             elif started:
                 sequence = started.popleft()
@@ -217,7 +277,7 @@ class Scheduler:
         num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
         if num_tokens == 0:
             return None
-        self._extend(sequence, start + num_tokens)
+        self._room.extend(sequence, start + num_tokens)
         return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -243,7 +303,7 @@ class Scheduler:
         for entry in plan.entries:
             sequence = entry.sequence
             sequence.num_computed_tokens = entry.start + entry.num_tokens
-            self._publish(sequence, entry.start)
+            self._room.publish(sequence, entry.start)
             if entry.samples:
                 place, token_id = next(tokens)
                 sampled = self._append(sequence, token_id, result.logprobs.get(place))
@@ -271,130 +331,43 @@ class Scheduler:
         key, gateway_id = sampled.key, sampled.gateway_id
         return PrefillComputed(key, gateway_id, sampled.token_id, cached_tokens, sampled.logprobs, queue_s)
 
-    def _publish(self, sequence: Sequence, start: int) -> None:
-        """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
-        published already makes way for that one, so that the table leads to each published block by published ones."""
-        if not sequence.spec.root_hash:
-            return
-        hashes, table, block_size = sequence.block_hashes, sequence.block_table, self.blocks.block_size
-        while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
-            first = len(hashes) * HASH_BLOCK_TOKENS
-            parent = hashes[-1] if hashes else sequence.spec.root_hash
-            hashes.append(child_hash(parent, sequence.token_ids[first : first + HASH_BLOCK_TOKENS]))
-        hashes_per_block = block_size // HASH_BLOCK_TOKENS
-        for index in range(start // block_size, sequence.num_computed_tokens // block_size):
-            block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
-            table[index] = self.blocks.publish(table[index], block_hashes)
+    # ------------------------------------------------------------ admission
 
-    # ------------------------------------------------------------ room
-
-    def _num_places(self) -> int:
-        return self.max_num_seqs - len(self.running) - self.num_reserved
+    def num_places(self) -> int:
+        """Sequences that the batch has room for."""
+        return self.max_num_seqs - len(self.running) - len(self.resuming) - self.num_reserved
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a WAITING sequence into the batch if there is room."""
-        if self._num_places() < 1 or not self._place(sequence):
+        """Move a sequence from the queue into the batch if there is room; a suspended one once its KV is back."""
+        if self.num_places() < 1 or not self._place(sequence):
             return False
-        self.waiting.discard(sequence)
-        self.num_preempted -= sequence.num_preemptions > 0
-        sequence.state = SequenceState.RUNNING
-        self.running[sequence.key] = sequence
+        self._take_from_queue(sequence)
+        if sequence.state is SequenceState.SUSPENDED:
+            self.resuming[sequence.key] = sequence
+            pieces = self.swap.pieces(sequence.key, sequence.num_computed_tokens)
+            self._effects.append(SwapIn(sequence, pieces))
+        else:
+            sequence.state = SequenceState.RUNNING
+            self.running[sequence.key] = sequence
         return True
 
     def _place(self, sequence: Sequence) -> bool:
-        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits."""
-        blocks = self.blocks
-        cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
-        matched = blocks.match_prefix(sequence.block_hashes, cap)
-        room = blocks.available_after_lock(matched)
-        num_needed = blocks.blocks_for(sequence.num_tokens) - len(matched)
-        num_wanted = blocks.blocks_for(self._num_tokens_to_reserve(sequence)) - len(matched)
-        if num_wanted > room - blocks.num_watermark_blocks:
-            if num_needed > room or len(self.sequences) > len(self.waiting):
-                return False
-            num_wanted = min(num_wanted, room)
-        blocks.lock(matched)
-        blocks.reserve(num_wanted)
-        sequence.block_table = matched
-        sequence.reserved_blocks = num_wanted
-        sequence.num_computed_tokens = len(matched) * blocks.block_size
+        alone = len(self.sequences) <= len(self.waiting)
+        if sequence.state is SequenceState.SUSPENDED:
+            return self._room.place_suspended(sequence, self.swap.slot_tokens, alone=alone)
+        if not self._room.place(sequence, alone=alone):
+            return False
         if sequence.num_preemptions == 0:
             sequence.cached_tokens = sequence.num_computed_tokens
             self.totals["cached_tokens"] += sequence.cached_tokens
         return True
 
-    def _num_tokens_to_reserve(self, sequence: Sequence) -> int:
-        """Known tokens and output to come whose KV is written here; that of the very last token never is."""
-        if sequence.hold_after_prefill:
-            return sequence.num_tokens
-        num_remaining = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
-        num_tokens = sequence.num_tokens + min(num_remaining - 1, self.decode_reserve_tokens)
-        return min(num_tokens, max(self.max_model_len - 1, sequence.num_tokens))
-
-    def _can_extend(self, sequence: Sequence) -> bool:
-        """Whether the next token of a decoding sequence has a block, or can get one."""
-        if len(sequence.block_table) * self.blocks.block_size >= sequence.num_tokens:
-            return True
-        return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
-
-    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is
-        available."""
-        num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
-        if num_missing <= 0:
-            return
-        num_promised = min(num_missing, sequence.reserved_blocks)
-        sequence.reserved_blocks -= num_promised
-        sequence.block_table += self.blocks.allocate(num_promised, reserved=True)
-        sequence.block_table += self.blocks.allocate(num_missing - num_promised, reserved=False)
-
-    def _let_go(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table)
-        self.blocks.unreserve(sequence.reserved_blocks)
-        sequence.block_table = []
-        sequence.reserved_blocks = 0
+    def _take_from_queue(self, sequence: Sequence) -> None:
+        self.waiting.discard(sequence)
+        self.num_preempted -= sequence.num_preemptions > 0
 
     # ------------------------------------------------------------ audit
 
     def check_integrity(self) -> list[str]:
         """Findings; empty when sound. Costs O(blocks + sequences): for idle moments and tests."""
-        sequences = self.sequences.values()
-        problems = self.blocks.check_integrity(
-            [s.block_table for s in sequences], sum(s.reserved_blocks for s in sequences)
-        )
-        by_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
-        counted = {
-            SequenceState.WAITING: len(self.waiting),
-            SequenceState.RUNNING: len(self.running),
-            SequenceState.RESERVED: self.num_reserved,
-            SequenceState.ENDED: 0,
-        }
-        problems += [
-            f"{len(by_state[state])} sequences are {state.value}, {number} are counted"
-            for state, number in counted.items()
-            if len(by_state[state]) != number
-        ]
-        if sum(s.num_preemptions > 0 for s in by_state[SequenceState.WAITING]) != self.num_preempted:
-            problems.append(f"{self.num_preempted} preempted sequences are counted and other ones wait")
-        if self._num_places() < 0:
-            problems.append(f"{-self._num_places()} sequences more than the batch has places")
-        for sequence in sequences:
-            problems += self._check_sequence(sequence)
-        return problems
-
-    def _check_sequence(self, sequence: Sequence) -> list[str]:
-        key, table, state = sequence.key, sequence.block_table, sequence.state
-        problems = []
-        if len(set(table)) != len(table):
-            problems.append(f"{key} lists a block twice")
-        if len(table) * self.blocks.block_size < sequence.num_computed_tokens:
-            problems.append(f"the block table of {key} does not cover its computed tokens")
-        if state is SequenceState.WAITING and (table or sequence.reserved_blocks):
-            problems.append(f"{key} waits and holds blocks")
-        if sequence.spec.root_hash and state in (SequenceState.RUNNING, SequenceState.HELD):
-            full = table[: sequence.num_computed_tokens // self.blocks.block_size]
-            if not all(map(self.blocks.prefix.is_published, full)):
-                problems.append(f"{key} has computed a full block that is not published")
-        if state is SequenceState.HELD and sequence.reserved_blocks:
-            problems.append(f"{key} is computed and still has blocks promised")
-        return problems
+        return scheduler_findings(self)

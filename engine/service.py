@@ -15,6 +15,7 @@ import msgspec
 
 from disagg.engine.counters import WorkerCounters
 from disagg.engine.engine_thread import Batch, EngineStoppedError
+from disagg.engine.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.guard import ClusterGuard
 from disagg.engine.mailbox import Mailbox
 from disagg.engine.step_sampler import StepSampler
@@ -64,6 +65,8 @@ class _Watch:
         self.kv_events: list[KvEvent] = []
         self.steps = StepSampler()
         self.needs_snapshot = True
+        self.snapshot: asyncio.Future[BlocksSnapshot] | None = None
+        """One that the engine is to take."""
         self.changed = asyncio.Event()
 
     def note(self, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
@@ -76,24 +79,40 @@ class _Watch:
             self.kv_events += kv_events
         self.changed.set()
 
-    async def take_events(self, snapshot: Callable[[], Awaitable[BlocksSnapshot]]) -> tuple[KvEvent, ...]:
-        """What the next report carries. Events that come while the snapshot is taken follow it: that one may hold them
-        too is harmless, since each sets an absolute state."""
+    async def take_events(
+        self, snapshot: Callable[[], Awaitable[BlocksSnapshot]], timeout_s: float
+    ) -> tuple[KvEvent, ...]:
+        """What the next report carries. Events that come while a snapshot is taken follow it: that one may hold them
+        too is harmless, since each sets an absolute state. Nothing where the snapshot takes longer than `timeout_s`,
+        because the engine is in a long step; a later report has it then."""
         self.changed.clear()
-        if self.needs_snapshot:
+        if self.needs_snapshot and self.snapshot is None:
             self.needs_snapshot = False
             self.kv_events.clear()
-            all_blocks = await snapshot()
-            self.kv_events.insert(0, all_blocks)
+            self.snapshot = asyncio.ensure_future(snapshot())
+        if self.snapshot is not None:
+            done, _ = await asyncio.wait((self.snapshot,), timeout=timeout_s)
+            if not done:
+                return ()
+            self.kv_events.insert(0, self.snapshot.result())
+            self.snapshot = None
         events, self.kv_events = tuple(self.kv_events), []
         return events
+
+    def close(self) -> None:
+        """The stream ended."""
+        if self.snapshot is not None:
+            self.snapshot.cancel()
 
 
 class WorkerService:
     """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
 
-    def __init__(self, worker: Worker, load: Load, secret: ClusterSecret) -> None:
+    def __init__(
+        self, worker: Worker, load: Load, secret: ClusterSecret, failpoints: Failpoints = NO_FAILPOINTS
+    ) -> None:
         self._worker = worker
+        self._failpoints = failpoints
         self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
         self._watches: set[_Watch] = set()
         self._load = load
@@ -167,7 +186,8 @@ class WorkerService:
         if (earlier := self._sessions.get(gateway_id)) is not None:
             earlier.close()
         self._worker.on_gateway_lost(gateway_id)
-        session = self._sessions[gateway_id] = Mailbox[StepUpdate](MAX_PENDING_UPDATES)
+        session: Mailbox[StepUpdate] = self._failpoints.mailbox(MAX_PENDING_UPDATES)
+        self._sessions[gateway_id] = session
         return session
 
     def _end_session(self, gateway_id: GatewayId, session: Mailbox[StepUpdate]) -> None:
@@ -205,7 +225,7 @@ class WorkerService:
         sequence = 0
         try:
             while True:
-                kv_events = await watch.take_events(self._worker.prefix_snapshot)
+                kv_events = await watch.take_events(self._worker.prefix_snapshot, config.report_idle_s)
                 before, metrics = metrics, self._counters.metrics(self._worker.transfers())
                 report = WorkerReport(
                     worker_id=info.worker_id,
@@ -215,6 +235,7 @@ class WorkerService:
                     kv_events=kv_events,
                     steps=watch.steps.take(),
                     metrics=None if metrics == before else metrics,
+                    turn_s=self._worker.turn_s(),
                 )
                 yield encode(report)
                 sequence += 1
@@ -228,6 +249,7 @@ class WorkerService:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             self._watches.discard(watch)
+            watch.close()
 
     async def _audit(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         await _decode_or_abort(frame, AuditRequest, context)

@@ -19,9 +19,9 @@ import msgspec
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 
 RoleName = Literal["prefill", "decode"]
-EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "failed"]
-"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `failed` is a
-fault."""
+EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed"]
+"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `preempted` that
+the worker needed the sequence's memory, and it goes on elsewhere or later; `failed` is a fault."""
 
 MAX_FRAME_BYTES = 16 << 20
 
@@ -283,17 +283,19 @@ class Load(Message, frozen=True, kw_only=True):
     """Sequences in the batch."""
     num_waiting: int = 0
     """Sequences admitted and not yet started."""
+    num_suspended: int = 0
+    """Sequences that were preempted and whose KV is in host memory."""
     uncomputed_prompt_tokens: int = 0
     """Prompt tokens of this worker's sequences that no step has computed yet."""
     blocks_total: int = 0
     blocks_active: int = 0
-    """Held by sequences or pinned by transfers."""
+    """Held by sequences."""
     blocks_cached: int = 0
     """Unreferenced, content reusable."""
     blocks_reserved: int = 0
     """Promised and not written."""
     steps: int = 0
-    """Engine steps since start; a counter that stands still under load is a hang."""
+    """Engine steps since start."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):
@@ -320,6 +322,10 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     output_tokens: int = 0
     """Tokens sampled."""
     preemptions: int = 0
+    swapped_out_blocks: int = 0
+    """KV blocks of preempted sequences that were copied to host memory."""
+    swapped_in_blocks: int = 0
+    """KV blocks that were copied back."""
     transfers: tuple[TransferCount, ...] = ()
 
 
@@ -340,6 +346,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     """Some of the steps since the last report; which ones does not depend on how long they took."""
     metrics: WorkerMetrics | None = None
     """Counters since the worker started; absent where none of them changed."""
+    turn_s: float = 0.0
+    """For how long the engine has been in its present turn (one step and what comes with it); 0 where it waits."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -359,7 +367,7 @@ class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     worker_id: WorkerId
     incarnation: Incarnation
     counts: dict[str, int]
-    """sequences, blocks_active, blocks_reserved, pins, leases, staging_slots, sending, receiving, tombstones..."""
+    """sequences, blocks_active, blocks_reserved, swap_bytes, leases, staging_slots, sending, receiving, tombstones..."""
     problems: tuple[str, ...] = ()
     """Findings of `check_integrity()`."""
     kv_bytes_sent: int = 0

@@ -7,23 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from disagg.engine.block_manager import BlockManager
-from disagg.engine.commands import Add, Command, Ended, Event, Gather, Reserve, Scatter, TokenSampled
+from disagg.engine.commands import Add, Command, Ended, Event, Gather, Release, Reserve, Scatter, TokenSampled
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
-from disagg.engine.scheduler import Scheduler
+from disagg.engine.scheduler import Effect, Scheduler
+from disagg.engine.swap import SwapIn, SwapPool
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import RoleName, Sampling, SequenceSpec, TokenLogprobs
 
 VOCAB_SIZE = 1000
 GATEWAY = GatewayId("gateway")
 ROOT = root_hash(FAKE_FINGERPRINT)
 BLOCK = 16
-IDLE = {"sequences": 0, "blocks_active": 0, "blocks_reserved": 0, "pins": 0}
+IDLE = {"sequences": 0, "blocks_active": 0, "blocks_reserved": 0, "swap_bytes": 0}
 """What the audit of a core counts that holds nothing."""
 
 
@@ -83,17 +84,20 @@ def make_core(
     token_budget: int = 64,
     decode_reserve_tokens: int = 512,
     watermark: float = 0.0,
+    swap_bytes: int = 0,
+    roles: tuple[RoleName, ...] = ("prefill", "decode"),
     runner: FakeModelRunner | None = None,
 ) -> EngineCore:
-    """A core over a fake runner; ten blocks of 16 tokens unless told otherwise."""
+    """A core over a fake runner; ten blocks of 16 tokens unless told otherwise, and no host memory."""
     config = WorkerConfig(
         worker_id="worker",
-        roles=("prefill", "decode"),
+        roles=roles,
         model_path="fake",
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         decode_reserve_tokens=decode_reserve_tokens,
         watermark=watermark,
+        swap_bytes=swap_bytes,
     )
     return EngineCore(runner or FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE), config=config)
 
@@ -196,6 +200,8 @@ def make_scheduler(
     decode_reserve_tokens: int = 512,
     num_watermark_blocks: int = 0,
     scheduling: Scheduling = "decode_first",
+    swap: SwapPool | None = None,
+    recomputes: bool = True,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, num_watermark_blocks),
@@ -204,6 +210,8 @@ def make_scheduler(
         max_model_len=max_model_len,
         decode_reserve_tokens=decode_reserve_tokens,
         scheduling=scheduling,
+        swap=swap,
+        recomputes=recomputes,
     )
 
 
@@ -221,11 +229,22 @@ def make_sequence(
 
 
 def step_scheduler(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Event]]:
-    """Schedule and apply one step in which everybody samples `token_id`."""
+    """Schedule and apply one step in which everybody samples `token_id`; copies are said to be made."""
+    plan, _, events = step_with_effects(scheduler, token_id)
+    return plan, events
+
+
+def step_with_effects(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Effect], list[Event]]:
+    """The same, with what was asked for before the step."""
     plan = scheduler.schedule()
+    effects = scheduler.take_effects()
+    for effect in effects:
+        if isinstance(effect, SwapIn):
+            scheduler.resumed(effect.sequence)
+    ended = [effect for effect in effects if isinstance(effect, Ended)]
     events = scheduler.apply(plan, StepResult([token_id for entry in plan.entries if entry.samples]))
     assert scheduler.check_integrity() == []
-    return plan, events
+    return plan, effects, [*ended, *events]
 
 
 def shape_of(plan: StepPlan) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
@@ -280,6 +299,13 @@ def core_in_state(state: str) -> EngineCore:
             run_until_idle(core)
         case "reserved":
             handle_all(core, Reserve(spec), Scatter(key_of("a"), 0, 0, 20, kv_of(make_prompt(40), 0, 20)))
+        case "suspended":
+            core = make_core(4, decode_reserve_tokens=0, swap_bytes=1024)
+            ahead = make_spec("ahead", make_prompt(15, seed=1), max_tokens=40, priority=1)
+            handle_all(core, Add(ahead), Add(spec))
+            while not core.audit()[0]["swap_bytes"]:
+                core.step(0.0)
+            handle_all(core, Release(ahead.key))
     (sequence,) = core._scheduler.sequences.values()
     assert sequence.state.value == state
     return core

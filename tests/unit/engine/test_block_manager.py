@@ -5,7 +5,7 @@ import pytest
 from disagg.engine.block_manager import BlockManager
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksRemoved, BlocksStored
-from tests.support.engine import ROOT, key_of, make_prompt
+from tests.support.engine import ROOT, make_prompt
 
 HASHES = chain_hashes(ROOT, make_prompt(160))
 
@@ -111,49 +111,6 @@ def test_a_locked_cached_block_no_longer_backs_a_promise() -> None:
     assert blocks.available_after_lock(chain[:2]) == 0
 
 
-def test_pinned_blocks_survive_their_sequence() -> None:
-    blocks = BlockManager(3, 16)
-    table = blocks.allocate(2, reserved=False)
-    blocks.publish(table[0], HASHES[:1])
-    blocks.pin(key_of("a"), "send 0", table)
-    blocks.release(table)
-    assert counts(blocks) == (1, 0, 2, 0, 1)
-    assert blocks.num_pins == 1
-    assert blocks.check_integrity([], 0) == []
-    assert blocks.allocate(1, reserved=False) == [2]
-    blocks.unpin(key_of("a"), "send 0")
-    blocks.unpin(key_of("a"), "send 0")
-    assert (blocks.num_cached, blocks.num_free, blocks.num_pins) == (1, 1, 0)
-
-
-def test_pins_are_named_and_counted() -> None:
-    blocks = BlockManager(3, 16)
-    table = blocks.allocate(1, reserved=False)
-    blocks.pin(key_of("a"), "send 0", table)
-    blocks.pin(key_of("a"), "send 1", table)
-    with pytest.raises(AssertionError, match="pinned blocks for send 1 already"):
-        blocks.pin(key_of("a"), "send 1", table)
-    blocks.release(table)
-    blocks.unpin(key_of("a"), "send 0")
-    assert blocks.num_active == 1
-    blocks.unpin(key_of("a"), "send 1")
-    assert blocks.num_active == 0
-    with pytest.raises(AssertionError, match="only held blocks"):
-        blocks.pin(key_of("a"), "send 2", table)
-
-
-def test_a_pinned_cached_block_can_be_hit() -> None:
-    blocks = BlockManager(3, 16)
-    table = blocks.allocate(1, reserved=False)
-    blocks.publish(table[0], HASHES[:1])
-    blocks.pin(key_of("a"), "send", table)
-    blocks.release(table)
-    blocks.lock(table)
-    blocks.unpin(key_of("a"), "send")
-    assert counts(blocks) == (2, 0, 1, 0, 2)
-    assert blocks.check_integrity([table], 0) == []
-
-
 def test_a_second_copy_makes_way_for_the_published_block() -> None:
     blocks = BlockManager(4, 16)
     first, second = blocks.allocate(2, reserved=False)
@@ -204,9 +161,5 @@ def test_integrity_findings() -> None:
     blocks._free.remove(2)
     assert blocks.check_integrity([table], 1) == ["block 0 is free and active", "block 2 is lost"]
     blocks._free = [2, 1]
-    blocks._pin_counts[0] = 1
     blocks._num_reserved = 3
-    assert blocks.check_integrity([table], 3) == [
-        "block 0: 1 pins counted, 0 operations name it",
-        "3 blocks reserved, 2 to be had",
-    ]
+    assert blocks.check_integrity([table], 3) == ["3 blocks reserved, 2 to be had"]

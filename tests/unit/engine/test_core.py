@@ -193,7 +193,7 @@ class TestRefusals:
         assert end_of(events, "a").reason == "length"
 
     @pytest.mark.parametrize("again", [Add(make_spec("a", PROMPT)), Reserve(make_spec("a", PROMPT))])
-    @pytest.mark.parametrize("state", ["waiting", "running", "held", "reserved"])
+    @pytest.mark.parametrize("state", ["waiting", "running", "held", "reserved", "suspended"])
     def test_a_key_that_is_alive_is_ended(self, again: Add | Reserve, state: str) -> None:
         core = core_in_state(state)
         events = handle_all(core, again)
@@ -213,7 +213,7 @@ class TestRefusals:
             make_core(block_size=8)
 
 
-STATES = ["waiting", "running", "held", "reserved"]
+STATES = ["waiting", "running", "held", "reserved", "suspended"]
 
 
 class TestEveryCommandInEveryState:
@@ -233,7 +233,7 @@ class TestEveryCommandInEveryState:
         assert_idle(core)
         assert core.next_deadline is None
 
-    @pytest.mark.parametrize(("state", "num_computed"), list(zip(STATES, [0, 32, 40, 0], strict=True)))
+    @pytest.mark.parametrize(("state", "num_computed"), list(zip(STATES, [0, 32, 40, 0, 0], strict=True)))
     def test_gather(self, state: str, num_computed: int) -> None:
         core = core_in_state(state)
         for end in (1, 32, 33, 40, 41):
@@ -243,14 +243,14 @@ class TestEveryCommandInEveryState:
             np.testing.assert_array_equal(out, kv_of(PROMPT, 0, end) if ok else new_buffer(end))
             assert gathered == [Gathered(KEY, 3, ok, checksum(out) if ok else 0)]
 
-    @pytest.mark.parametrize("state", ["waiting", "running", "held"])
+    @pytest.mark.parametrize("state", ["waiting", "running", "held", "suspended"])
     def test_scatter_is_for_reserved_sequences(self, state: str) -> None:
         core = core_in_state(state)
         assert handle_all(core, Scatter(KEY, 3, 0, 16, new_buffer(16))) == [Scattered(KEY, 3, ok=False)]
         handle_all(core, Release(KEY))
         assert_idle(core)
 
-    @pytest.mark.parametrize("state", ["waiting", "running", "held"])
+    @pytest.mark.parametrize("state", ["waiting", "running", "held", "suspended"])
     def test_join_is_for_reserved_sequences(self, state: str) -> None:
         core = core_in_state(state)
         assert handle_all(core, Join(KEY, 5)) == [Ended(KEY, GATEWAY, "failed", f"joined while {state}")]
@@ -287,7 +287,7 @@ class TestFaults:
             Ended(key_of("b"), GATEWAY, "failed", detail),
         ]
         runner.failing.clear()
-        assert core.audit() == ({"sequences": 1, "blocks_active": 2, "blocks_reserved": 0, "pins": 0}, [])
+        assert core.audit() == ({**IDLE, "sequences": 1, "blocks_active": 2}, [])
         events = handle_all(core, Add(make_spec("c", PROMPT))) + run_until_idle(core)
         assert token_ids_of(events, "c") == expected_output(PROMPT, 4)
         assert end_of(events, "c").cached_tokens == 0

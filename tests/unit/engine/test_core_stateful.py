@@ -94,10 +94,20 @@ class CoreMachine(RuleBasedStateMachine):
         token_budget=st.sampled_from([3, 20, 64]),
         decode_reserve_tokens=st.sampled_from([0, 0, 24]),
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
+        num_swap_slots=st.sampled_from([2, 0, 1, 9]),
+        computes_prompts=st.booleans(),
     )
     def make(
-        self, num_blocks: int, block_size: int, token_budget: int, decode_reserve_tokens: int, watermark: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        token_budget: int,
+        decode_reserve_tokens: int,
+        watermark: float,
+        num_swap_slots: int,
+        computes_prompts: bool,
     ) -> None:
+        self.may_be_preempted = not computes_prompts
         self.core = make_core(
             num_blocks,
             block_size=block_size,
@@ -105,6 +115,8 @@ class CoreMachine(RuleBasedStateMachine):
             decode_reserve_tokens=decode_reserve_tokens,
             watermark=watermark,
             max_num_seqs=4,
+            swap_bytes=num_swap_slots * 128 * 8,
+            roles=("prefill", "decode") if computes_prompts else ("decode",),
         )
 
     # ------------------------------------------------------------ commands
@@ -259,7 +271,8 @@ class CoreMachine(RuleBasedStateMachine):
     def check_end(self, event: Ended) -> None:
         spec, output = self.live[event.key], self.tokens[event.key]
         assert output == fake_generate(spec.prompt_token_ids, len(output), VOCAB_SIZE)
-        assert event.reason in ("length", "deadline", "refused", "failed")
+        reasons = ["length", "deadline", "refused", "failed"]
+        assert event.reason in reasons or (event.reason == "preempted" and self.may_be_preempted)
         if event.reason == "length":
             num_tokens = len(spec.prompt_token_ids) + len(output)
             assert len(output) == spec.sampling.max_tokens or num_tokens == self.core.max_model_len

@@ -16,11 +16,12 @@ def test_steps_fall_into_their_intervals() -> None:
     assert it.metrics(()) == WorkerMetrics(step_seconds=(0,) * (len(STEP_SECONDS_BOUNDS) + 1))
     for ms in (0.5, 1.0, 1.5, 4000.0, 9000.0):
         it.note(StepSample(ms=ms, prefill_tokens=3), EngineTotals(output_tokens=7, cached_tokens=8, preemptions=9))
-    it.note(None, EngineTotals(output_tokens=8, cached_tokens=9, preemptions=10))
+    it.note(None, EngineTotals(8, 9, 10, swapped_out_blocks=12, swapped_in_blocks=11))
     found = it.metrics(())
     assert found.step_seconds == (2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1)
     assert found.step_seconds_sum == pytest.approx(13.003)
     assert (found.prompt_tokens, found.output_tokens, found.cached_tokens, found.preemptions) == (15, 8, 9, 10)
+    assert (found.swapped_out_blocks, found.swapped_in_blocks) == (12, 11)
 
 
 def test_what_the_roles_count_goes_along() -> None:

@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from disagg.engine.fake import FakeModelRunner, fake_generate, fake_logprobs
-from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
+from disagg.engine.kv_transfer.checksum import checksum, combined
+from disagg.engine.parallel.shards import Shard
+from disagg.engine.parallel.slices import head_slices
+from disagg.engine.parallel.steps import decode_step, encode_step
+from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.messages import TokenLogprobs
 from tests.support.engine import VOCAB_SIZE, kv_of, make_prompt, make_sequence, make_spec
@@ -172,3 +176,111 @@ def test_steps_take_the_time_they_are_told() -> None:
 def test_an_empty_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size"):
         FakeModelRunner(10, 16, 4096, 0)
+
+
+# ---------------------------------------------------------------- several heads, several ranks
+
+
+def ranks_of(num_kv_heads: int, size: int) -> list[FakeModelRunner]:
+    shards = [Shard(rank, size) for rank in range(size)]
+    return [FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=shard) for shard in shards]
+
+
+def run_together(ranks: list[FakeModelRunner], sequence: Sequence, start: int, end: int) -> list[int]:
+    entry = ScheduledSequence(sequence, start, end - start, end == sequence.num_tokens)
+    plan = StepPlan(prefills=(entry,))
+    arrays = ranks[0].arrays(plan)
+    for runner in ranks[1:]:
+        runner.compute(decode_step(encode_step(arrays)))
+    return ranks[0].step(plan, arrays).token_ids
+
+
+def move(source: list[FakeModelRunner], target: list[FakeModelRunner], tables: tuple[list[int], list[int]]) -> None:
+    """Tokens [3, 40) from one worker to another, each slice from its sender to its receiver."""
+    layout, num_tokens = source[0].layout, 37
+    head_bytes = layout.bytes_per_token // layout.num_kv_heads * num_tokens
+    slices = head_slices(layout.num_kv_heads, len(source), len(target))
+    parts: list[Buffer] = []
+    for sender, runner in enumerate(source):
+        part = runner.new_staging(runner.part_bytes_per_token(len(target), sends=True) * num_tokens)
+        checksums = runner.gather_part(tables[0], 3, 40, part, len(target))
+        pieces = np.split(part, np.cumsum([e.num_heads * head_bytes for e in slices if e.sender == sender]))[:-1]
+        assert checksums == [checksum(piece) for piece in pieces]
+        parts.append(iter(pieces))
+    arrived: list[list[Buffer]] = [[] for _ in target]
+    for each in slices:
+        arrived[each.receiver].append(next(parts[each.sender]))
+    for runner, pieces in zip(target, arrived, strict=True):
+        part = np.concatenate(pieces)
+        assert part.nbytes == runner.part_bytes_per_token(len(source), sends=False) * num_tokens
+        runner.scatter_part(tables[1], 3, 40, part, len(source))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4])
+def test_heads_and_ranks_do_not_change_the_output(num_kv_heads: int) -> None:
+    for size in (1, num_kv_heads, 2 * num_kv_heads):
+        ranks, sequence = ranks_of(num_kv_heads, size), sequence_on([9, 2, 5, 0])
+        assert run_together(ranks, sequence, 0, 33) == []
+        assert run_together(ranks, sequence, 33, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "source_size", "target_size"),
+    [(4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4), (2, 4, 2), (2, 2, 4), (2, 4, 4), (6, 3, 2)],
+)
+def test_kv_moves_between_workers_of_any_widths(num_kv_heads: int, source_size: int, target_size: int) -> None:
+    """Every rank of the target leads once, so that each one's heads are read back."""
+    source = ranks_of(num_kv_heads, source_size)
+    run_together(source, sequence_on([9, 2, 5]), 0, 40)
+    for leader in range(target_size):
+        target = ranks_of(num_kv_heads, target_size)
+        sequence = sequence_on([1, 0, 7])
+        run_together(target, sequence, 0, 3)
+        target = [target[leader], *target[:leader], *target[leader + 1 :]]
+        move(source, sorted(target, key=lambda runner: runner.shard.rank), ([9, 2, 5], [1, 0, 7]))
+        assert run_together(target, sequence, 39, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
+
+
+def test_a_worker_of_one_rank_gathers_and_scatters_whole() -> None:
+    (source,), (target,) = ranks_of(2, 1), ranks_of(2, 1)
+    sequence = sequence_on([1, 0, 2])
+    prefill(source, sequence, 0, 40)
+    buffer = source.new_staging(40 * source.layout.bytes_per_token)
+    assert source.gather([1, 0, 2], 0, 40, buffer) == checksum(buffer)
+    np.testing.assert_array_equal(buffer.view(np.uint32).reshape(2, 2, 40)[0, 0], PROMPT)
+    target.scatter([1, 0, 2], 0, 40, buffer)
+    assert prefill(target, sequence, 39, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
+    halves = source.new_staging(40 * source.layout.bytes_per_token)
+    parts = source.gather_part([1, 0, 2], 0, 40, halves, 2)
+    assert parts == [checksum(half) for half in np.split(halves, 2)]
+    assert source.gather([1, 0, 2], 0, 40, halves, 2) == combined(parts)
+
+
+@pytest.mark.parametrize("damage", ["exchanged", "one lost"])
+def test_damaged_heads_give_another_token(damage: str) -> None:
+    (runner,) = ranks_of(2, 1)
+    sequence = sequence_on([1, 0, 2])
+    prefill(runner, sequence, 0, 40)
+    buffer = runner.new_staging(40 * runner.layout.bytes_per_token)
+    runner.gather([1, 0, 2], 0, 40, buffer)
+    words = buffer.view(np.uint32).reshape(2, 2, 40)
+    if damage == "exchanged":
+        words[:] = words[:, ::-1].copy()
+    else:
+        words[:, 1, 7] = 0
+    runner.scatter([1, 0, 2], 0, 40, buffer)
+    assert prefill(runner, sequence, 39, 40) != fake_generate(PROMPT, 1, VOCAB_SIZE)
+
+
+def test_ranks_take_the_number_of_blocks_that_all_have() -> None:
+    (runner, _) = ranks_of(2, 2)
+    runner.join(None, 7)
+    assert (runner.num_blocks, runner.tp) == (7, 2)
+    assert runner.layout == ranks_of(2, 1)[0].layout
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads must be positive, not 0"):
+        FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=0)
+    with pytest.raises(ValueError, match="3 cannot be divided among 2 ranks"):
+        FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=3, shard=Shard(0, 2))

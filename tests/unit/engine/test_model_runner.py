@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from disagg.engine.checkpoint import model_fingerprint
-from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.model_runner import TorchModelRunner, warm_up
 from disagg.engine.plan import ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.errors import ConfigError
@@ -270,7 +270,7 @@ def test_warm_up_touches_only_the_head_of_block_0(folder: Path) -> None:
     cache = runner._cache.tensor_NL2KBD
     cache.fill_(7.0)
 
-    runner.warm_up()
+    warm_up(runner)
 
     assert not cache[0, :, :, :, :9].eq(7.0).any()
     assert cache[0, :, :, :, 9:].eq(7.0).all()

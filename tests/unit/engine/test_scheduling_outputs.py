@@ -30,11 +30,16 @@ from tests.support.tiny_models import VOCAB_SIZE as TINY_VOCAB_SIZE
 from tests.support.tiny_models import make_checkpoint, reference_generate
 
 MODES: tuple[Scheduling, ...] = ("decode_first", "prefill_first", "static")
-REQUESTS = ((5, 9), (40, 3), (1, 12), (33, 1), (70, 6), (17, 8), (48, 20), (2, 2))
+REQUESTS = ((5, 20), (40, 30), (1, 40), (33, 30), (70, 6), (17, 8), (48, 20), (2, 2))
 """(prompt tokens, output tokens), one arriving each step or two."""
 
 
-def make_core_in(mode: Scheduling, runner: ModelRunner) -> EngineCore:
+SIZES = pytest.mark.parametrize(
+    ("num_blocks", "swap_bytes"), [(40, 1 << 24), (8, 0), (8, 1 << 24)], ids=["room", "recomputed", "swapped"]
+)
+
+
+def make_core_in(mode: Scheduling, runner: ModelRunner, swap_bytes: int) -> EngineCore:
     config = WorkerConfig(
         worker_id="w",
         roles=("prefill", "decode"),
@@ -44,6 +49,7 @@ def make_core_in(mode: Scheduling, runner: ModelRunner) -> EngineCore:
         decode_reserve_tokens=4,
         watermark=0.0,
         scheduling=mode,
+        swap_bytes=swap_bytes,
     )
     return EngineCore(runner, config=config)
 
@@ -63,14 +69,21 @@ def serve(core: EngineCore, vocab_size: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_blocks", [40, 8], ids=["room", "preemption"])
-def test_the_deterministic_model_answers_the_same(mode: Scheduling, num_blocks: int) -> None:
-    core = make_core_in(mode, FakeModelRunner(num_blocks, BLOCK, 4096, VOCAB_SIZE))
+@SIZES
+def test_the_deterministic_model_answers_the_same(mode: Scheduling, num_blocks: int, swap_bytes: int) -> None:
+    core = make_core_in(mode, FakeModelRunner(num_blocks, BLOCK, 4096, VOCAB_SIZE), swap_bytes)
     expected = {
         f"r{index}": expected_output(make_prompt(num_tokens, seed=index % 3), max_tokens)
         for index, (num_tokens, max_tokens) in enumerate(REQUESTS)
     }
     assert serve(core, VOCAB_SIZE) == expected
+    assert_preempted(core, num_blocks, swap_bytes)
+
+
+def assert_preempted(core: EngineCore, num_blocks: int, swap_bytes: int) -> None:
+    totals = core.totals()
+    assert (totals.preemptions > 0) == (num_blocks == 8)
+    assert (totals.swapped_in_blocks > 0) == (num_blocks == 8 and swap_bytes > 0)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_blocks", [40, 8], ids=["room", "preemption"])
+@SIZES
 def test_a_real_model_answers_as_the_reference_also_after_its_calibration(
-    mode: Scheduling, num_blocks: int, folder: Path
+    mode: Scheduling, num_blocks: int, swap_bytes: int, folder: Path
 ) -> None:
     runner = make_runner(folder, num_blocks=num_blocks)
     config = WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path=str(folder))
@@ -94,4 +107,6 @@ def test_a_real_model_answers_as_the_reference_also_after_its_calibration(
         )[0]
         for index, (num_tokens, max_tokens) in enumerate(REQUESTS)
     }
-    assert serve(make_core_in(mode, runner), TINY_VOCAB_SIZE) == expected
+    core = make_core_in(mode, runner, swap_bytes)
+    assert serve(core, TINY_VOCAB_SIZE) == expected
+    assert_preempted(core, num_blocks, swap_bytes)

@@ -83,7 +83,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
     ),
     "AuditReport": (
         m.AuditReport,
-        [m.AuditReport(worker_id=WorkerId("w"), incarnation=Incarnation("i"), counts={"pins": 0}, problems=("x",))],
+        [m.AuditReport(worker_id=WorkerId("w"), incarnation=Incarnation("i"), counts={"leases": 0}, problems=("x",))],
     ),
     "SenderToReceiver": (
         h.SenderToReceiver,
@@ -106,7 +106,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             h.PairRefused(reason="fingerprint"),
             h.Reserved(**OPERATION, cached_tokens=16),
             h.Refused(request_id=R, attempt=2, reason="no room"),
-            h.ClearToSend(**OPERATION, seq=0),
+            h.ClearToSend(**OPERATION, seq=0, turn=0),
             h.ChunkDone(**OPERATION, seq=0, ok=False),
             h.CommitAck(**OPERATION),
             h.Abort(request_id=R, attempt=2, reason="lease"),

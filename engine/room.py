@@ -1,0 +1,118 @@
+"""Which blocks a sequence gets: its cached prefix, a promise for the rest, and blocks out of that promise. Pure.
+
+    place ──> prefix locked, the rest promised ──extend──> blocks in the table ──publish──> others can find them
+      └── no room                                                                 let_go: all of it goes back
+
+A sequence is placed with blocks promised for all its known tokens and for some output (`decode_reserve_tokens`), and
+the watermark stays free. One that is alone is placed whenever its known tokens fit, with whatever reserve is left: else
+nobody would ever make room for it.
+"""
+
+from __future__ import annotations
+
+from disagg.engine.block_manager import BlockManager
+from disagg.engine.request import Sequence
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
+
+
+class Room:
+    """Gives the blocks of a worker to sequences and takes them back. Owner: the scheduler.
+
+    Args:
+        blocks: the blocks.
+        max_model_len: prompt plus output of any sequence.
+        decode_reserve_tokens: output tokens whose blocks are promised at admission.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_model_len: int, decode_reserve_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_model_len = max_model_len
+        self.decode_reserve_tokens = decode_reserve_tokens
+
+    def place(self, sequence: Sequence, *, alone: bool) -> bool:
+        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits."""
+        return self._place(sequence, self._match(sequence), alone=alone)
+
+    def place_suspended(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
+        """The same for one whose KV is in host memory, in pieces of `piece_tokens` tokens, with blocks for all of that.
+
+        What is cached need not be copied back. A piece is copied as a whole, so the cached prefix ends with one, unless
+        it reaches as far as the copy."""
+        matched, block_size = self._match(sequence), self.blocks.block_size
+        if len(matched) * block_size < sequence.swapped_tokens:
+            pieces = len(matched) * block_size // piece_tokens
+            del matched[pieces * piece_tokens // block_size :]
+        if not self._place(sequence, matched, alone=alone):
+            return False
+        self.extend(sequence, sequence.swapped_tokens)
+        return True
+
+    def can_extend(self, sequence: Sequence) -> bool:
+        """Whether the next token of a decoding sequence has a block, or can get one."""
+        if len(sequence.block_table) * self.blocks.block_size >= sequence.num_tokens:
+            return True
+        return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate the blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is
+        available."""
+        num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
+        if num_missing <= 0:
+            return
+        num_promised = min(num_missing, sequence.reserved_blocks)
+        sequence.reserved_blocks -= num_promised
+        sequence.block_table += self.blocks.allocate(num_promised, reserved=True)
+        sequence.block_table += self.blocks.allocate(num_missing - num_promised, reserved=False)
+
+    def publish(self, sequence: Sequence, start: int) -> None:
+        """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
+        published already makes way for that one, so that the table leads to each published block by published ones."""
+        if not sequence.spec.root_hash:
+            return
+        hashes, table, block_size = sequence.block_hashes, sequence.block_table, self.blocks.block_size
+        while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
+            first = len(hashes) * HASH_BLOCK_TOKENS
+            parent = hashes[-1] if hashes else sequence.spec.root_hash
+            hashes.append(child_hash(parent, sequence.token_ids[first : first + HASH_BLOCK_TOKENS]))
+        hashes_per_block = block_size // HASH_BLOCK_TOKENS
+        for index in range(start // block_size, sequence.num_computed_tokens // block_size):
+            block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
+            table[index] = self.blocks.publish(table[index], block_hashes)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Take back all that a sequence holds and was promised."""
+        self.blocks.release(sequence.block_table)
+        self.blocks.unreserve(sequence.reserved_blocks)
+        sequence.block_table = []
+        sequence.reserved_blocks = 0
+        sequence.num_computed_tokens = 0
+
+    # ------------------------------------------------------------ inside
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
+        return self.blocks.match_prefix(sequence.block_hashes, cap)
+
+    def _place(self, sequence: Sequence, matched: list[int], *, alone: bool) -> bool:
+        blocks = self.blocks
+        room = blocks.available_after_lock(matched)
+        num_needed = blocks.blocks_for(sequence.num_tokens) - len(matched)
+        num_wanted = blocks.blocks_for(self._num_tokens_to_reserve(sequence)) - len(matched)
+        if num_wanted > room - blocks.num_watermark_blocks:
+            if num_needed > room or not alone:
+                return False
+            num_wanted = min(num_wanted, room)
+        blocks.lock(matched)
+        blocks.reserve(num_wanted)
+        sequence.block_table = matched
+        sequence.reserved_blocks = num_wanted
+        sequence.num_computed_tokens = len(matched) * blocks.block_size
+        return True
+
+    def _num_tokens_to_reserve(self, sequence: Sequence) -> int:
+        """Known tokens and output to come whose KV is written here; that of the very last token never is."""
+        if sequence.hold_after_prefill:
+            return sequence.num_tokens
+        num_remaining = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
+        num_tokens = sequence.num_tokens + min(num_remaining - 1, self.decode_reserve_tokens)
+        return min(num_tokens, max(self.max_model_len - 1, sequence.num_tokens))

@@ -1,0 +1,118 @@
+"""Host memory for the KV of suspended sequences: who has how much of it, and which copies are to be made. Pure.
+
+    preempted ──keep──> slots taken, `SwapOut` ──(copied)──> suspended ──room again──> `SwapIn` ──(copied)──> free_slots
+                  └── no slots left: computed again, here or elsewhere
+
+A slot holds `slot_tokens` tokens. The memory behind it is made at its first use and then used again (`swapper.py`), so
+that a worker never has more of it than its slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.engine.request import Sequence
+from disagg.proto.ids import AttemptKey
+
+_SLOT_TOKENS = 128
+"""Large enough that a copy costs more than its call, small enough that a sequence wastes little in its last slot."""
+
+
+def slot_tokens_for(block_size: int) -> int:
+    """Tokens of a slot: whole blocks."""
+    return max(1, _SLOT_TOKENS // block_size) * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, end) of a sequence and the slot that they are kept in."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Copy the KV of a sequence that was just suspended to host memory. Its blocks are given away: the copy must be
+    made before the next step runs."""
+
+    sequence: Sequence
+    block_table: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Copy what the cache lacks of a suspended sequence's KV back, into the blocks of its table."""
+
+    sequence: Sequence
+    pieces: tuple[Piece, ...]
+    """None where the cache has all of it."""
+
+
+class SwapPool:
+    """The slots. Owner: the scheduler.
+
+    Args:
+        num_slots: 0 where nothing can be kept.
+        slot_tokens: tokens of a slot; a multiple of the block size.
+        slot_bytes: what they take.
+    """
+
+    def __init__(self, num_slots: int = 0, slot_tokens: int = _SLOT_TOKENS, slot_bytes: int = 0) -> None:
+        self.num_slots = num_slots
+        self.slot_tokens = slot_tokens
+        self.slot_bytes = slot_bytes
+        self._num_made = 0
+        """Slots 0 .. `_num_made` - 1 were used at some time."""
+        self._free: list[int] = []
+        """Those of them that nobody has; the last one is used next."""
+        self._kept: dict[AttemptKey, tuple[Piece, ...]] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """Sequences whose KV is kept."""
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return self.slot_bytes * sum(map(len, self._kept.values()))
+
+    def keep(self, key: AttemptKey, num_tokens: int) -> tuple[Piece, ...]:
+        """Take slots for the first `num_tokens` tokens of a sequence that has none. Empty if there are too few."""
+        assert key not in self._kept, f"{key} is kept already"
+        starts = range(0, num_tokens, self.slot_tokens)
+        num_free = len(self._free) + self.num_slots - self._num_made
+        if len(starts) > num_free:
+            return ()
+        pieces = tuple(Piece(self._take(), start, min(start + self.slot_tokens, num_tokens)) for start in starts)
+        if pieces:
+            self._kept[key] = pieces
+        return pieces
+
+    def pieces(self, key: AttemptKey, start: int) -> tuple[Piece, ...]:
+        """Where tokens from `start`, the first one of a piece, are kept."""
+        return tuple(piece for piece in self._kept[key] if piece.start >= start)
+
+    def free_slots(self, key: AttemptKey) -> None:
+        """The sequence needs its slots no more. Idempotent."""
+        self._free += [piece.slot for piece in reversed(self._kept.pop(key, ()))]
+
+    def check_integrity(self, suspended: dict[AttemptKey, int]) -> list[str]:
+        """Findings; empty when sound. `suspended` has each suspended sequence and how many of its tokens are kept."""
+        kept = {key: pieces[-1].end for key, pieces in self._kept.items()}
+        problems = [] if kept == suspended else ["host memory is kept for other sequences than the suspended ones"]
+        slots = sorted(self._free + [piece.slot for pieces in self._kept.values() for piece in pieces])
+        if slots != list(range(self._num_made)):
+            problems.append(f"of {self._num_made} slots of host memory some are lost, or in two hands")
+        if self._num_made > self.num_slots:
+            problems.append(f"{self._num_made} slots of host memory were made, {self.num_slots} are allowed")
+        return problems
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_made += 1
+        return self._num_made - 1
