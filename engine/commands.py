@@ -88,11 +88,12 @@ class TokenSampled:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkComputed:
-    """The KV of tokens [0, num_computed) of a held-after-prefill sequence is valid (the cached prefix included)."""
+class ChunkPlanned:
+    """The step that begins now computes a held-after-prefill sequence up to token `end`: a `Gather` of tokens before it
+    that is posted from now on is carried out when that is done. Where the step fails, it is answered not ok."""
 
     key: AttemptKey
-    num_computed: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +168,5 @@ class Scattered:
 
 
 Event = (
-    TokenSampled | ChunkComputed | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered
+    TokenSampled | ChunkPlanned | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered
 )

@@ -1,7 +1,7 @@
 """The engine core: commands in, events out, one step at a time. Pure: the shell gives it the time.
 
     colocated   Add ──> TokenSampled* ──> Ended
-    prefill     Add(hold) ──> ChunkComputed*, TokenSampled, PrefillComputed ──> (Gather ──> Gathered)* ──> Release
+    prefill     Add(hold) ──> (ChunkPlanned, Gather ──> Gathered)*, TokenSampled, PrefillComputed ──> Release
     decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
 
 Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
@@ -23,6 +23,7 @@ import logging
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import (
     Add,
+    ChunkPlanned,
     Command,
     Ended,
     Event,
@@ -227,7 +228,11 @@ class EngineCore:
     # ------------------------------------------------------------ steps
 
     def step(self, now: float) -> list[Event]:
-        """End what is out of time, then compute one step. Empty when there was nothing to do."""
+        """`plan_step` and `run_step`."""
+        return [*self.plan_step(now), *self.run_step()]
+
+    def plan_step(self, now: float) -> list[Event]:
+        """End what is out of time, and decide what the next step computes."""
         events: list[Event] = self._expire(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._scheduler.schedule()
@@ -239,8 +244,16 @@ class EngineCore:
         self.last_plan = plan
         if plan.entries:
             self._note_begun(plan, now)
-            events += self._run(plan)
-            self._num_steps += 1
+        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.prefills if e.sequence.hold_after_prefill]
+        self._forget_ended(events)
+        return events
+
+    def run_step(self) -> list[Event]:
+        """Compute what was planned. Empty when that is nothing."""
+        if not self.last_plan.entries:
+            return []
+        events = self._run(self.last_plan)
+        self._num_steps += 1
         self._forget_ended(events)
         return events
 

@@ -1,9 +1,10 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
-Each turn of the loop takes the commands that arrived, runs one step, and hands one `Batch` to the asyncio side. With
-nothing to do it sleeps until a command arrives or the next deadline of a sequence. After a prompt chunk that a peer
-waits for it gives the sending side a moment to ask for its KV: a next prompt would hold that up for a whole step. It
-ends by `stop` or by a crash; calls that it did not come to are answered with `EngineStoppedError`.
+Each turn of the loop takes the commands that arrived and runs one step; what there is to tell the asyncio side goes
+out as a `Batch` before the step and after it. With nothing to do it sleeps until a command arrives or the next deadline
+of a sequence. The sending side learns what a step computes when it begins, and asks for the KV meanwhile: it is copied
+as soon as it is there. The thread ends by `stop` or by a crash; calls that it did not come to are answered with
+`EngineStoppedError`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from disagg.engine.commands import ChunkComputed, Command, Event, Gather
+from disagg.engine.commands import Command, Event, Gather
 from disagg.engine.core import EngineCore
 from disagg.engine.counters import EngineTotals
 from disagg.proto.messages import KvEvent, Load, StepSample
@@ -28,11 +29,6 @@ T = TypeVar("T")
 IDLE_CHECK_AFTER_S = 1.0
 """A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
 of every pause."""
-GATHER_WAIT_S = 0.003
-"""How long a chunk's first `Gather` may take to come: it is under a millisecond away, on the other thread. A sender
-that is out of credits does not ask, and costs this much a chunk."""
-NEXT_GATHER_WAIT_S = 0.001
-"""How long a further one may take: a sender asks for all that it can send at once."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -43,7 +39,7 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one turn of the engine has to tell."""
+    """What the engine has to tell."""
 
     events: list[Event]
     kv_events: tuple[KvEvent, ...]
@@ -171,31 +167,24 @@ class EngineThread:
         if events:
             self._tell(events, None)  # now: what peers wait for shall not wait for the step
         started = time.monotonic()
-        events = self._core.step(started)
+        if planned := self._core.plan_step(started):
+            self._tell(planned, None)
+        events = self._core.run_step()
         plan = self._core.last_plan
         step = plan.measured((time.monotonic() - started) * 1e3) if plan.entries else None
         self._is_unchecked = self._core.is_idle
-        self._tell(events, step)
-        if any(isinstance(event, ChunkComputed) for event in events):
-            self._serve_gathers()
+        self._tell(events + self._serve_gathers(), step)
 
-    def _serve_gathers(self) -> None:
-        timeout_s = GATHER_WAIT_S
-        while self._gather_comes(timeout_s):
-            with self._wake:
-                commands, self._inbox = self._inbox, deque()
-            for posted_at, command in commands:  # told one by one: a chunk goes out while the next is copied
-                if events := self._core.handle(command, posted_at):
-                    self._tell(events, None)
-            timeout_s = NEXT_GATHER_WAIT_S
+    def _serve_gathers(self) -> list[Event]:
+        """Copy what was asked for during the step and computed in it, before anything else happens to it."""
+        events: list[Event] = []
+        while (posted := self._next_gather()) is not None:
+            events += self._core.handle(posted[1], posted[0])
+        return events
 
-    def _gather_comes(self, timeout_s: float) -> bool:
+    def _next_gather(self) -> tuple[float, Command] | None:
         with self._wake:
-            self._wake.wait_for(lambda: self._stopping or self._has_gather(), timeout_s)
-            return self._has_gather() and not self._stopping
-
-    def _has_gather(self) -> bool:
-        return any(isinstance(command, Gather) for _, command in self._inbox)
+            return self._inbox.popleft() if self._inbox and isinstance(self._inbox[0][1], Gather) else None
 
     def _tell(self, events: list[Event], step: StepSample | None) -> None:
         core = self._core

@@ -30,6 +30,11 @@ class ScheduledSequence:
     samples: bool
     """Whether the last of these tokens is the last known one, so that its logits give the next token."""
 
+    @property
+    def end(self) -> int:
+        """The token after the last one of the step."""
+        return self.start + self.num_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

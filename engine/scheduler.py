@@ -36,7 +36,7 @@ from collections.abc import Iterator
 
 from disagg.engine.batching import chunk_length, finish_reason, queue_order
 from disagg.engine.block_manager import BlockManager
-from disagg.engine.commands import ChunkComputed, Ended, Event, PrefillComputed, TokenSampled
+from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
@@ -309,10 +309,8 @@ class Scheduler:
                 sampled = self._append(sequence, token_id, result.logprobs.get(place))
                 events.append(sampled)
                 events += self._end_if_finished(sequence)
-            if sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
-                events.append(ChunkComputed(sequence.key, sequence.num_computed_tokens))
-                if entry.samples:
-                    events.append(self._hold(sequence, sampled))
+            if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
+                events.append(self._hold(sequence, sampled))
         return events
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:

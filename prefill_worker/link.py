@@ -226,10 +226,10 @@ class DecodeLink:
         elif self._sender is not None:
             self._carry_out(self._sender.cancel(key, reason))
 
-    def on_chunk_computed(self, key: AttemptKey, num_computed: int) -> None:
-        """The engine computed the KV of tokens [0, num_computed)."""
+    def on_chunk_planned(self, key: AttemptKey, end: int) -> None:
+        """The engine computes tokens before `end` now."""
         if self._sender is not None:
-            self._carry_out(self._sender.on_chunk_computed(key, num_computed))
+            self._carry_out(self._sender.on_chunk_planned(key, end))
 
     def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """The engine computed the prompt and sampled its first token."""

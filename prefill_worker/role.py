@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from disagg.engine.commands import ChunkComputed, Ended, Event, Gathered, PrefillComputed
+from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, PrefillComputed
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
 from disagg.engine.kv_transfer.reasons import kind_of_failure
 from disagg.engine.kv_transfer.transport import make_connector
@@ -134,8 +134,8 @@ class PrefillRole:
         """Tell the link, and the gateway where it must know."""
         link = self._link_of[event.key]
         match event:
-            case ChunkComputed():
-                link.on_chunk_computed(event.key, event.num_computed)
+            case ChunkPlanned():
+                link.on_chunk_planned(event.key, event.end)
             case PrefillComputed():
                 self._on_computed(event)
                 link.on_prefill_computed(event.key, event.token_id, event.logprobs)

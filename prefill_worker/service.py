@@ -34,6 +34,7 @@ class PairStream:
         self._outgoing: Mailbox[SenderToReceiver] = Mailbox(MAX_UNSENT_MESSAGES)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
+        self._abandoned = False
         self._decoder = decoder(ReceiverToSender)
 
     async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
@@ -70,6 +71,7 @@ class PairStream:
 
     def abandon(self) -> None:
         """Break the stream off; `messages` ends."""
+        self._abandoned = True
         if self._call is not None:
             self._call.cancel()
 
@@ -80,6 +82,12 @@ class PairStream:
                 yield self._decode(frame)
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
+        except asyncio.CancelledError:
+            # gRPC raises it for a call that we cancelled, too. Let through, it would end up in the task of whoever
+            # reads, and keep call and socket until the collector comes.
+            if not self._abandoned:
+                raise
+            raise PairError(f"the stream to {self._peer.worker_id} was given up") from None
 
     async def ended(self) -> None:
         """Returns when the stream is over, whoever ended it. To be called once it is open."""
@@ -88,10 +96,12 @@ class PairStream:
     async def close(self) -> None:
         """End the stream and the channel. Idempotent."""
         self._outgoing.close()
-        if self._call is not None:
-            self._call.cancel()
-        if self._channel is not None:
-            await self._channel.close(None)
+        call, self._call = self._call, None
+        channel, self._channel = self._channel, None
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close(None)
 
     def _decode(self, frame: bytes) -> ReceiverToSender:
         try:

@@ -30,20 +30,20 @@ def tokens_per_chunk(max_chunk_bytes: int, bytes_per_token: int) -> int:
     return max_chunk_bytes // bytes_per_token
 
 
-def next_chunk(next_token: int, num_computed: int, max_tokens: int, *, complete: bool) -> TokenRange | None:
+def next_chunk(next_token: int, num_planned: int, max_tokens: int, *, complete: bool) -> TokenRange | None:
     """The next payload to send, if there is one worth sending.
 
     Args:
         next_token: the first token that was not cut yet.
-        num_computed: the KV of tokens [0, num_computed) is valid.
+        num_planned: tokens before this one are computed, or will be in the running step.
         max_tokens: tokens of a full payload.
-        complete: whether the whole prompt is computed.
+        complete: whether that is the whole prompt.
     """
-    available = num_computed - next_token
+    available = num_planned - next_token
     if available <= 0:
         return None
     if available >= max_tokens:
         return TokenRange(next_token, next_token + max_tokens)
     if complete or 2 * available >= max_tokens:
-        return TokenRange(next_token, num_computed)
+        return TokenRange(next_token, num_planned)
     return None

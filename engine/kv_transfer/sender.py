@@ -1,6 +1,6 @@
 """P's half of the hand-over: a pure state machine, one per pair and life of its control stream.
 
-An attempt is offered; when D has reserved, its prefill starts. What a prefill step computed is gathered into a
+An attempt is offered; when D has reserved, its prefill starts. What a prefill step computes is gathered into a
 staging slot, announced to D with its checksum, and sent when D clears it. When all chunks are announced and token 0
 is known, `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
 
@@ -65,8 +65,7 @@ class Sender:
         max_chunk_bytes: largest payload.
         credits: chunks that may be announced and not done.
         num_slots: staging slots of `max_chunk_bytes` each.
-        lease_timeout_s: silence of D after which attempts fail; after twice as long the pair is closed, if anything
-            of it is still to come.
+        lease_timeout_s: silence of D after which attempts fail, and after twice as long what is left of the pair.
         heartbeat_s: how often to beat.
         transfer_timeout_s: how long D may owe an answer (the attempt fails), or an AbortAck or chunk (the pair closes).
 
@@ -92,6 +91,7 @@ class Sender:
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
         self._attempts: dict[AttemptKey, SendAttempt] = {}
+        self._moving: dict[AttemptKey, SendAttempt] = {}  # being computed or computed, until their commit
         self.closed = False
         self.counters: Counter[str] = Counter()
 
@@ -112,25 +112,17 @@ class Sender:
         self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline, waiting_since=self._clock.now)
         return [Send(Offer(spec=spec))]
 
-    def on_chunk_computed(self, key: AttemptKey, num_computed: int) -> Effects:
-        """The KV of tokens [0, num_computed) is valid on P."""
-        out: Effects = []
-        attempt = self._attempts.get(key)
-        if attempt is not None and attempt.live:
-            assert num_computed <= attempt.num_known_tokens, (key, num_computed)
-            attempt.num_computed = num_computed
-            self._pump(out)
-        return out
+    def on_chunk_planned(self, key: AttemptKey, end: int) -> Effects:
+        """P's engine computes tokens before `end` now, and gathers what is asked for when that is done."""
+        return self._move(attempt, end) if (attempt := self._attempts.get(key)) is not None else []
 
     def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> Effects:
         """The whole prompt is computed, and token 0 is sampled and was not the last."""
-        out: Effects = []
         attempt = self._attempts.get(key)
-        if attempt is not None and attempt.live:
-            attempt.num_computed = attempt.num_known_tokens
-            attempt.token_id, attempt.logprobs = token_id, logprobs
-            self._pump(out)
-        return out
+        if attempt is None:
+            return []
+        attempt.token_id, attempt.logprobs = token_id, logprobs
+        return self._move(attempt, attempt.num_known_tokens)
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Effects:
         """The copy into the slot is done; not `ok` if the sequence is gone.
@@ -172,8 +164,7 @@ class Sender:
     def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> Effects:
         """Give the attempt up: the client went, the sequence ended on P, or its deadline passed. Idempotent."""
         out: Effects = []
-        attempt = self._attempts.get(key)
-        if attempt is not None and attempt.live:
+        if (attempt := self._attempts.get(key)) is not None and attempt.live:
             self._give_up(attempt, "cancelled", reason, out)
             self._pump(out)
         return out
@@ -344,24 +335,33 @@ class Sender:
 
     # ------------------------------------------------------------ moving on
 
+    def _move(self, attempt: SendAttempt, end: int) -> Effects:
+        out: Effects = []
+        if attempt.live:
+            assert end <= attempt.num_known_tokens, (attempt.key, end)
+            attempt.num_planned = end
+            self._moving[attempt.key] = attempt
+            self._pump(out)
+        return out
+
     def _pump(self, out: Effects) -> None:
         """Do all that slots, credits and computed tokens allow."""
         if self.closed:
             return
         while (chunk := self._window.pop_announceable(self._clock.now)) is not None:
             out.append(Send(chunk.header))
-        for attempt in self._attempts.values():
+        self._moving = {key: each for key, each in self._moving.items() if each.state is SendState.PREFILLING}
+        for attempt in sorted(self._moving.values(), key=lambda each: each.urgency):
             self._gather(attempt, out)
-        for attempt in self._attempts.values():
             if attempt.can_commit:
                 attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
                 attempt.waiting_since = self._clock.now
                 out.append(Send(attempt.commit))
 
     def _gather(self, attempt: SendAttempt, out: Effects) -> None:
-        """Fill free slots; the attempt that was offered first is served first."""
-        while attempt.state is SendState.PREFILLING and self._window.num_free_slots:
-            tokens = next_chunk(attempt.next_token, attempt.num_computed, self._chunk_tokens, complete=attempt.complete)
+        """Fill free slots."""
+        while self._window.num_free_slots:
+            tokens = next_chunk(attempt.next_token, attempt.num_planned, self._chunk_tokens, complete=attempt.complete)
             if tokens is None:
                 return
             chunk = self._window.cut(attempt, tokens, (tokens.end - tokens.start) * self._bytes_per_token)

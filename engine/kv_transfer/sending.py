@@ -14,6 +14,7 @@ A chunk lives longer than its attempt if D has granted it: its bytes are owed.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from disagg.engine.kv_transfer.pair_state import Table
@@ -122,7 +123,8 @@ class SendAttempt:
     deadline: float | None
     generation: int = 0
     cached_tokens: int = 0
-    num_computed: int = 0
+    num_planned: int = 0
+    """The engine computes, or has computed, the tokens before this one."""
     next_token: int = 0
     """Tokens before this one are D's already or were cut into chunks."""
     next_seq: int = 0
@@ -150,8 +152,13 @@ class SendAttempt:
 
     @property
     def complete(self) -> bool:
-        """Whether the whole prompt is computed."""
-        return self.token_id is not None
+        """Whether the engine computes the end of the prompt, or has."""
+        return self.num_planned == self.num_known_tokens
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """Less goes first: what a stream waits for already, then what is due first."""
+        return not self.complete, math.inf if self.deadline is None else self.deadline
 
     @property
     def live(self) -> bool:

@@ -7,12 +7,13 @@ an error. A slot that is reused between two uses for the same chunk shows in the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from disagg.engine.commands import (
     Add,
-    ChunkComputed,
+    ChunkPlanned,
     Ended,
     Event,
     Gather,
@@ -95,8 +96,8 @@ class SenderShell:
     def on_event(self, event: Event) -> None:
         machine, pair = self.machine, self._pair
         match event:
-            case ChunkComputed(key, num_computed):
-                self._carry_out(machine.on_chunk_computed(key, num_computed))
+            case ChunkPlanned(key, end):
+                self._carry_out(machine.on_chunk_planned(key, end))
             case PrefillComputed(key, _, token_id, _, logprobs):
                 self._carry_out(machine.on_prefill_computed(key, token_id, logprobs))
             case TokenSampled(key, _, index, token_id):
@@ -173,6 +174,8 @@ class ReceiverShell:
         self._pair = pair
         self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
         self._scatters: dict[Chunk, int] = {}
+        self._verified: Counter[AttemptKey] = Counter()
+        """Tokens that were asked to be scattered, or were cached."""
         self._owned: set[AttemptKey] = set()
         """Committed attempts that the engine runs."""
 
@@ -195,6 +198,7 @@ class ReceiverShell:
         machine, pair = self.machine, self._pair
         match event:
             case Reserved(key, cached_tokens):
+                self._verified[key] = cached_tokens
                 self._carry_out(machine.on_reserved(key, cached_tokens))
             case ReserveRefused(key, reason):
                 self._carry_out(machine.on_reserve_refused(key, reason))
@@ -227,8 +231,10 @@ class ReceiverShell:
                     assert slot not in self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
                     self._scatters[key, seq] = slot
+                    self._verified[key] += end - start
                     pair.d.commands.append(Scatter(key, seq, start, end, self._buffers[slot][:nbytes]))
                 case JoinSequence(key, token_id, logprobs):
+                    assert self._verified[key] == pair.specs[key].num_known_tokens
                     self._owned.add(key)
                     pair.d.commands.append(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):

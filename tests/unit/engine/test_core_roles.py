@@ -6,9 +6,10 @@ import pytest
 
 from disagg.engine.commands import (
     Add,
-    ChunkComputed,
+    ChunkPlanned,
     Ended,
     Event,
+    Gather,
     Gathered,
     Join,
     Joined,
@@ -29,6 +30,7 @@ from tests.support.engine import (
     GATEWAY,
     ROOT,
     VOCAB_SIZE,
+    FailingRunner,
     assert_idle,
     core_in_state,
     end_of,
@@ -56,9 +58,9 @@ class TestPrefillRole:
         events = handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True)) + run_until_idle(core)
         (token_id,) = expected_output(PROMPT, 1)
         assert events == [
-            ChunkComputed(KEY, 32),
+            ChunkPlanned(KEY, 32),
+            ChunkPlanned(KEY, 40),
             TokenSampled(KEY, GATEWAY, 0, token_id),
-            ChunkComputed(KEY, 40),
             PrefillComputed(KEY, GATEWAY, token_id, cached_tokens=0),
         ]
         assert core.audit() == ({"sequences": 1, "blocks_active": 3, "blocks_reserved": 0, "swap_bytes": 0}, [])
@@ -70,7 +72,7 @@ class TestPrefillRole:
         handle_all(core, Add(make_spec("warm", PROMPT[:33])))
         run_until_idle(core)
         events = handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True)) + run_until_idle(core)
-        assert [e for e in events if isinstance(e, ChunkComputed)] == [ChunkComputed(KEY, 40)]
+        assert [e for e in events if isinstance(e, ChunkPlanned)] == [ChunkPlanned(KEY, 40)]
         assert events[-1] == PrefillComputed(KEY, GATEWAY, expected_output(PROMPT, 1)[0], cached_tokens=32)
 
     def test_logprobs_of_the_first_token_come_with_it_and_for_the_hand_over(self) -> None:
@@ -80,8 +82,8 @@ class TestPrefillRole:
         (token_id,) = expected_output(PROMPT, 1)
         logprobs = fake_logprobs(token_id, 2, VOCAB_SIZE)
         assert events == [
+            ChunkPlanned(KEY, 40),
             TokenSampled(KEY, GATEWAY, 0, token_id, logprobs),
-            ChunkComputed(KEY, 40),
             PrefillComputed(KEY, GATEWAY, token_id, 0, logprobs),
         ]
         handle_all(core, Release(KEY))
@@ -92,7 +94,21 @@ class TestPrefillRole:
         (token_id,) = expected_output(PROMPT, 1)
         spec = make_spec("a", PROMPT, max_tokens=1 if reason == "length" else 9, stop=[token_id] * (reason == "stop"))
         events = handle_all(core, Add(spec, hold_after_prefill=True)) + run_until_idle(core)
-        assert events == [TokenSampled(KEY, GATEWAY, 0, token_id), Ended(KEY, GATEWAY, reason)]  # type: ignore[arg-type]
+        assert events == [
+            ChunkPlanned(KEY, 40),
+            TokenSampled(KEY, GATEWAY, 0, token_id),
+            Ended(KEY, GATEWAY, reason),  # type: ignore[arg-type]
+        ]
+        assert_idle(core)
+
+    def test_what_a_planned_step_does_not_compute_is_not_gathered(self) -> None:
+        runner = FailingRunner()
+        core = make_core(runner=runner)
+        handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True))
+        runner.failing = {"run"}
+        assert core.plan_step(0.0) == [ChunkPlanned(KEY, 40)]
+        assert [type(event) for event in core.run_step()] == [Ended]
+        assert handle_all(core, Gather(KEY, 0, 0, 40, new_buffer(40))) == [Gathered(KEY, 0, ok=False)]
         assert_idle(core)
 
     def test_a_waiting_one_blocked_by_held_ones_is_no_work_until_a_release(self) -> None:

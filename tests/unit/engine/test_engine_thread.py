@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from disagg.engine import engine_thread
-from disagg.engine.commands import Add, ChunkComputed, Command, Ended, Gather, Gathered, Reserve, TokenSampled
+from disagg.engine.commands import Add, Command, Ended, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.engine.fake import FakeModelRunner, fake_generate
 from disagg.engine.plan import StepPlan, StepResult
-from tests.support.engine import IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
+from tests.support.engine import BLOCK, IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
 
 WAIT_S = 10.0
 PROMPT = make_prompt(20)
@@ -76,34 +76,50 @@ def test_a_step_that_failed_is_not_measured() -> None:
         assert harness.batches.get(timeout=WAIT_S).step is None
 
 
-def test_the_kv_of_a_chunk_is_gathered_before_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the sender, on another thread, takes its time to ask."""
-    monkeypatch.setattr(engine_thread, "GATHER_WAIT_S", WAIT_S)
-    harness = Harness(make_core(token_budget=32))
+class AskingRunner(FakeModelRunner):
+    """Asks for the KV that a step computes while it computes it."""
+
+    def __init__(self) -> None:
+        super().__init__(10, BLOCK, 4096, VOCAB_SIZE)
+        self.ask: Callable[[StepPlan], None] = lambda plan: None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.ask(plan)
+        return super().run(plan)
+
+
+def test_what_was_asked_for_during_a_step_is_gathered_before_the_next_one() -> None:
+    runner = AskingRunner()
+    harness = Harness(make_core(runner=runner, token_budget=32))
+
+    def ask(plan: StepPlan) -> None:
+        for seq, (start, end) in enumerate([(0, 16), (16, 32)]):
+            harness.thread.post(Gather(plan.entries[0].sequence.key, seq, start, end, new_buffer(16)))
+
+    runner.ask = ask
     for name in "ab":
         harness.thread.post(Add(make_spec(name, make_prompt(32, seed=ord(name))), hold_after_prefill=True))
     harness.thread.start()
-    seen = harness.batches.get(timeout=WAIT_S).events
-    for seq, (start, end) in enumerate([(0, 16), (16, 32)]):
-        harness.thread.post(Gather(key_of("a"), seq, start, end, new_buffer(16)))
-        monkeypatch.setattr(engine_thread, "NEXT_GATHER_WAIT_S", 0.0 if seq else WAIT_S)
-        seen += harness.batches.get(timeout=WAIT_S).events
-    seen += harness.batches.get(timeout=WAIT_S).events
-    chunks = [(type(e).__name__, e.key.request_id) for e in seen if isinstance(e, (ChunkComputed, Gathered))]
-    assert chunks == [("ChunkComputed", "a"), ("Gathered", "a"), ("Gathered", "a"), ("ChunkComputed", "b")]
+    seen = [harness.batches.get(timeout=WAIT_S).events for _ in range(4)]
+    assert [[(type(e).__name__, e.key.request_id) for e in events] for events in seen] == [
+        [("ChunkPlanned", "a")],
+        [("TokenSampled", "a"), ("PrefillComputed", "a"), ("Gathered", "a"), ("Gathered", "a")],
+        [("ChunkPlanned", "b")],
+        [("TokenSampled", "b"), ("PrefillComputed", "b"), ("Gathered", "b"), ("Gathered", "b")],
+    ]
+    assert all(event.ok for events in seen for event in events if isinstance(event, Gathered))
     assert harness.thread.stop(WAIT_S)
 
 
-def test_a_sender_that_does_not_ask_does_not_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "GATHER_WAIT_S", 0.0)
-    with running(make_core(token_budget=32)) as harness:
-        for name in "ab":
-            harness.thread.post(Add(make_spec(name, make_prompt(32, seed=ord(name))), hold_after_prefill=True))
-        seen = [harness.batches.get(timeout=WAIT_S).events for _ in range(2)]
-        assert [event.key.request_id for events in seen for event in events if isinstance(event, ChunkComputed)] == [
-            "a",
-            "b",
-        ]
+def test_what_peers_wait_for_is_told_before_the_step() -> None:
+    harness = Harness(make_core())
+    harness.thread.post(Add(make_spec("a", PROMPT)))
+    harness.thread.post(Reserve(make_spec("b", PROMPT)))
+    harness.thread.start()
+    first, second = (harness.batches.get(timeout=WAIT_S) for _ in range(2))
+    assert ([type(event).__name__ for event in first.events], first.step) == (["Reserved"], None)
+    assert second.step is not None
+    assert harness.thread.stop(WAIT_S)
 
 
 def test_a_call_comes_after_the_commands_that_were_posted_before() -> None:

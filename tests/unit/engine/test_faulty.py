@@ -119,7 +119,8 @@ def test_corruption_changes_one_bit_and_shows_in_the_checksum(side: str) -> None
 
 def test_a_send_that_fails_moves_nothing() -> None:
     exchange = Exchange(p="transport.send=fail")
-    assert (exchange.sent, exchange.received, exchange.target.any()) == ([False], [], False)
+    assert (exchange.sent, exchange.received) == ([False], [])
+    assert bytes(exchange.target) == bytes(64)
     exchange.close()
     assert exchange.received == [(False, 0)]
 
@@ -220,8 +221,9 @@ def test_a_step_that_raises_or_hangs() -> None:
 
 async def test_a_session_breaks_instead_of_taking_an_update() -> None:
     mailbox: Mailbox[int] = failpoints("tokens.send=drop(after=1,times=1)").mailbox(10)
-    mailbox.put(1)
-    assert not mailbox.closed
-    mailbox.put(2)
-    assert mailbox.closed
+    closed = []
+    for item in (1, 2):
+        mailbox.put(item)
+        closed.append(mailbox.closed)
+    assert closed == [False, True]
     assert [item async for item in mailbox] == []

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.batching import chunk_length, finish_reason
-from disagg.engine.commands import ChunkComputed, Ended, PrefillComputed, TokenSampled
+from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
 from tests.support.engine import (
@@ -166,10 +166,9 @@ class TestApply:
         scheduler = make_scheduler(token_budget=32)
         add_to(scheduler, "a", 40, hold=True)
         key = key_of("a")
-        assert step_scheduler(scheduler)[1] == [ChunkComputed(key, 32)]
+        assert step_scheduler(scheduler)[1] == []
         assert step_scheduler(scheduler)[1] == [
             TokenSampled(key, GATEWAY, 0, 7),
-            ChunkComputed(key, 40),
             PrefillComputed(key, GATEWAY, 7, 0),
         ]
         assert states_of(scheduler) == {"a": "held"}

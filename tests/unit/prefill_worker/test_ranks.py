@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.engine.blocking import call_on_thread
-from disagg.engine.commands import Add, ChunkComputed, Gather, Gathered
+from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
 from disagg.engine.kv_transfer.transport import make_connector
 from disagg.prefill_worker import link as link_module
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Offer
@@ -44,7 +44,7 @@ async def test_a_wider_decode_worker_gets_each_rank_its_slices(streams: list[Pla
         streams[0].message(Offer)
         await it.reserve(streams[0])
         it.context.command(Add)
-        it.role.on_event(ChunkComputed(key_of("a"), 14))
+        it.role.on_event(ChunkPlanned(key_of("a"), 14))
         first, second = (each for each in it.context.commands() if isinstance(each, Gather))
         # 80 bytes of staging hold 5 tokens, since each token goes out twice.
         assert [(each.start, each.end, each.peer_tp) for each in (first, second)] == [(0, 5, 2), (5, 10, 2)]

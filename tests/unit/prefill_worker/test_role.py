@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.engine.blocking import call_on_thread
-from disagg.engine.commands import Add, ChunkComputed, Ended, Gather, Gathered, PrefillComputed, Release
+from disagg.engine.commands import Add, ChunkPlanned, Ended, Gather, Gathered, PrefillComputed, Release
 from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
 from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
@@ -125,7 +125,7 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
         context, role = it.context, it.role
         await it.reserve(stream, cached_tokens=4)
         assert context.command(Add) == Add(spec_of("a"), hold_after_prefill=True)
-        role.on_event(ChunkComputed(key_of("a"), 14))
+        role.on_event(ChunkPlanned(key_of("a"), 14))
         gather = context.command(Gather)
         assert (gather.start, gather.end) == (4, 14)
         gather.out[:] = 7
@@ -254,7 +254,7 @@ async def test_a_broken_stream_fails_attempts_and_waits_for_the_engine(streams: 
     async with offered(spec_of("a"), streams) as (it, stream):
         await it.reserve(stream)
         it.context.commands()
-        it.role.on_event(ChunkComputed(key_of("a"), 10))
+        it.role.on_event(ChunkPlanned(key_of("a"), 10))
         it.context.command(Gather)
         stream.end()
         await until(lambda: it.context.reasons() == [("a", "failed")])

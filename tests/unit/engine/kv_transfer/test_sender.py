@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.engine.kv_transfer.effects import (
@@ -32,6 +33,7 @@ from disagg.proto.handover import (
     Refused,
     Reserved,
 )
+from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from tests.support.pair import prompt_of, spec_of
 
@@ -61,8 +63,8 @@ def header(seq: int, start: int, end: int, checksum: int) -> Send:
 
 def test_a_whole_hand_over() -> None:
     machine = prefilling()
-    assert machine.on_chunk_computed(KEY, 7) == []  # less than half a payload
-    assert machine.on_chunk_computed(KEY, 14) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
+    assert machine.on_chunk_planned(KEY, 7) == []  # less than half a payload
+    assert machine.on_chunk_planned(KEY, 14) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
     assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 1, 12, 20, slot=1, nbytes=64)]
     assert machine.on_gathered(KEY, 0, True, 64, checksum=11) == [header(0, 4, 12, 11)]
     assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [
@@ -90,7 +92,7 @@ def test_nothing_to_send_commits_at_once() -> None:
     machine = sender()
     machine.offer(SPEC, 0.0)
     machine.on_message(Reserved(**NAMED, cached_tokens=20), 0.0)
-    assert machine.on_chunk_computed(KEY, 20) == []
+    assert machine.on_chunk_planned(KEY, 20) == []
     logprobs = TokenLogprobs(-0.5, (5,), (-0.5,))
     assert machine.on_prefill_computed(KEY, 5, logprobs) == [
         Send(Commit(**NAMED, token_id=5, logprobs=logprobs, num_chunks=0))
@@ -120,7 +122,7 @@ def test_without_a_slot_a_computed_chunk_waits() -> None:
 
 def test_the_sequence_is_not_released_while_a_gather_is_to_come() -> None:
     machine = prefilling()
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     assert machine.cancel(KEY) == [Send(Abort(**ID, reason=CANCELLED)), SendOver(KEY, "cancelled", CANCELLED, 0, 4)]
     assert machine.on_message(AbortAck(**ID), 0.0) == []
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
@@ -146,7 +148,7 @@ def test_a_cleared_chunk_is_sent_though_its_attempt_was_cancelled() -> None:
 @pytest.mark.parametrize(("reason", "outcome"), [(CANCELLED, "cancelled"), ("deadline", "failed")])
 def test_an_abort_of_d_ends_the_attempt(reason: str, outcome: Any) -> None:
     machine = prefilling()
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
     assert machine.on_message(Abort(**ID, reason=reason), 0.0) == [
         Send(AbortAck(**ID)),
@@ -158,7 +160,7 @@ def test_an_abort_of_d_ends_the_attempt(reason: str, outcome: Any) -> None:
 
 def test_a_rejected_chunk_fails_its_attempt() -> None:
     machine = prefilling()
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
     machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     machine.on_sent(KEY, 0, True)
@@ -172,7 +174,7 @@ def test_a_rejected_chunk_fails_its_attempt() -> None:
 
 def test_lost_kv_fails_its_attempt() -> None:
     machine = prefilling()
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     reason = "its KV is gone on the prefill worker"
     assert machine.on_gathered(KEY, 0, False) == [
         Send(Abort(**ID, reason=reason)),
@@ -221,7 +223,7 @@ def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> No
 
 def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
     machine = prefilling()
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     before = machine.holdings()
     with pytest.raises(TransitionError, match="offered before"):
         machine.offer(SPEC, 0.0)
@@ -235,7 +237,7 @@ def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
 def test_late_engine_events_are_ignored() -> None:
     machine = prefilling()
     machine.cancel(KEY)
-    assert machine.on_chunk_computed(KEY, 14) == []
+    assert machine.on_chunk_planned(KEY, 14) == []
     assert machine.on_prefill_computed(KEY, 1) == []
     assert machine.cancel(KEY) == []
 
@@ -251,7 +253,7 @@ def beat_until(machine: Sender, until_s: float) -> list[Any]:
 
 def test_cleared_bytes_that_never_leave_end_the_pair() -> None:
     machine = prefilling(transfer_timeout_s=3.0)
-    machine.on_chunk_computed(KEY, 14)
+    machine.on_chunk_planned(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
     machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     assert beat_until(machine, 2.5) == []
@@ -278,3 +280,28 @@ def test_a_tick_beats() -> None:
 def test_options_that_cannot_work(options: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         sender(**options)
+
+
+def test_slots_go_first_to_whose_stream_waits_and_then_to_what_is_due_first() -> None:
+    machine = sender(num_slots=1, credits=9)
+    late, soon, complete = (
+        msgspec.structs.replace(SPEC, request_id=RequestId(name), timeout_s=timeout_s)
+        for name, timeout_s in [("late", 9.0), ("soon", 2.0), ("complete", None)]
+    )
+    for spec in (late, soon, complete):
+        machine.offer(spec, 0.0)
+        reserved = Reserved(request_id=spec.request_id, attempt=spec.attempt, generation=7, cached_tokens=4)
+        machine.on_message(reserved, 0.0)
+    effects = machine.on_chunk_planned(late.key, 19)
+    for spec, end in ((soon, 12), (complete, 20)):
+        assert machine.on_chunk_planned(spec.key, end) == []  # no slot is free
+    order = []
+    while gathers := [effect for effect in effects if isinstance(effect, GatherChunk)]:
+        (chunk,) = gathers
+        request_id, attempt = chunk.key
+        machine.on_gathered(chunk.key, chunk.seq, True, chunk.nbytes, 0)
+        clear = ClearToSend(request_id=request_id, attempt=attempt, generation=7, seq=chunk.seq, turn=len(order))
+        machine.on_message(clear, 0.0)
+        order.append((request_id, chunk.start, chunk.end))
+        effects = machine.on_sent(chunk.key, chunk.seq, True)
+    assert order == [("late", 4, 12), ("complete", 4, 12), ("complete", 12, 20), ("soon", 4, 12), ("late", 12, 19)]
