@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-cluster test-clients lint format check bench bench-gateway proto wheel clean
+.PHONY: help install model demo serve test test-tp test-cluster test-clients lint format check bench bench-gateway soak proto wheel clean
 
 help: ## what can be made
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -51,6 +51,11 @@ test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
 	@echo "Testing (about eight minutes on two cores)"
 	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+test-tp: export OMP_NUM_THREADS = 1
+test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over
+	@echo "Testing wide workers (about a minute)"
+	@$(BIN)/python -m pytest tests/ranks $(ARGS)
 
 test-cluster: export OMP_NUM_THREADS = 1
 test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a streamed token, to `ray down`
@@ -93,6 +98,11 @@ bench-gateway: model ## what a token costs the gateway, by protocol, and what mi
 	@$(BIN)/python benchmarks/gateway.py --json build/gateway.json $(ARGS)
 	@$(BIN)/python benchmarks/gateway.py --slow --json build/gateway-slow.json
 	@$(BIN)/python benchmarks/bad_input.py --generated 12000 --json build/bad-input.json
+
+soak: export OMP_NUM_THREADS = 1
+soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about five minutes)
+	@mkdir -p build
+	@$(BIN)/python benchmarks/soak.py --json build/soak.json $(ARGS)
 
 $(PROTO_TOOLS)/.install-stamp: Makefile
 	@mkdir -p build

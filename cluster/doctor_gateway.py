@@ -1,6 +1,6 @@
 """What `disagg doctor` looks at in a running cluster: ports, keys, health, workers, and that KV moves on every pair.
 
-    gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): a probe, its bytes counted
+    gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): see `doctor_pairs.py`
 
 What others depend on comes first, and ends it when it fails. The judging functions are pure.
 """
@@ -10,17 +10,16 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from disagg.client import Client, ClusterState, Probe
+from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
-from disagg.client.types import WorkerState
 from disagg.cluster.address import UNREACHABLE
-from disagg.cluster.demo import format_bytes
+from disagg.cluster.doctor_pairs import pair_findings
 from disagg.cluster.finding import Finding
 from disagg.cluster.operate import open_client
 from disagg.proto.addresses import join_address, split_address
-from disagg.proto.errors import AuthenticationError, DisaggError, PermissionDeniedError, UnavailableError
+from disagg.proto.errors import AuthenticationError, DisaggError, UnavailableError
 
 CONNECT_TIMEOUT_S = 3.0
 HTTP_TIMEOUT_S = 5.0
@@ -41,7 +40,7 @@ def gateway_findings(address: str) -> Iterator[Finding]:
         yield keys_finding(address)
         yield from _http(state.http_address, address, tls)
         yield from worker_findings(state)
-        yield from _pairs(client, state)
+        yield from pair_findings(client, state)
 
 
 # ---------------------------------------------------------------- ports
@@ -197,43 +196,3 @@ def worker_findings(state: ClusterState) -> Iterator[Finding]:
         yield Finding("FAIL", "model", f"not the same everywhere: {', '.join(texts)}", "restart the cluster")
     elif prints:
         yield Finding("ok", "model", f"the same everywhere ({next(iter(prints))})")
-
-
-def pairs_of(workers: Sequence[WorkerState]) -> list[tuple[str, str]]:
-    """Every prefill worker with every decode worker, of those that can be used."""
-    ready = [worker for worker in workers if worker.phase in ("ready", "")]
-    prefills = [worker.worker_id for worker in ready if list(worker.roles) == ["prefill"]]
-    decodes = [worker.worker_id for worker in ready if list(worker.roles) == ["decode"]]
-    return [(prefill, decode) for prefill in prefills for decode in decodes]
-
-
-# ---------------------------------------------------------------- pairs
-
-
-def _pairs(client: Client, state: ClusterState) -> Iterator[Finding]:
-    pairs = pairs_of(state.workers)
-    if not pairs:
-        is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
-        why = "workers do both (colocated), so no KV moves" if is_colocated else "there is no pair that could be used"
-        yield Finding("ok" if is_colocated else "FAIL", "KV", why, "" if is_colocated else "disagg status")
-    for prefill, decode in pairs:
-        try:
-            yield pair_finding(prefill, decode, client.probe(prefill, decode))
-        except PermissionDeniedError:
-            yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
-            return
-        except DisaggError as error:
-            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.message}", "disagg status")
-
-
-def pair_finding(prefill: str, decode: str, probe: Probe) -> Finding:
-    """Of the bytes that a probe moved."""
-    name = f"{prefill} -> {decode}"
-    if probe.kv_bytes != probe.expected_bytes:
-        text = f"{name}: {probe.kv_bytes} bytes moved, the prompt has {probe.expected_bytes}"
-        return Finding("FAIL", "KV", text, f"disagg drain {decode}")
-    text = f"{name}: {format_bytes(probe.kv_bytes)} by {probe.transport} in {probe.exposed_ms:.1f} ms"
-    if probe.exposed_ms > 0:
-        rate = probe.kv_bytes / probe.exposed_ms / 1e3
-        text += f", {rate:.0f} MB/s" if rate >= 10 else f", {rate:.2f} MB/s"
-    return Finding("ok", "KV", text)

@@ -264,24 +264,19 @@ class EngineCore:
         match effect:
             case SwapOut(sequence=sequence):
                 try:
-                    self._swapper.swap_out(effect)
+                    totals["swapped_out_blocks"] += self._swapper.swap_out(effect)
                 except Exception as error:
                     _log.error("the KV of %s could not be kept", sequence.key, exc_info=error)
                     return self._scheduler.not_kept(sequence)
-                totals["swapped_out_blocks"] += self._num_blocks(effect)
             case SwapIn(sequence=sequence):
                 try:
-                    self._swapper.swap_in(effect)
+                    totals["swapped_in_blocks"] += self._swapper.swap_in(effect)
                 except Exception as error:
                     return [self._fail(sequence, "swap", error)]
                 self._scheduler.resumed(sequence)
-                totals["swapped_in_blocks"] += self._num_blocks(effect)
             case Ended():
                 return [effect]
         return []
-
-    def _num_blocks(self, swap: SwapOut | SwapIn) -> int:
-        return sum(self._blocks.blocks_for(piece.end - piece.start) for piece in swap.pieces)
 
     def _run(self, plan: StepPlan) -> list[Event]:
         """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
@@ -381,8 +376,7 @@ class EngineCore:
         return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
 
     def _end_duplicate(self, key: AttemptKey) -> Ended | None:
-        sequence = self._scheduler.sequences.get(key)
-        if sequence is None:
+        if (sequence := self._scheduler.sequences.get(key)) is None:
             return None
         ended = self._scheduler.end(sequence, "failed", f"started again while {sequence.state.value}")
         self._forget(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from disagg.engine.parallel.slices import head_slices, heads_sent
 from disagg.engine.plan import Buffer, ModelRunner
-from disagg.engine.swap import SwapIn, SwapOut, SwapPool, slot_tokens_for
+from disagg.engine.swap import Piece, SwapIn, SwapOut, SwapPool, slot_tokens_for
 
 
 def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
@@ -32,17 +32,22 @@ class Swapper:
         self._payload_bytes = slot_tokens * _token_bytes(runner)
         self._buffers: dict[int, Buffer] = {}
 
-    def swap_out(self, swap: SwapOut) -> None:
-        """Raises whatever the runner raises; the slots then hold nothing of use."""
+    def swap_out(self, swap: SwapOut) -> int:
+        """Blocks that were copied. Raises whatever the runner raises; the slots then hold nothing of use."""
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
             self._runner.gather(swap.block_table, piece.start, piece.end, buffer, self._runner.tp)
+        return self._num_blocks(swap.pieces)
 
-    def swap_in(self, swap: SwapIn) -> None:
-        """Raises whatever the runner raises; the blocks of the pieces then hold nothing of use."""
+    def swap_in(self, swap: SwapIn) -> int:
+        """Blocks that were copied. Raises whatever the runner raises; the blocks then hold nothing of use."""
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
             self._runner.scatter(swap.sequence.block_table, piece.start, piece.end, buffer, self._runner.tp)
+        return self._num_blocks(swap.pieces)
+
+    def _num_blocks(self, pieces: tuple[Piece, ...]) -> int:
+        return sum(-(-(piece.end - piece.start) // self._runner.block_size) for piece in pieces)
 
     def _buffer(self, slot: int) -> Buffer:
         """The memory of a slot, allocated at its first use."""

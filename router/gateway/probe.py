@@ -1,4 +1,4 @@
-"""Sends a short random prompt through one pair of workers, to see that KV moves from the one to the other.
+"""Sends a random prompt through one pair of workers, to see that KV moves from the one to the other.
 
     find both ──> random ids ──submit(pair)──> two tokens ──> trace: bytes that moved against bytes that the prompt has
 
@@ -18,7 +18,8 @@ from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Sampling, WorkerInfo
 from disagg.router.api import RoutedRequest, Router
 
-MAX_PROMPT_TOKENS = 256
+MAX_PROMPT_TOKENS = 2048
+"""Enough that bytes, and not messages, take most of the time."""
 OUTPUT_TOKENS = 2
 """One of P and one of D."""
 TIMEOUT_S = 10.0

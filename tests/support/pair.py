@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,11 @@ BYTES_PER_TOKEN = 8
 ROOT = root_hash("fake")
 Message = SenderToReceiver | ReceiverToSender
 Deliver = Callable[[], None]
+NO_TAMPERS: Mapping[str, Callable[[Message], list[Message]]] = {}
+
+
+def _unchanged(message: Message) -> list[Message]:
+    return [message]
 
 
 def spec_of(
@@ -127,6 +132,7 @@ class WorkerPair:
     Args:
         chunk_tokens: tokens of a full payload.
         tamper: sees every control message as it is delivered, and says what arrives instead.
+        tampers: the same, for one way only: `to_d` or `to_p`.
     """
 
     def __init__(
@@ -138,13 +144,16 @@ class WorkerPair:
         receive_slots: int = 2,
         token_budget: int = 20,
         d_blocks: int = 64,
+        p_blocks: int = 64,
         tamper: Callable[[Message], list[Message]] | None = None,
+        tampers: Mapping[str, Callable[[Message], list[Message]]] = NO_TAMPERS,
         **timeouts: float,
     ) -> None:
         self.now = 0.0
         self.credits = credits
-        self.tamper = tamper or (lambda message: [message])
-        self.p, self.d = Side("p", token_budget), Side("d", token_budget, num_blocks=d_blocks)
+        self.tampers = {way: tampers.get(way, tamper or _unchanged) for way in ("to_d", "to_p")}
+        self.p = Side("p", token_budget, num_blocks=p_blocks)
+        self.d = Side("d", token_budget, num_blocks=d_blocks)
         self.wire = Wire()
         self.to_d: deque[SenderToReceiver] = deque()
         self.to_p: deque[ReceiverToSender] = deque()
@@ -158,8 +167,11 @@ class WorkerPair:
             "credits": credits,
             **timeouts,
         }
-        self.sender = SenderShell(self, num_slots=send_slots, **common)
-        self.receiver = ReceiverShell(self, num_slots=receive_slots, **common)
+        self._new_shells: Callable[[], tuple[SenderShell, ReceiverShell]] = lambda: (
+            SenderShell(self, num_slots=send_slots, **common),
+            ReceiverShell(self, num_slots=receive_slots, **common),
+        )
+        self.sender, self.receiver = self._new_shells()
         self.specs: dict[AttemptKey, SequenceSpec] = {}
         self.p_overs: defaultdict[AttemptKey, list[SendOver]] = defaultdict(list)
         self.d_overs: defaultdict[AttemptKey, list[ReceiveOver]] = defaultdict(list)
@@ -195,6 +207,27 @@ class WorkerPair:
         self.receiver.close()
         self.wire.close()
 
+    def die(self, side: str) -> None:
+        """One worker is gone with all that it held and had to say; the other sees its stream end. The dead one's place
+        is taken by a new life that knows nothing."""
+        self.broken = True
+        self.to_d.clear()
+        self.to_p.clear()
+        self.wire.close()
+        self.answers[side].clear()
+        sender, receiver = self._new_shells()
+        if side == "p":
+            self.sender, self.p = sender, Side("p", self.p.token_budget, self.p.num_blocks)
+            self.receiver.close()
+        else:
+            self.receiver, self.d = receiver, Side("d", self.d.token_budget, self.d.num_blocks)
+            self.sender.close()
+
+    def reconnect(self) -> None:
+        """A new stream and transport between the workers that live now; the old pair is at rest."""
+        self.broken, self.wire = False, Wire()
+        self.sender, self.receiver = self._new_shells()
+
     # ------------------------------------------------------------ time
 
     def ready(self) -> list[str]:
@@ -219,10 +252,10 @@ class WorkerPair:
         self.num_delivered += 1
         match name:
             case "to_d":
-                for message in self.tamper(self.to_d.popleft()):
+                for message in self.tampers["to_d"](self.to_d.popleft()):
                     self.receiver.on_message(message)  # type: ignore[arg-type]  # A test may send what P must not.
             case "to_p":
-                for message in self.tamper(self.to_p.popleft()):
+                for message in self.tampers["to_p"](self.to_p.popleft()):
                     self.sender.on_message(message)  # type: ignore[arg-type]  # A test may send what D must not.
             case "bytes":
                 self.wire.deliver()
@@ -309,15 +342,15 @@ class WorkerPair:
         return any(over.outcome == "committed" for over in self.d_overs[key])
 
     def expected(self, key: AttemptKey) -> list[int]:
-        """What the fake model answers."""
+        """What the fake model answers, from the first token of this attempt on."""
         spec = self.specs[key]
-        return fake_generate(spec.prompt_token_ids, spec.sampling.max_tokens)
+        return fake_generate(spec.prompt_token_ids, spec.sampling.max_tokens)[len(spec.emitted_token_ids) :]
 
     def answer(self, key: AttemptKey) -> list[int]:
-        """Output tokens so far, without a gap."""
-        tokens = self.tokens[key]
-        assert sorted(tokens) == list(range(len(tokens)))
-        return [tokens[index] for index in range(len(tokens))]
+        """Output tokens of this attempt so far, without a gap."""
+        tokens, first = self.tokens[key], len(self.specs[key].emitted_token_ids)
+        assert sorted(tokens) == list(range(first, first + len(tokens)))
+        return [tokens[index] for index in sorted(tokens)]
 
     def assert_answers_are_right(self) -> None:
         """No attempt, finished or not, gave a token that the model does not give; committed ones that ended gave

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cluster import doctor, doctor_gateway, doctor_local
+from disagg.cluster import doctor, doctor_gateway, doctor_local, doctor_pairs
 from disagg.cluster.finding import Finding
 from disagg.cluster.models import ModelEntry
 from disagg.proto.errors import (
@@ -258,23 +258,44 @@ def test_pairs() -> None:
         worker("decode-2", phase="starting"),
         worker("colocated-0", "prefill+decode"),
     ]
-    assert doctor_gateway.pairs_of(workers) == [("prefill-0", "decode-0"), ("prefill-0", "decode-1")]
+    assert doctor_pairs.pairs_of(workers) == [("prefill-0", "decode-0"), ("prefill-0", "decode-1")]
+
+
+def probe_of(moved: int, exposed_ms: float) -> pb.ProbePairResponse:
+    return pb.ProbePairResponse(kv_bytes=moved, expected_bytes=4_000_000, exposed_ms=exposed_ms, transport="gloo")
 
 
 @pytest.mark.parametrize(
-    ("moved", "exposed_ms", "level", "text"),
+    ("probes", "level", "text"),
     [
-        (4_000_000, 2.0, "ok", "p -> d: 3.8 MiB by gloo in 2.0 ms, 2000 MB/s"),
-        (4_000_000, 640.0, "ok", "p -> d: 3.8 MiB by gloo in 640.0 ms, 6.25 MB/s"),
-        (4_000_000, 0.0, "ok", "p -> d: 3.8 MiB by gloo in 0.0 ms"),
-        (3_999_999, 2.0, "FAIL", "p -> d: 3999999 bytes moved, the prompt has 4000000"),
-        (0, 0.0, "FAIL", "p -> d: 0 bytes moved, the prompt has 4000000"),
+        ([(4_000_000, 9.0), (4_000_000, 2.0)], "ok", "p -> d: 3.8 MiB by gloo in 2.0 ms, 2000 MB/s (best of 2)"),
+        ([(4_000_000, 640.0)], "ok", "p -> d: 3.8 MiB by gloo in 640.0 ms, 6.25 MB/s (best of 1)"),
+        ([(4_000_000, 0.0)], "ok", "p -> d: 3.8 MiB by gloo in 0.0 ms (best of 1)"),
+        ([(4_000_000, 2.0), (3_999_999, 2.0)], "FAIL", "p -> d: 3999999 bytes moved, the prompt has 4000000"),
+        ([(0, 0.0)], "FAIL", "p -> d: 0 bytes moved, the prompt has 4000000"),
     ],
 )
-def test_what_a_pair_moved(moved: int, exposed_ms: float, level: str, text: str) -> None:
-    probe = pb.ProbePairResponse(kv_bytes=moved, expected_bytes=4_000_000, exposed_ms=exposed_ms, transport="gloo")
-    found = doctor_gateway.pair_finding("p", "d", probe)
+def test_what_a_pair_moved(probes: list[tuple[int, float]], level: str, text: str) -> None:
+    found = doctor_pairs.pair_finding("p", "d", [probe_of(*probe) for probe in probes])
     assert (found.level, found.text) == (level, text)
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ({}, []),
+        ({("p", "d"): 1.0}, []),
+        ({("p", "d"): 1000.0, ("p", "e"): 333.0}, ["p -> e moves 333 MB/s where others move 1000 MB/s"]),
+        ({("p", "d"): 1000.0, ("p", "e"): 334.0}, []),
+        (
+            {("p", "d"): 900.0, ("p", "e"): 1000.0, ("q", "d"): 5.5, ("q", "e"): 2000.0, ("r", "d"): 1100.0},
+            ["q -> d moves 5.50 MB/s where others move 1000 MB/s"],
+        ),
+    ],
+)
+def test_pairs_that_lag_behind(rates: dict[tuple[str, str], float], slow: list[str]) -> None:
+    found = doctor_pairs.slow_findings(rates)
+    assert [(each.level, each.text) for each in found] == [("warn", text) for text in slow]
 
 
 class Cluster:
@@ -336,7 +357,13 @@ def test_every_pair_is_tried_whatever_becomes_of_the_others(monkeypatch: pytest.
         "FAIL KV",
         "ok KV",
     ]
-    assert cluster.probed == [("prefill-0", "decode-0"), ("prefill-0", "decode-1")]
+    assert cluster.probed == [("prefill-0", "decode-0")] + [("prefill-0", "decode-1")] * doctor_pairs.NUM_PROBES
+
+
+def test_a_slow_pair_is_told_after_all_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = pb.ProbePairResponse(kv_bytes=8, expected_bytes=8, exposed_ms=100, transport="gloo")
+    cluster = Cluster(TWO_PAIRS, decode_0=slow, decode_1=GOOD_PROBE)
+    assert levels_of(monkeypatch, cluster)[-3:] == ["ok KV", "ok KV", "warn KV"]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ async def test_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "num_tokens"),
     [
-        ({"token_budget": 4096}, {}, 256),
+        ({"token_budget": 512}, {}, 512),
         ({"token_budget": 8}, {}, 8),
         ({}, {"max_model_len": 20}, 18),
         ({"num_blocks": 2}, {}, 30),

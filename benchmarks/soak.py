@@ -1,0 +1,335 @@
+"""Many requests through a real cluster that fails on purpose: is every answer exact, and does everything go back?
+
+python benchmarks/soak.py --requests 10000 --json FILE
+
+Two prefill and two decode workers as child processes, with the deterministic model. A fifth of the clients go away at
+a random moment; failpoints fall on bytes, control messages and steps, set so that about one request in twenty meets
+one. Prompts have shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
+
+Before and after, the same load runs without faults, in slices: the median of each tells what is left of the goodput
+(tokens of exact, finished answers per second). What each process holds is taken at rest before and after: the workers'
+own audit, memory, open files and threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import print_table, report, write_json
+from benchmarks.soak_rest import Footprint, at_rest, fired, footprints
+from disagg.client import AsyncClient
+from disagg.cluster.config import ClusterConfig, parse_config
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.fake import fake_generate
+from disagg.engine.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
+from disagg.proto.errors import DisaggError
+
+FAILPOINTS = ";".join(
+    [
+        "transport.send=corrupt(p=0.002)",
+        "transport.receive=corrupt(p=0.002)",
+        "transport.send=fail(p=0.0003)",
+        "transport.receive=fail(p=0.0003)",
+        "transport.receive=delay(p=0.002,ms=50)",
+        "control.send=drop(p=0.0002)",
+        "control.receive=drop(p=0.0002)",
+        "control.send=duplicate(p=0.0002)",
+        "control.send=reorder(p=0.0002)",
+        "control.send=delay(p=0.001,ms=20)",
+        "control.send=stale(p=0.0002)",
+        "control.send=resize(p=0.0005)",
+        "engine.step=raise(p=0.00005)",
+        "tokens.send=drop(p=0.00002)",
+    ]
+)
+NUM_SLICES = 5
+"""Of the load without faults, before and after."""
+CANCELLED_SHARE = 0.22
+"""Of the clients, that mean to go; some of their answers end before."""
+NUM_FAMILIES = 16
+"""Shared prefixes."""
+LARGEST_GROWTH_MIB = 64.0
+"""What a process may have more at rest after the soak than before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One request of the plan."""
+
+    prompt: tuple[int, ...]
+    num_tokens: int
+    leaves_after: int | None
+    """The client goes after so many tokens; None stays to the end."""
+    leaves_after_s: float | None
+    """The client goes after this time, perhaps before the first token."""
+
+
+@dataclass
+class Outcome:
+    """What became of the requests of one phase."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """`finished`, `cancelled`, `wrong`, and `failed: <code>`."""
+    num_tokens: int = 0
+    """Of finished answers."""
+    longest_s: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of finished answers per second."""
+        return self.num_tokens / self.elapsed_s
+
+
+def plan(seed: int, num_requests: int, cancelled_share: float) -> list[Work]:
+    """Requests with prompts of 8 to 343 tokens, of which up to 256 are shared, and answers of 1 to 64 tokens."""
+    dice = random.Random(seed)
+    families = [[random.Random(number).randrange(32_000) for _ in range(256)] for number in range(NUM_FAMILIES)]
+    work = []
+    for _ in range(num_requests):
+        shared = dice.choice(families)[: dice.choice((0, 0, 32, 64, 128, 256))]
+        own = [dice.randrange(32_000) for _ in range(dice.randrange(8, 88))]
+        num_tokens = dice.randrange(1, 65)
+        leaves = dice.random() < cancelled_share
+        by_time = num_tokens == 1 or dice.random() < 0.3
+        work.append(
+            Work(
+                prompt=(*shared, *own),
+                num_tokens=num_tokens,
+                leaves_after=dice.randrange(1, num_tokens) if leaves and not by_time else None,
+                leaves_after_s=dice.random() * 0.1 if leaves and by_time else None,
+            )
+        )
+    return work
+
+
+async def run(client: AsyncClient, work: Sequence[Work], concurrency: int) -> Outcome:
+    """All of them, so many at a time."""
+    outcome, turns = Outcome(), asyncio.Semaphore(concurrency)
+
+    async def one(each: Work) -> None:
+        async with turns:
+            started = time.monotonic()
+            what = await ask(client, each)
+            outcome.longest_s = max(outcome.longest_s, time.monotonic() - started)
+        outcome.counts[what] += 1
+        outcome.num_tokens += each.num_tokens if what == "finished" else 0
+
+    started = time.monotonic()
+    await asyncio.gather(*(one(each) for each in work))
+    outcome.elapsed_s = time.monotonic() - started
+    return outcome
+
+
+async def ask(client: AsyncClient, work: Work) -> str:
+    """What became of one request; `wrong` if a token was not the reference's."""
+    got: list[int] = []
+    try:
+        async with asyncio.timeout(work.leaves_after_s):
+            finished = await follow(client, work, got)
+    except TimeoutError:
+        finished = False
+    except DisaggError as error:
+        return f"failed: {error.code}"
+    expected = fake_generate(work.prompt, work.num_tokens)
+    if got != (expected if finished else expected[: len(got)]):
+        return "wrong"
+    return "finished" if finished else "cancelled"
+
+
+async def follow(client: AsyncClient, work: Work, got: list[int]) -> bool:
+    """Collect the tokens of a stream in `got`; whether it came to its end."""
+    stream = client.stream(list(work.prompt), max_tokens=work.num_tokens, temperature=0.0, ignore_eos=True)
+    try:
+        async for delta in stream:
+            got += delta.token_ids
+            if work.leaves_after is not None and len(got) >= work.leaves_after:
+                return len(got) == work.num_tokens
+    finally:
+        await stream.aclose()
+    return True
+
+
+async def slices(client: AsyncClient, seed: int, num_requests: int, concurrency: int) -> list[Outcome]:
+    """The load without faults and cancels, in parts."""
+    return [await run(client, plan(seed + part, num_requests, 0.0), concurrency) for part in range(NUM_SLICES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One soak."""
+
+    before: list[Outcome]
+    soak: Outcome
+    after: list[Outcome]
+    footprints: dict[str, tuple[Footprint, Footprint]]
+    """By process, before and after."""
+    left: list[str]
+    """What was held at rest after the soak."""
+    fired: Counter[str]
+    restarts: int
+
+
+async def soak(cluster: ProcessCluster, options: argparse.Namespace, logs: Path, pause: Path) -> Result:
+    """The three phases on one cluster."""
+    num_calm = max(100, options.requests // 50)
+    lives = {info.worker_id: info.incarnation for info in cluster.workers}
+    async with AsyncClient(cluster.address) as client:
+        say("warming up")
+        await run(client, plan(1, 2 * num_calm, CANCELLED_SHARE), options.concurrency)
+        before = await slices(client, 100, num_calm, options.concurrency)
+        await at_rest(client, cluster)
+        first = footprints(cluster)
+        say(f"{options.requests} requests with faults")
+        pause.unlink()
+        outcome = await run(client, plan(options.seed + 1000, options.requests, CANCELLED_SHARE), options.concurrency)
+        pause.touch()
+        left = await at_rest(client, cluster)
+        say("the same load without faults")
+        after = await slices(client, 200, num_calm, options.concurrency)
+        left += await at_rest(client, cluster)
+    last = footprints(cluster)
+    return Result(
+        before=before,
+        soak=outcome,
+        after=after,
+        footprints={name: (first[name], last[name]) for name in first if name in last},
+        left=left,
+        fired=fired(logs),
+        restarts=sum(lives.get(info.worker_id) != info.incarnation for info in cluster.workers),
+    )
+
+
+def say(what: str) -> None:
+    """Progress."""
+    print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def summary(result: Result) -> dict[str, float]:
+    """The figures of a soak, and `met`: 1 if every promise is kept."""
+    outcome, phases = result.soak, [*result.before, result.soak, *result.after]
+    before, after = (statistics.median(o.goodput for o in phase) for phase in (result.before, result.after))
+    total = sum(outcome.counts.values())
+    failed = sum(number for what, number in outcome.counts.items() if what.startswith("failed"))
+    growth = {name: last.rss_mib - first.rss_mib for name, (first, last) in result.footprints.items()}
+    files = {name: last.num_files - first.num_files for name, (first, last) in result.footprints.items()}
+    threads = {name: last.num_threads - first.num_threads for name, (first, last) in result.footprints.items()}
+    figures = {
+        "requests": total,
+        "finished": outcome.counts["finished"],
+        "cancelled": outcome.counts["cancelled"],
+        "failed": failed,
+        "wrong": sum(phase.counts["wrong"] for phase in phases),
+        "faults": sum(result.fired.values()),
+        "faults_per_request": sum(result.fired.values()) / total,
+        "left_over": len(result.left),
+        "worker_restarts": result.restarts,
+        "goodput_before": before,
+        "goodput_during": outcome.goodput,
+        "goodput_after": after,
+        "goodput_ratio": after / before,
+        "longest_request_s": outcome.longest_s,
+        "memory_growth_mib": max(growth.values()),
+        "open_files_growth": max(files.values()),
+        "threads_growth": max(threads.values()),
+        "elapsed_s": outcome.elapsed_s,
+    }
+    figures["met"] = float(
+        not figures["wrong"]
+        and not figures["left_over"]
+        and figures["goodput_ratio"] >= 0.95
+        and figures["memory_growth_mib"] <= LARGEST_GROWTH_MIB
+        and figures["open_files_growth"] <= 0
+        and figures["threads_growth"] <= 0
+    )
+    return figures
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    """Outcomes, faults and footprints, one thing a row."""
+    outcomes = [{"row": "outcome", "name": what, "count": n} for what, n in sorted(result.soak.counts.items())]
+    faults = [{"row": "fault", "name": what, "count": n} for what, n in sorted(result.fired.items())]
+    calm = [
+        {"row": phase, "name": str(number), "tokens_per_s": each.goodput, "counts": dict(each.counts)}
+        for phase, slices in (("before", result.before), ("after", result.after))
+        for number, each in enumerate(slices)
+    ]
+    sizes = [
+        {"row": "footprint", "name": name, "before": vars(first), "after": vars(last)}
+        for name, (first, last) in result.footprints.items()
+    ]
+    left = [{"row": "left over", "name": what} for what in result.left]
+    return [*outcomes, *faults, *calm, *sizes, *left]
+
+
+def cluster_config() -> ClusterConfig:
+    """Chunks of two blocks, so that a prompt takes several; short leases, so that what is stuck ends soon."""
+    return parse_config(
+        {
+            "model": {"path": "fake"},
+            "gateway": {"port": 0},
+            "placement": {"local_prefill": "never"},
+            "transfer": {
+                "chunk_bytes": 256,
+                "staging_bytes": 2048,
+                "heartbeat_s": 0.25,
+                "lease_timeout_s": 2.0,
+                "timeout_s": 2.0,
+            },
+            "pools": {
+                "prefill": {"size": 2, "token_budget": 256, "num_blocks": 1024},
+                "decode": {"size": 2, "num_blocks": 1024},
+            },
+        }
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Soak a cluster that fails on purpose.")
+    parser.add_argument("--requests", type=int, default=10_000, help="with faults and cancels (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=32, help="at a time (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Exit status 0 if every promise is kept."""
+    options = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="disagg-soak-") as folder:
+        logs, pause = Path(folder) / "logs", Path(folder) / "pause"
+        pause.touch()
+        os.environ[FAILPOINTS_VARIABLE] = f"seed={options.seed};{FAILPOINTS}"
+        os.environ[PAUSE_VARIABLE] = str(pause)
+        with ProcessCluster(cluster_config(), log_dir=logs) as cluster:
+            result = asyncio.run(soak(cluster, options, logs, pause))
+    figures = summary(result)
+    print_table("Soak", ["figure", "value"], [[name, f"{value:,.4g}"] for name, value in figures.items()])
+    for what in result.left:
+        print(f"left over: {what}")
+    if options.json:
+        write_json(options.json, report(rows(result), figures))
+    return 0 if figures["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

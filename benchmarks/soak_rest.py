@@ -1,0 +1,80 @@
+"""What a cluster holds when nobody asks it for anything: the workers' audits, and what /proc says of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from disagg.client import AsyncClient
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.faulty import FIRED
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.messages import AuditReport, AuditRequest, WorkerInfo, decoder, encode
+from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
+
+REST_TIMEOUT_S = 30.0
+"""Leases, and memories of ended attempts that fade, are over by then."""
+GATEWAY = "gateway"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One process at rest."""
+
+    rss_mib: float
+    num_files: int
+    num_threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        """As the kernel counts it."""
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        fields = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE))
+        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+        return cls(int(fields["VmRSS"]) / 1024, files, int(fields["Threads"]))
+
+
+def footprints(cluster: ProcessCluster) -> dict[str, Footprint]:
+    """Of every worker and the gateway, by name."""
+    names = [*(str(info.worker_id) for info in cluster.workers), GATEWAY]
+    return {name: Footprint.of(cluster.pid(name)) for name in names}
+
+
+async def at_rest(client: AsyncClient, cluster: ProcessCluster) -> list[str]:
+    """Wait until nothing is held, for at most `REST_TIMEOUT_S`; what is held then, and what audits found wrong."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + REST_TIMEOUT_S
+    while held := await _held(client, cluster):
+        if loop.time() >= deadline:
+            return held
+        await asyncio.sleep(0.2)
+    return []
+
+
+async def _held(client: AsyncClient, cluster: ProcessCluster) -> list[str]:
+    state = await client.cluster_state()
+    held = [f"router: {state.queued_requests} queued, {state.running_requests} running"]
+    if not (state.queued_requests or state.running_requests):
+        held.clear()
+    for info in cluster.workers:
+        audit = await _audit(info, cluster.secret)
+        held += [f"{info.worker_id}: {count} {name}" for name, count in audit.counts.items() if count]
+        held += [f"{info.worker_id}: {problem}" for problem in audit.problems]
+    return held
+
+
+async def _audit(info: WorkerInfo, secret: ClusterSecret) -> AuditReport:
+    async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
+        frame = await channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()), metadata=secret.metadata)
+    return decoder(AuditReport).decode(frame)
+
+
+def fired(logs: Path) -> Counter[str]:
+    """How often each failpoint fell, by the logs of the workers."""
+    lines = (line for log in logs.glob("*.log") for line in log.read_text(errors="replace").splitlines())
+    return Counter(line.rpartition(f"{FIRED} ")[2] for line in lines if f"faulty: {FIRED} " in line)

@@ -1,0 +1,163 @@
+"""GB/s between workers of several ranks: every rank a process, with the channels that a worker's rank has, and nothing
+else of a worker. A chunk is in several parts, one on each rank, and over when all parts are.
+
+    this process ──"ready?"──> all ranks ──"go"──> P's ranks send their slices, D's receive them ──> all are done
+
+There are as many processes as ranks: with fewer cores they take turns, and what more ranks could gain does not show.
+The parts are those of a model with 8 KV heads and 32 KiB of KV a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import numpy as np
+
+from benchmarks.transfer_rates import (
+    ANSWER_S,
+    GO,
+    HOST,
+    PAIR,
+    READY,
+    Case,
+    Measure,
+    TransferError,
+    Window,
+    in_turn,
+    rate_of,
+)
+from disagg.engine.kv_transfer.transport import (
+    Connector,
+    PairTransport,
+    Rendezvous,
+    make_connector,
+    make_rendezvous,
+    nobody_waits,
+)
+from disagg.engine.parallel.channels import RankChannels
+from disagg.engine.parallel.routes import PairPlan, plan_pair
+from disagg.engine.parallel.transport import OpenChannel
+from disagg.proto.handover import Side
+from disagg.proto.messages import KvLayout
+
+LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", bytes_per_token=32 << 10)
+CHUNK_BYTES = 4 << 20
+IN_FLIGHT = 2
+Tp = tuple[int, int]
+"""Ranks of the prefill and of the decode worker."""
+
+
+def chunks_of(transport: str) -> Case:
+    """What is moved between the ranks: chunks of the default size, two under way."""
+    return Case(transport=transport, size=CHUNK_BYTES, in_flight=IN_FLIGHT)
+
+
+def play_rank(transport: str, tp: Tp, side: Side, rank: int, link: Connection) -> NoReturn:
+    """A rank's process: forms its channels, then takes part in measurements until it is killed."""
+    plan = plan_pair(LAYOUT, *tp)
+    if (side, rank) == ("receiver", 0):
+        hosted: Rendezvous = make_rendezvous(transport, HOST)  # type: ignore[arg-type]  # raises for a name that is none
+        link.send(hosted.address)
+        open_channel: OpenChannel = hosted.accept
+    else:
+        open_channel = partial(_dial, make_connector(transport, HOST, side), link.recv())
+    channels = RankChannels(plan, side, rank, PAIR, open_channel)
+    channels.open()
+    run = _work(channels, plan, side, rank, chunks_of(transport))
+    while True:
+        assert link.recv() == READY
+        link.send(READY)
+        assert link.recv() == GO
+        run()
+        link.send(GO)
+
+
+def _dial(connect: Connector, address: str, name: str) -> PairTransport:
+    return connect(name, address)
+
+
+def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: Case) -> Callable[[], None]:
+    """This rank's part of all chunks."""
+    num_tokens = CHUNK_BYTES // plan.bytes_per_token
+    part_bytes = num_tokens * sum(route.num_bytes for route in plan.routes(side, rank))
+    buffers = [np.ones(part_bytes, np.uint8) for _ in range(case.in_flight)]
+
+    def start(number: int, done: Callable[[str], None]) -> None:
+        def over(ok: bool, error: str, _: object) -> None:
+            done("" if ok else error or "not moved")
+
+        buffer = buffers[number % case.in_flight]
+        if side == "sender":
+            channels.send(buffer, num_tokens, over)
+        else:
+            channels.receive(buffer, num_tokens, over, nobody_waits)
+
+    return lambda: Window(case, start).run()
+
+
+@contextmanager
+def all_ranks(transport: str, tp: Tp) -> Iterator[Measure]:
+    """The ranks of a pair, ready to be measured."""
+    context = multiprocessing.get_context("spawn")
+    plan = plan_pair(LAYOUT, *tp)
+    with contextlib.ExitStack() as ends:
+        links: dict[tuple[Side, int], Connection] = {}
+        sides: tuple[Side, Side] = ("receiver", "sender")
+        for side in sides:
+            for rank in plan.ranks(side):
+                link, theirs = context.Pipe()
+                ends.callback(link.close)
+                child = context.Process(target=play_rank, args=(transport, tp, side, rank, theirs), daemon=True)
+                child.start()
+                theirs.close()
+                ends.callback(child.join)
+                ends.callback(child.kill)
+                links[side, rank] = link
+        address = _hear(links["receiver", 0])
+        for key, link in links.items():
+            if key != ("receiver", 0):
+                link.send(address)
+
+        every = list(links.values())
+
+        def measure(case: Case) -> float:
+            _tell_all(every, READY)
+            began = time.perf_counter()
+            _tell_all(every, GO)
+            return rate_of(case, time.perf_counter() - began)
+
+        yield measure
+
+
+def _tell_all(links: Iterable[Connection], word: str) -> None:
+    """Say it to all ranks, and wait until all have said it back."""
+    for link in links:
+        link.send(word)
+    for link in links:
+        if _hear(link) != word:
+            raise TransferError("a rank said something else")
+
+
+def _hear(link: Connection) -> str:
+    if not link.poll(ANSWER_S):
+        raise TransferError(f"a rank did not answer in {ANSWER_S:g} s")
+    return str(link.recv())
+
+
+def measure_ranks(transports: Sequence[str], pairs: Sequence[Tp], repeats: int) -> dict[tuple[str, Tp], list[float]]:
+    """GB/s of every transport and pair, once for each repeat, after a warm-up. Raises `TransferError`."""
+    rates: dict[tuple[str, Tp], list[float]] = {(transport, tp): [] for transport in transports for tp in pairs}
+    for repeat in range(repeats):
+        for transport, tp in in_turn(list(rates), repeat):
+            case = chunks_of(transport)
+            with all_ranks(transport, tp) as measure:
+                measure(case)
+                rates[transport, tp].append(measure(case))
+    return rates

@@ -1,0 +1,102 @@
+"""What `disagg doctor` finds about pairs of workers: that KV moves on each, how fast, and which ones lag behind.
+
+    each pair (P, D) ──> some probes ──> bytes against what the prompts have; the best rate ──> all pairs compared
+
+A probe moves the KV of a short random prompt. Its time is what a stream would wait for, as the gateway sees it, so it
+holds some messages too: a rate of a small model says more about those than about the channel. The judging functions
+are pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from disagg.client import Client, ClusterState, Probe
+from disagg.client.types import WorkerState
+from disagg.cluster.demo import format_bytes
+from disagg.cluster.finding import Finding
+from disagg.proto.errors import DisaggError, PermissionDeniedError
+
+NUM_PROBES = 3
+"""Of each pair: the first one finds sockets and memory cold."""
+FAR_BELOW = 1 / 3
+"""Of the median of all pairs; what a pair does less than that is told."""
+
+Pair = tuple[str, str]
+"""Prefill and decode worker."""
+
+
+def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
+    """Of each pair as it is probed; then of those that are slow."""
+    pairs = pairs_of(state.workers)
+    if not pairs:
+        is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
+        why = "workers do both (colocated), so no KV moves" if is_colocated else "there is no pair that could be used"
+        yield Finding("ok" if is_colocated else "FAIL", "KV", why, "" if is_colocated else "disagg status")
+    rates: dict[Pair, float] = {}
+    for prefill, decode in pairs:
+        try:
+            probes = [client.probe(prefill, decode) for _ in range(NUM_PROBES)]
+        except PermissionDeniedError:
+            yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
+            return
+        except DisaggError as error:
+            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.message}", "disagg status")
+            continue
+        finding = pair_finding(prefill, decode, probes)
+        best = max(map(rate, probes))
+        if finding.level == "ok" and best > 0:
+            rates[prefill, decode] = best
+        yield finding
+    yield from slow_findings(rates)
+
+
+def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
+    """Every prefill worker with every decode worker, of those that can be used."""
+    ready = [worker for worker in workers if worker.phase in ("ready", "")]
+    prefills = [worker.worker_id for worker in ready if list(worker.roles) == ["prefill"]]
+    decodes = [worker.worker_id for worker in ready if list(worker.roles) == ["decode"]]
+    return [(prefill, decode) for prefill in prefills for decode in decodes]
+
+
+def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:
+    """Of the bytes that a pair's probes moved: all of each prompt's, and how fast at best."""
+    name = f"{prefill} -> {decode}"
+    for probe in probes:
+        if probe.kv_bytes != probe.expected_bytes:
+            text = f"{name}: {probe.kv_bytes} bytes moved, the prompt has {probe.expected_bytes}"
+            return Finding("FAIL", "KV", text, f"disagg drain {decode}")
+    best = max(probes, key=rate)
+    text = f"{name}: {format_bytes(best.kv_bytes)} by {best.transport} in {best.exposed_ms:.1f} ms"
+    if best.exposed_ms > 0:
+        text += f", {format_rate(rate(best))}"
+    return Finding("ok", "KV", f"{text} (best of {len(probes)})")
+
+
+def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
+    """Pairs far below what the pairs do in the median, which two pairs alone do not tell: there the faster one is the
+    measure."""
+    if len(rates) < 2:
+        return []
+    usual = max(rates.values()) if len(rates) == 2 else statistics.median(rates.values())
+    return [
+        Finding(
+            "warn",
+            "KV",
+            f"{prefill} -> {decode} moves {format_rate(measured)} where others move {format_rate(usual)}",
+            "compare the network and the load of their hosts",
+        )
+        for (prefill, decode), measured in rates.items()
+        if measured < usual * FAR_BELOW
+    ]
+
+
+def rate(probe: Probe) -> float:
+    """MB/s; 0 where the time was too short to be seen."""
+    return probe.kv_bytes / probe.exposed_ms / 1e3 if probe.exposed_ms > 0 else 0.0
+
+
+def format_rate(mb_s: float) -> str:
+    """With two digits after the point below 10."""
+    return f"{mb_s:.0f} MB/s" if mb_s >= 10 else f"{mb_s:.2f} MB/s"

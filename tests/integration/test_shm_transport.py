@@ -1,0 +1,445 @@
+"""The transport through shared memory: between two real processes, and both ends in this one where that says more.
+
+Between processes the parent is D. The child is P: it does what a script of (operation, argument) pairs says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from disagg.client import AsyncClient
+from disagg.cluster.config import parse_config
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.fake import fake_generate
+from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransport
+from disagg.engine.kv_transfer.shm_hello import Hello
+from disagg.engine.kv_transfer.shm_lane import CLOSED, PEER_ENDED, PIECE_BYTES, RING_BYTES
+from disagg.engine.kv_transfer.transport import TransportError, make_connector, make_rendezvous
+from tests.support.workers import wait_until_workers_idle
+
+SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, PIECE_BYTES, (4 << 20) - 1, RING_BYTES + 1]
+ANSWER_S = 20.0
+Bytes = npt.NDArray[np.uint8]
+Script = list[tuple[str, Any]]
+
+
+def content(seed: int, size: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+class Answers:
+    """Collects what `done` was told."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[bool, str, int]] = queue.SimpleQueue()
+
+    def __call__(self, ok: bool, error: str, checksum: int = 0) -> None:
+        self._queue.put((ok, error, checksum))
+
+    def next(self, timeout_s: float = ANSWER_S) -> tuple[bool, str, int]:
+        return self._queue.get(timeout=timeout_s)
+
+    def errors(self, count: int) -> list[str]:
+        """Of that many answers, none of which is ok."""
+        answers = [self.next() for _ in range(count)]
+        assert [(ok, digest) for ok, _, digest in answers] == [(False, 0)] * count
+        return [error for _, error, _ in answers]
+
+
+def play(address: str, pair_name: str, script: Script, link: Connection) -> None:
+    """P's process."""
+    transport = ShmConnector()(pair_name, address)
+    answers = Answers()
+    for operation, argument in script:
+        match operation:
+            case "send":
+                buffers = [content(seed, size) for seed, size in enumerate(argument)]
+                for buffer in buffers:
+                    transport.send(buffer, len(buffer), answers)
+                link.send([answers.next() for _ in buffers])
+            case "recv":
+                buffers = [np.zeros(size, np.uint8) for size in argument]
+                for buffer in buffers:
+                    transport.recv(buffer, len(buffer), answers)
+                link.send([answers.next() for _ in buffers])
+            case "die":
+                transport.send(content(0, argument), argument, answers)
+                transport.recv(np.zeros(1, np.uint8), 1, answers)
+                link.send("ready")
+                link.recv()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wait":
+                link.recv()
+            case "close":
+                transport.close()
+                link.send([thread.name for thread in threading.enumerate()])
+
+
+class Peer:
+    """A running P, and D's end of the pair."""
+
+    def __init__(self, rendezvous: ShmRendezvous, script: Script, pair_name: str = "pair-1") -> None:
+        context = multiprocessing.get_context("spawn")
+        self.link, other = context.Pipe()
+        self.process = context.Process(target=play, args=(rendezvous.address, pair_name, script, other), daemon=True)
+        self.process.start()
+        other.close()
+        self.transport = rendezvous.accept(pair_name)
+
+    def hears(self) -> Any:
+        assert self.link.poll(ANSWER_S)
+        return self.link.recv()
+
+    def end(self) -> None:
+        self.transport.close()
+        self.process.kill()
+        self.process.join()
+        self.link.close()
+
+
+def num_descriptors() -> int:
+    """Sockets and rings that are open here."""
+    gc.collect()
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this very listing
+            count += str(link.readlink()).startswith(("socket:", "/memfd:"))
+    return count
+
+
+def num_rings() -> int:
+    """Mappings of this process that are rings."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:disagg-kv")
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[ShmRendezvous]:
+    """One of this host; afterwards no thread, descriptor or memory of a channel is left."""
+    threads, descriptors = set(threading.enumerate()), num_descriptors()
+    rendezvous = ShmRendezvous()
+    yield rendezvous
+    rendezvous.close()
+    assert set(threading.enumerate()) <= threads
+    assert (num_rings(), num_descriptors() - descriptors) == (0, 0)
+
+
+def both(rendezvous: ShmRendezvous, name: str = "pair-1") -> tuple[ShmTransport, ShmTransport]:
+    """(P's end, D's end), in this process."""
+    ends: list[ShmTransport] = []
+    thread = threading.Thread(target=lambda: ends.append(rendezvous.accept(name)))
+    thread.start()
+    p = ShmConnector()(name, rendezvous.address)
+    thread.join()
+    return p, ends[0]
+
+
+def test_chunks_of_odd_sizes_both_ways() -> None:
+    before = num_descriptors()
+    rendezvous = ShmRendezvous()
+    peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
+    answers, order = Answers(), []
+    targets = [np.full(size + 3, 0xEE, np.uint8) for size in SIZES]
+    for number, target in enumerate(targets):
+        peer.transport.recv(target, SIZES[number], answers, lambda number=number: order.append(number))  # type: ignore[misc]
+    assert order == list(range(len(SIZES)))
+    expected = [content(seed, size) for seed, size in enumerate(SIZES)]
+    assert [answers.next() for _ in SIZES] == [(True, "", checksum(each)) for each in expected]
+    assert all(target[:-3].tobytes() == each.tobytes() for target, each in zip(targets, expected, strict=True))
+    assert all(target[-3:].tolist() == [0xEE] * 3 for target in targets)
+    assert peer.hears() == [(True, "", 0)] * len(SIZES)
+    for each in expected:
+        peer.transport.send(each, len(each), answers)
+    assert [answers.next() for _ in SIZES] == [(True, "", 0)] * len(SIZES)
+    assert peer.hears() == [(True, "", checksum(each)) for each in expected]
+    assert peer.hears() == ["MainThread"]
+    peer.end()
+    rendezvous.close()
+    assert (num_rings(), num_descriptors()) == (0, before)
+
+
+def test_pairs_stand_side_by_side(rendezvous: ShmRendezvous) -> None:
+    (p1, d1), (p2, d2) = both(rendezvous, "one"), both(rendezvous, "two")
+    answers, target = Answers(), np.zeros(1, np.uint8)
+    d2.recv(target, 1, answers)
+    p1.send(np.array([1], np.uint8), 1, lambda *_: None)
+    p2.send(np.array([2], np.uint8), 1, lambda *_: None)
+    assert answers.next()[:2] == (True, "")
+    assert target.tolist() == [2]
+    for end in (p1, d1, p2, d2):
+        end.close()
+
+
+def test_a_rank_of_d_meets_a_sender_at_the_rendezvous_of_rank_0(rendezvous: ShmRendezvous) -> None:
+    for name, first in (("pair/0-1", "sender"), ("pair/1-1", "receiver")):
+        ends: dict[str, ShmTransport] = {}
+
+        def join(side: Any, name: str = name, ends: dict[str, ShmTransport] = ends) -> None:
+            ends[side] = ShmConnector(side=side)(name, rendezvous.address)
+
+        thread = threading.Thread(target=join, args=(first,))
+        thread.start()
+        while not rendezvous._arrived:
+            time.sleep(0.001)
+        join("receiver" if first == "sender" else "sender")
+        thread.join()
+        answers, target, sent = Answers(), np.zeros(5000, np.uint8), content(1, 5000)
+        ends["receiver"].recv(target, 5000, answers)
+        ends["sender"].send(sent, 5000, lambda *_: None)
+        assert answers.next() == (True, "", checksum(sent))
+        ends["sender"].recv(target, 10, answers)
+        ends["receiver"].send(sent, 10, lambda *_: None)
+        assert answers.next() == (True, "", checksum(sent[:10]))
+        for end in ends.values():
+            end.close()
+
+
+def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: ShmRendezvous) -> None:
+    peer = Peer(rendezvous, [("wait", None)])
+    answers = Answers()
+    num_bytes = RING_BYTES + 1  # more than fits into the ring
+    for _ in range(3):
+        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
+        peer.transport.send(np.zeros(num_bytes, np.uint8), num_bytes, answers)
+    with pytest.raises(queue.Empty):
+        answers.next(0.2)
+    peer.transport.close()
+    assert answers.errors(6) == [CLOSED] * 6
+    peer.transport.close()
+    posted: list[int] = []
+    peer.transport.recv(np.zeros(1, np.uint8), 1, answers, lambda: posted.append(1))
+    peer.transport.send(np.zeros(1, np.uint8), 1, answers)
+    assert answers.errors(2) == [CLOSED] * 2
+    assert not posted
+    peer.end()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2 * RING_BYTES])
+def test_a_killed_peer_is_noticed_at_once_and_leaves_nothing(rendezvous: ShmRendezvous, num_bytes: int) -> None:
+    """Also in the middle of an operation: without a close, a heartbeat or a timeout."""
+    peer = Peer(rendezvous, [("die", num_bytes)])
+    answers = Answers()
+    assert peer.hears() == "ready"
+    for _ in range(3):
+        peer.transport.recv(np.zeros(4 * RING_BYTES, np.uint8), 4 * RING_BYTES if num_bytes > 100 else 100, answers)
+    if num_bytes == 100:
+        assert answers.next()[:2] == (True, "")
+    peer.transport.send(np.zeros(RING_BYTES + 1, np.uint8), RING_BYTES + 1, answers)
+    peer.link.send("go")
+    peer.process.join(ANSWER_S)
+    assert peer.process.exitcode == -signal.SIGKILL
+    assert len(answers.errors(3 if num_bytes == 100 else 4)) >= 3
+    peer.end()
+
+
+def test_the_peers_close_ends_our_operations(rendezvous: ShmRendezvous) -> None:
+    p, d = both(rendezvous)
+    answers = Answers()
+    d.recv(np.zeros(5, np.uint8), 5, answers)
+    p.close()
+    assert answers.errors(1) == [PEER_ENDED]
+    d.send(np.zeros(5, np.uint8), 5, answers)
+    assert answers.errors(1) == [PEER_ENDED]
+    d.close()
+
+
+def test_sizes_that_differ_end_the_pair_and_not_the_process(rendezvous: ShmRendezvous) -> None:
+    p, d = both(rendezvous)
+    received, sent = Answers(), Answers()
+    target = np.zeros(2 * RING_BYTES, np.uint8)
+    d.recv(target, 7, received)
+    d.recv(target, 7, received)
+    p.send(np.ones(2 * RING_BYTES, np.uint8), 2 * RING_BYTES, sent)  # more than fits, so it waits for D
+    assert received.errors(2) == [f"{2 * RING_BYTES} bytes were sent where 7 were expected"] * 2
+    assert sent.errors(1) == [PEER_ENDED]
+    p.recv(target, 7, sent)
+    assert len(sent.errors(1)) == 1
+    assert not target.any()
+    p.close()
+    d.close()
+
+
+def test_a_done_may_close_the_channel(rendezvous: ShmRendezvous) -> None:
+    p, d = both(rendezvous)
+    closed = threading.Event()
+
+    def done(ok: bool, error: str, digest: int) -> None:
+        d.close()
+        closed.set()
+
+    d.recv(np.zeros(1, np.uint8), 1, done)
+    p.send(np.zeros(1, np.uint8), 1, lambda *_: None)
+    assert closed.wait(ANSWER_S)
+    p.close()
+
+
+def test_a_sender_that_is_far_ahead_waits_for_the_receiver(rendezvous: ShmRendezvous) -> None:
+    p, d = both(rendezvous)
+    sent, received = Answers(), Answers()
+    for seed in range(4):
+        p.send(content(seed, RING_BYTES), RING_BYTES, sent)
+    assert sent.next()[0]
+    with pytest.raises(queue.Empty):
+        sent.next(0.1)
+    target = np.zeros(RING_BYTES, np.uint8)
+    for seed in range(4):
+        d.recv(target, RING_BYTES, received)
+        assert received.next() == (True, "", checksum(content(seed, RING_BYTES)))
+    assert [sent.next()[0] for _ in range(3)] == [True] * 3
+    p.close()
+    d.close()
+
+
+def test_another_host_is_named(rendezvous: ShmRendezvous) -> None:
+    name = rendezvous.address.partition("/")[2]
+    with pytest.raises(TransportError, match=r"'elsewhere/.*is on another host"):
+        ShmConnector()("pair-1", f"elsewhere/{name}")
+
+
+def test_nobody_there_is_an_error_that_says_so(rendezvous: ShmRendezvous) -> None:
+    host = rendezvous.address.partition("/")[0]
+    with pytest.raises(TransportError, match=r"nobody met 'pair-1'.*refused"):
+        ShmConnector()("pair-1", f"{host}/disagg-kv-nobody")
+
+
+def test_another_user_is_sent_away(rendezvous: ShmRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(TransportError, match=f"belongs to user {user}, not to {user + 1}"):
+        ShmConnector()("pair-1", rendezvous.address)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"GET / HTTP/1.1",
+        msgspec.msgpack.encode(Hello(pair_name="pair-1", side="sender")),
+        msgspec.msgpack.encode(Hello(pair_name="pair-1", side="receiver", num_slots=7)),
+    ],
+)
+def test_who_says_nonsense_is_sent_away_and_holds_nobody_up(rendezvous: ShmRendezvous, frame: bytes) -> None:
+    name = rendezvous.address.partition("/")[2]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(f"\0{name}")
+        reader, writer = os.pipe()
+        if frame:
+            socket.send_fds(stranger, [frame], [reader])
+        os.close(reader)
+        os.close(writer)
+        p, d = both(rendezvous)  # after the stranger, or after its time is up
+        stranger.settimeout(ANSWER_S)
+        assert stranger.recv(10) == b""
+    p.close()
+    d.close()
+
+
+def test_a_peer_that_does_not_come_is_waited_for_only_so_long() -> None:
+    rendezvous = ShmRendezvous(set_up_timeout_s=0.2)
+    with pytest.raises(TransportError, match="nobody met 'pair-1'"):
+        rendezvous.accept("pair-1")
+    with pytest.raises(TransportError, match="nobody met 'pair-2'"):
+        ShmConnector(set_up_timeout_s=0.2)("pair-2", rendezvous.address)
+    p, d = both(rendezvous, "pair-3")  # which clears away what waited for pair-2
+    assert not rendezvous._arrived
+    p.close()
+    d.close()
+    rendezvous.close()
+
+
+def test_a_name_is_used_once(rendezvous: ShmRendezvous) -> None:
+    first = threading.Thread(target=lambda: _fails("pair-1", rendezvous.address))
+    first.start()
+    while not rendezvous._arrived:
+        time.sleep(0.001)
+    with pytest.raises(TransportError, match="nobody met 'pair-1'"):
+        ShmConnector()("pair-1", rendezvous.address)
+    rendezvous.close()
+    first.join(ANSWER_S)
+    assert not first.is_alive()
+
+
+def _fails(pair_name: str, address: str) -> None:
+    with pytest.raises(TransportError, match="nobody met"):
+        ShmConnector()(pair_name, address)
+
+
+def test_a_rendezvous_that_closes_wakes_whoever_waits(rendezvous: ShmRendezvous) -> None:
+    errors: list[str] = []
+
+    def accept() -> None:
+        try:
+            rendezvous.accept("pair-1")
+        except TransportError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    rendezvous.close()
+    thread.join(ANSWER_S)
+    assert errors == ["the rendezvous is closed"]
+    with pytest.raises(TransportError, match="closed"):
+        rendezvous.accept("pair-2")
+
+
+def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: ShmRendezvous) -> None:
+    before = num_descriptors()
+    for number in range(8):
+        p, d = both(rendezvous, f"round-{number}")
+        answers, target = Answers(), np.zeros(5000, np.uint8)
+        d.recv(target, 5000, answers)
+        p.send(content(number, 5000), 5000, lambda *_: None)
+        assert answers.next() == (True, "", checksum(content(number, 5000)))
+        d.close()
+        p.close()
+    assert (num_rings(), num_descriptors()) == (0, before)
+
+
+def test_the_door_to_it() -> None:
+    rendezvous = make_rendezvous("shm", "127.0.0.1")
+    assert isinstance(rendezvous, ShmRendezvous)
+    assert isinstance(make_connector("shm", "127.0.0.1"), ShmConnector)
+    rendezvous.close()
+
+
+async def test_a_cluster_hands_over_through_shared_memory() -> None:
+    config = {
+        "model": {"path": "fake"},
+        "gateway": {"port": 0, "http_port": None},
+        "placement": {"local_prefill": "never"},
+        "transfer": {"transport": "shm", "chunk_bytes": 4096, "staging_bytes": 8192},
+    }
+    with ProcessCluster(parse_config(config)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            prompts = [
+                [(7 * i + start) % 250 for i in range(length)] for start, length in enumerate((1, 17, 700, 1500))
+            ]
+            answers = await asyncio.gather(
+                *(client.generate(each, temperature=0.0, ignore_eos=True, max_tokens=9) for each in prompts)
+            )
+            assert [list(answer.token_ids) for answer in answers] == [fake_generate(each, 9) for each in prompts]
+            routes = [await client.explain(answer.request_id) for answer in answers]
+            assert {route.transport for route in routes} == {"shm"}
+            assert all(route.kv_bytes > 0 for route in routes)
+            await wait_until_workers_idle(cluster.workers, cluster.secret)
+            await asyncio.sleep(0.02)
+    assert cluster.killed == []
