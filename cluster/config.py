@@ -95,13 +95,17 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`pools.<name>`: workers of one kind."""
 
     size: Count = 1
-    """Worker processes."""
+    """Workers."""
+    tp: Count = 1
+    """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
+    together. Pools may differ. It must divide the model's heads and the size of its MLP."""
     num_threads: Count = 1
-    """Compute threads of each worker."""
+    """Compute threads of each rank."""
     cores: Literal["auto", "none"] | tuple[Core, ...] = "auto"
-    """CPU cores to pin each worker to: `auto` gives each its own, `none` does not pin, a list is used as it is."""
+    """CPU cores to pin each worker to: `auto` gives each rank its own, `none` does not pin, a list is divided among the
+    ranks of each worker."""
     kv_cache_bytes: Bytes = 1 << 30
-    """Memory of each worker's KV cache."""
+    """Memory of each rank's KV cache."""
     num_blocks: Count | None = None
     """Number of KV blocks, instead of `kv_cache_bytes`."""
     block_size: Count = 16
@@ -116,8 +120,12 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens counted as reserved when a sequence is admitted."""
     watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free."""
+    swap_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Host memory of each worker for the KV of preempted sequences; what does not fit there is computed again. Unset,
+    it is 256 MiB; on a GPU nothing, because it would be the GPU's own memory."""
     device: Name = "cpu"
-    """`cpu`, `cuda` or `cuda:<index>`."""
+    """`cpu`, `cuda` or `cuda:<index>`. Without Ray the ranks of a worker take the devices from there on; with Ray each
+    rank has the one that Ray gives it."""
     node_labels: dict[Name, Name] = {}
     """Ray nodes that this pool's workers may run on: those with all of these labels, such as
     `disagg.role: prefill`."""
@@ -171,7 +179,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`transfer`: the hand-over of KV from prefill to decode workers."""
 
     transport: TransportName | Literal["auto"] = "auto"
-    """`auto` is gloo on CPU and nccl on CUDA."""
+    """`auto` is gloo on CPU and nccl on CUDA. `shm` is memory that processes share: faster than gloo where all workers
+    are on one host, and only there."""
     chunk_bytes: Bytes = 4 << 20
     """Largest payload of one KV message, and the size of a staging slot."""
     staging_bytes: Bytes = 64 << 20
@@ -179,6 +188,19 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_timeout_s: Seconds = 5.0
     """A reservation on a decode worker ends when its prefill worker was silent for this long."""
     heartbeat_s: Seconds = 0.5
+    timeout_s: Seconds = 30.0
+    """How long a worker that answers may owe its peer a message or bytes before it counts as stuck."""
+
+
+class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`recovery`: when a process counts as hung, though its connections stand. `null` is never."""
+
+    suspect_after_s: Seconds | None = 2.5
+    """A worker was silent for so long: gateways continue elsewhere what it had."""
+    kill_after_s: Seconds | None = 4.0
+    """A worker or the gateway was silent for so long: it is killed, and started again."""
+    stuck_after_s: Seconds | None = 30.0
+    """A worker's engine has been in one step for so long: both. Must be longer than the longest honest step."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +245,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     network: NetworkConfig = NetworkConfig()
     controller: ControllerConfig = ControllerConfig()
     transfer: TransferConfig = TransferConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -310,6 +333,8 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu"
         )
+    if transfer.transport == "shm" and "cuda" in devices:
+        raise ConfigError("transfer.transport: shm moves KV of device cpu only; use nccl or auto with device cuda")
     if transfer.chunk_bytes > transfer.staging_bytes:
         raise ConfigError(
             f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than "
@@ -359,5 +384,10 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
             raise ConfigError(
                 f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
             )
-        if pool.num_threads > len(pool.cores):
-            raise ConfigError(f"{path}.num_threads: {pool.num_threads} threads do not fit on {len(pool.cores)} cores")
+        if pool.tp > len(pool.cores):
+            raise ConfigError(f"{path}.tp: {pool.tp} ranks do not fit on {len(pool.cores)} cores")
+        if pool.num_threads * pool.tp > len(pool.cores):
+            of_ranks = f" of {pool.tp} ranks" if pool.tp > 1 else ""
+            raise ConfigError(
+                f"{path}.num_threads: {pool.num_threads} threads{of_ranks} do not fit on {len(pool.cores)} cores"
+            )

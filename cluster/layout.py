@@ -3,6 +3,7 @@
 plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
 worker_cores    the same for any worker, also for one that a pool grows by later
 worker_config, router_config, gateway_config
+check_ranks     whether a model can be shared by the ranks of each pool's workers
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from dataclasses import dataclass
 
 from disagg.cluster.config import ClusterConfig, PoolConfig, active_pools
 from disagg.cluster.control.workers import worker_id
+from disagg.engine.checkpoint import ModelConfig
 from disagg.engine.config import TransportName, WorkerConfig
+from disagg.engine.model.sharding import rank_model
+from disagg.engine.parallel.shards import Shard
 from disagg.proto.control import PoolName
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.config import GatewayConfig
@@ -24,6 +29,8 @@ ROLES: dict[PoolName, tuple[RoleName, ...]] = {
     "decode": ("decode",),
     "colocated": ("prefill", "decode"),
 }
+
+DEFAULT_SWAP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +45,14 @@ class CorePlan:
 
 
 def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
-    """Give each worker with `cores: auto` on a CPU the next `num_threads` of the `available` cores, round and round."""
+    """Give each worker with `cores: auto` on a CPU the next `num_cores` of the `available` cores, round and round."""
     workers = {
         str(worker_id(name, index)): worker_cores(config, name, index, available)
         for name, pool in active_pools(config)
         for index in range(pool.size)
     }
     first = next(iter(workers.values()))
-    return CorePlan(workers, first[:1], _sharing_warnings(workers, available))
+    return CorePlan(workers, first[:1], (*_sharing_warnings(workers, available), *_crowding_warnings(config, workers)))
 
 
 def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: Sequence[int]) -> tuple[int, ...]:
@@ -58,7 +65,7 @@ def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: S
     pool = dict(pools)[name]
     if not _is_pinned_by_us(pool):
         return pool.cores if isinstance(pool.cores, tuple) else ()
-    counts = {other: min(p.num_threads, len(available)) for other, p in pools if _is_pinned_by_us(p)}
+    counts = {other: min(num_cores(p), len(available)) for other, p in pools if _is_pinned_by_us(p)}
     sizes = {other: dict(pools)[other].size for other in counts}
     before = list(counts)[: list(counts).index(name)]
     if index < pool.size:
@@ -67,6 +74,11 @@ def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: S
         rounds = index - pool.size
         first = sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[o] for o in before)
     return tuple(available[(first + offset) % len(available)] for offset in range(counts[name]))
+
+
+def num_cores(pool: PoolConfig) -> int:
+    """Cores that one worker of a pool uses: one for each compute thread of each rank."""
+    return pool.tp * pool.num_threads
 
 
 def _is_pinned_by_us(pool: PoolConfig) -> bool:
@@ -87,6 +99,16 @@ def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[i
     return tuple(warnings)
 
 
+def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Of ranks that share cores with each other: every step waits for the slowest."""
+    return tuple(
+        f"the {pool.tp} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
+        for pool_name, pool in active_pools(config)
+        for name, cores in workers.items()
+        if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.tp
+    )
+
+
 def worker_config(
     config: ClusterConfig, name: PoolName, index: int, model_path: str, available: Sequence[int]
 ) -> WorkerConfig:
@@ -101,6 +123,7 @@ def worker_config(
         dtype=config.model.dtype,
         cores=worker_cores(config, name, index, available),
         num_threads=pool.num_threads,
+        tp=pool.tp,
         block_size=pool.block_size,
         kv_cache_bytes=pool.kv_cache_bytes,
         num_blocks=pool.num_blocks,
@@ -110,12 +133,34 @@ def worker_config(
         max_model_len=config.model.max_model_len,
         decode_reserve_tokens=pool.decode_reserve_tokens,
         watermark=pool.watermark,
+        swap_bytes=swap_bytes(pool),
         transport=transport_name(config),
         chunk_bytes=transfer.chunk_bytes,
         staging_bytes=transfer.staging_bytes,
         lease_timeout_s=transfer.lease_timeout_s,
         heartbeat_s=transfer.heartbeat_s,
+        transfer_timeout_s=transfer.timeout_s,
     )
+
+
+def swap_bytes(pool: PoolConfig) -> int:
+    """What was asked for, or the default of the device."""
+    if pool.swap_bytes is not None:
+        return pool.swap_bytes
+    return DEFAULT_SWAP_BYTES if pool.device == "cpu" else 0
+
+
+def check_ranks(config: ClusterConfig, model: ModelConfig) -> None:
+    """Find out before anything is started that the ranks of a pool's workers cannot share a model.
+
+    Raises:
+        ConfigError: naming the pool's `tp` and the size that cannot be divided.
+    """
+    for name, pool in active_pools(config):
+        try:
+            rank_model(model, Shard(0, pool.tp))
+        except ConfigError as error:
+            raise ConfigError(f"pools.{name}.tp: {error}") from None
 
 
 def transport_name(config: ClusterConfig) -> TransportName:
@@ -152,6 +197,8 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         ttft_slo_s=seconds(config.slo.ttft_ms),
         tpot_slo_s=seconds(config.slo.tpot_ms),
         max_queued=config.gateway.max_queued,
+        silent_after_s=config.recovery.suspect_after_s,
+        stuck_after_s=config.recovery.stuck_after_s,
         decode_reserve_tokens=decode_pool.decode_reserve_tokens,
         watermark=decode_pool.watermark,
         num_traces=config.metrics.num_traces,

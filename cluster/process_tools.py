@@ -208,12 +208,19 @@ def describe_exit(status: int) -> str:
         return f"killed by signal {-status}"
 
 
+_TAIL_BYTES = 64 << 10
+"""What is read of a log, however long its lines."""
+
+
 def last_lines(log: Path, count: int) -> str:
     """The end of a log file; empty where there is none."""
     try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            end = file.read(_TAIL_BYTES)
     except OSError:
         return ""
+    return "\n".join(end.replace(b"\0", b"").decode(errors="replace").splitlines()[-count:])
 
 
 def describe(error: BaseException) -> str:

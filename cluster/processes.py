@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,6 +38,7 @@ from disagg.cluster.launch import (
 )
 from disagg.cluster.logs import log_environment
 from disagg.cluster.process_tools import describe_exit, last_lines, thread_environment
+from disagg.cluster.spawn import Process, end, spawn
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
@@ -61,7 +59,7 @@ class Child:
     """One child process."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     reported: bool = False
     """Whether it was told that it ended by itself."""
@@ -82,50 +80,15 @@ def start_child(
 ) -> Child:
     """Start `python -m module` and hand it its configuration and the cluster's secret. A log of that name goes on."""
     log = log_dir / f"{name}.log"
+    start = {"content": config, "controller": controller, "secret": secret}
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **environment},
-            start_new_session=True,  # a Ctrl-C in the terminal is ours; we tell the children in order
-        )
-    child = Child(name, process, log)
-    try:
-        pipe = _pipe(child)
-        start = {"content": config, "controller": controller, "secret": secret}
-        pipe.write(msgspec.json.encode(start) + b"\n")
-        pipe.flush()
-    except BrokenPipeError:  # it ended already; its exit status and log say why
-        pass
-    return child
+        return Child(name, spawn(module, start, environment, output), log)
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
     """End children that still run and reap all; returns the names of those that had to be killed."""
-    for child in children:
-        if child.process.poll() is None:
-            child.process.terminate()
-    deadline = time.monotonic() + timeout_s
-    killed = []
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
-            killed.append(child.name)
-        try:
-            _pipe(child).close()
-        except BrokenPipeError:  # its configuration was never read
-            continue
-    return killed
-
-
-def _pipe(child: Child) -> IO[bytes]:
-    assert child.process.stdin is not None, "children are started with a pipe"
-    return child.process.stdin
+    killed = end([child.process for child in children], timeout_s)
+    return [child.name for child in children if child.process in killed]
 
 
 DEFAULT_LOGGING = LoggingConfig()
@@ -165,6 +128,13 @@ class ProcessLauncher:
     def stop_gateway(self) -> None:
         """See `Launcher`."""
         self._stop([GATEWAY])
+
+    def kill(self, name: str, pid: int) -> None:
+        """See `Launcher`."""
+        with self._lock:
+            child = self._children.get(name)
+        if child is not None and child.process.pid == pid:
+            child.process.kill()
 
     def exited(self) -> dict[str, str]:
         """See `Launcher`."""

@@ -1,5 +1,5 @@
-"""What runs inside Ray's actor processes: a worker or the gateway (`HostActor`), and the controller
-(`ControllerActor`).
+"""What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`), and the controller
+(`ControllerActor`). A worker's other ranks are in `ray_ranks.py`.
 
 An actor *is* the process: its content runs on threads of its own, begun when the actor is made, and no actor method is
 needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
@@ -31,7 +31,9 @@ from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import GatewayLaunch, listening_at, plan_launch, port_of
 from disagg.cluster.logs import log_environment, setup_logging
 from disagg.cluster.process_tools import available_cores, describe, pin_process
+from disagg.cluster.ranks import rank_config
 from disagg.cluster.ray_names import CONTROLLER, ControllerAnswer, ControllerSettings, ProcessSettings
+from disagg.cluster.ray_ranks import end_followers, rank_actors
 from disagg.cluster.restart_pause import Starts, next_start
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ControlState, PoolName, StateRequest
@@ -115,7 +117,7 @@ class HostActor:
         except Exception as error:
             logger.exception("%s: could not start", self._settings.name)
             ray_store.save(ray_store.failure_key(self._settings.name), describe(error))  # if the host has not told it
-            leave_ray()
+            self._leave()
             return
         self._host = host
         self._watch(host)
@@ -126,8 +128,12 @@ class HostActor:
                 os._exit(EXIT_CRASHED)
             if host.unwanted.is_set() or self._find.orphaned.is_set():
                 host.stop()
-                leave_ray()
+                self._leave()
                 return
+
+    def _leave(self) -> None:
+        end_followers(self._settings.name, self._settings.tp)
+        leave_ray()
 
     def _begin(self, content: bytes) -> Host:
         """The host, started. Only what it needs is imported: a worker torch, the gateway neither torch nor engine."""
@@ -144,7 +150,9 @@ class HostActor:
         from disagg.cluster.worker_host import WorkerHost
 
         config = self._here(msgspec.json.decode(content, type=WorkerConfig))
-        worker = WorkerHost(config, self._find, ray_store.cluster_secret())
+        mine = rank_config(config, 0, sees_all_devices=False)
+        start_ranks = rank_actors(config) if config.tp > 1 else None
+        worker = WorkerHost(mine, self._find, ray_store.cluster_secret(), start_ranks)
         worker.start()
         return worker
 

@@ -111,8 +111,8 @@ class RayCluster(Cluster):
     def stop(self) -> None:
         """See `launch.Cluster`."""
         controller, self._controller = self._controller, None
-        if self._session.is_open and controller is not None:
-            end_controller(controller)
+        if self._session.is_open and controller is not None and self._session.has_head:
+            end_controller(controller)  # else the session ends all processes of its Ray
         self._session.close()
         for name in self._started:
             self._progress(name, "stopped")

@@ -1,7 +1,7 @@
 """Starts and ends actors for the controller, inside the controller's own actor; implements `launcher.Launcher`.
 
-    start_worker   placement group (one bundle, on a node with the pool's labels) -> actor in it
-    stop_workers   actor.stop() -> ray.kill -> group removed -> seen gone
+    start_worker   placement group (one bundle a rank, all on one node with the pool's labels) -> an actor in each
+    stop_workers   actors stop() -> ray.kill -> group removed -> seen gone
 
 Actors and groups are detached, so that they outlive the controller's process, and have the names of what they are for,
 so that the next one finds them. Neither has to be ready for `start_worker` to return: a group without a node for it
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,17 +23,22 @@ from disagg.cluster import ray_store
 from disagg.cluster.config import PoolConfig, active_pools
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import GATEWAY, GatewayLaunch
+from disagg.cluster.layout import num_cores
 from disagg.cluster.logs import log_environment
 from disagg.cluster.process_tools import ProcessRef, describe, end_processes, thread_environment
+from disagg.cluster.ranks import rank_name, worker_of
+from disagg.cluster.ray_kill import kill_actor_process
 from disagg.cluster.ray_names import (
     NODE_ID_LABEL,
     NODE_SHARE,
     SLOT,
     ControllerSettings,
     ProcessSettings,
+    RankSettings,
     actor_name,
     process_name,
 )
+from disagg.cluster.ray_ranks import forget_ranks
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
@@ -58,7 +64,7 @@ class RayLauncher:
         self._cores = settings.cores
         self._is_private = settings.is_private
         self._actors: dict[str, Any] = {}
-        """Process name -> handle, of those that should run."""
+        """Process name -> handle, of those that should run; each rank of a worker is a process."""
         self._groups: dict[str, Any] = {}
         self._reported: set[str] = set()
         self._exited_due = self._pending_due = 0.0
@@ -72,13 +78,14 @@ class RayLauncher:
         """See `launcher.Launcher`. Groups without an actor, left by one that went by itself, are removed."""
         import ray
 
-        names = present_actors()
+        found = {name: actor for name in present_actors() if (actor := find_actor(name)) is not None}
+        names = {name for name in found if worker_of(name) == name}
         groups = present_groups()
         for name in groups - names:
             remove_group(name)
-        self._actors = {name: actor for name in names if (actor := find_actor(name)) is not None}
+        self._actors = {name: actor for name, actor in found.items() if worker_of(name) in names}
         self._groups = {name: ray.util.get_placement_group(actor_name(name)) for name in names & groups}
-        return frozenset(self._actors)
+        return frozenset(names)
 
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
         """See `launcher.Launcher`. The worker finds the controller by its name."""
@@ -90,6 +97,7 @@ class RayLauncher:
             cores=self._cores,
             claim_cores=0 if self._is_private else _cores_to_claim(pool),
             bind_node=self._config.network.bind == "node",
+            tp=config.tp,
         )
         self._start(settings, config, config.num_threads, self._worker_bundle(config), self._labels(name))
 
@@ -111,6 +119,12 @@ class RayLauncher:
         """See `launcher.Launcher`."""
         self._stop([GATEWAY])
 
+    def kill(self, name: str, pid: int) -> None:
+        """See `launcher.Launcher`. Ray starts the actor again."""
+        actor = find_actor(name)
+        if actor is not None:
+            kill_actor_process(actor_info(actor), pid)
+
     def exited(self) -> dict[str, str]:
         """See `launcher.Launcher`: actors that Ray has given up."""
         now = time.monotonic()
@@ -118,7 +132,11 @@ class RayLauncher:
             return {}
         self._exited_due = now + LOOK_INTERVAL_S
         dead = {name: info for name, actor in self._actors.items() if (info := actor_info(actor))["State"] == "DEAD"}
-        news = {name: _why_exited(name, info) for name, info in dead.items() if name not in self._reported}
+        news: dict[str, str] = {}
+        for process in sorted(dead):  # a worker's first rank before the others
+            name = worker_of(process)
+            if name not in self._reported:
+                news.setdefault(name, _why_exited(process, dead[process]))
         self._reported |= set(news)
         return news
 
@@ -143,36 +161,35 @@ class RayLauncher:
         labels: dict[str, str],
     ) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from disagg.cluster.ray_actors import HostActor
+        from disagg.cluster.ray_ranks import RankActor
 
         name = settings.name
         self._stop([name])  # whatever there is of an earlier life
         ray_store.forget(ray_store.failure_key(name))
+        environment = self._environment(num_threads)
         try:
             group = self._groups[name] = ray.util.placement_group(
-                [bundle],
+                [bundle] * settings.tp,
                 strategy="STRICT_PACK",
                 name=actor_name(name),
                 lifetime="detached",
-                bundle_label_selector=[labels] if labels else None,
+                bundle_label_selector=[labels] * settings.tp if labels else None,
             )
-            options = {
-                "num_gpus": bundle.get("GPU", 0),
-                "resources": {key: amount for key, amount in bundle.items() if key != "GPU"},
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            }
-            actor_class = ray.remote(HostActor).options(
-                name=actor_name(name),
-                namespace=ray_store.NAMESPACE,
-                lifetime="detached",
-                max_restarts=-1,
-                num_cpus=0,
-                runtime_env={"env_vars": self._environment(num_threads)},
-                **options,
+            options = _options(name, group, 0, bundle, environment)
+            self._actors[name] = (
+                ray.remote(HostActor)
+                .options(**options)
+                .remote(msgspec.json.encode(settings), msgspec.json.encode(content))
             )
-            self._actors[name] = actor_class.remote(msgspec.json.encode(settings), msgspec.json.encode(content))
+            for rank in range(1, settings.tp):
+                follower = rank_name(name, rank)
+                rank_settings = RankSettings(worker=name, rank=rank, cores=settings.cores)
+                options = _options(follower, group, rank, bundle, environment)
+                self._actors[follower] = (
+                    ray.remote(RankActor).options(**options).remote(msgspec.json.encode(rank_settings))
+                )
         except (ValueError, ray.exceptions.RayError) as error:
             self._stop([name])
             raise LaunchError(f"Ray cannot start it: {describe(error)}") from error
@@ -203,13 +220,19 @@ class RayLauncher:
     # ------------------------------------------------------------ stop
 
     def _stop(self, names: Sequence[str]) -> None:
-        actors = {name: actor for name in names if (actor := find_actor(name)) is not None}
-        stop_actors(list(actors.values()))
+        processes = [rank_name(name, rank) for name in names for rank in range(self._tp(name))]
+        stop_actors([actor for process in processes if (actor := find_actor(process)) is not None])
+        for process in processes:
+            self._actors.pop(process, None)
         for name in names:
-            self._actors.pop(name, None)
             self._groups.pop(name, None)
             self._reported.discard(name)
             remove_group(name)
+            forget_ranks(name, self._tp(name))
+
+    def _tp(self, name: str) -> int:
+        """Ranks, and so actors, of a worker; the gateway is one."""
+        return 1 if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].tp
 
 
 def stop_actors(actors: Sequence[Any]) -> None:
@@ -305,7 +328,10 @@ def unmet_needs(group: Any) -> str:
     scheduling = info.get("stats", {}).get("scheduling_state", "")
     if info.get("state") not in ("PENDING", "RESCHEDULING") or scheduling not in ("INFEASIBLE", "NO_RESOURCES"):
         return ""
-    return ", ".join(f"{amount:g} {key}" for key, amount in info["bundles"][0].items())
+    needs: Counter[str] = Counter()
+    for bundle in info["bundles"].values():
+        needs.update(bundle)
+    return ", ".join(f"{amount:g} {key}" for key, amount in needs.items())
 
 
 def _pool_of(worker_id: str) -> PoolName:
@@ -314,7 +340,24 @@ def _pool_of(worker_id: str) -> PoolName:
 
 
 def _cores_to_claim(pool: PoolConfig) -> int:
-    return pool.num_threads if pool.cores == "auto" and pool.device == "cpu" else 0
+    return num_cores(pool) if pool.cores == "auto" and pool.device == "cpu" else 0
+
+
+def _options(process: str, group: Any, bundle_index: int, bundle: Bundle, environment: dict[str, str]) -> Any:
+    """How Ray is to make the actor of a process, in its bundle of a placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "name": actor_name(process),
+        "namespace": ray_store.NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": {key: amount for key, amount in bundle.items() if key != "GPU"},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
+        "runtime_env": {"env_vars": environment},
+    }
 
 
 def _on_node(address: str) -> Bundle:

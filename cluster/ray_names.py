@@ -10,7 +10,8 @@ from disagg.cluster.config import ClusterConfig
 
 CONTROLLER: Final = "disagg-controller"
 SLOT: Final = "disagg_slot"
-"""The resource that a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of Ray's."""
+"""The resource that each rank of a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of
+Ray's."""
 NODE_ID_LABEL: Final = "ray.io/node-id"
 """A label that Ray gives to every node."""
 NODE_SHARE: Final = 0.001
@@ -22,12 +23,12 @@ Kind = Literal["worker", "gateway"]
 
 
 def actor_name(process: str) -> str:
-    """Of a worker or the gateway, for its actor and its placement group."""
+    """Of a worker, one of its ranks (`ranks.rank_name`) or the gateway, for its actor and its placement group."""
     return _PREFIX + process
 
 
 def process_name(name: str) -> str | None:
-    """The worker or gateway that an actor or placement group is for; None for those of others."""
+    """The worker, rank or gateway that an actor or placement group is for; None for those of others."""
     if name == CONTROLLER or not name.startswith(_PREFIX):
         return None
     return name.removeprefix(_PREFIX)
@@ -46,6 +47,18 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Take this many cores of its node that no other worker has; 0 leaves the configured ones."""
     bind_node: bool = False
     """Listen on its node's address instead of the configured one."""
+    tp: int = 1
+    """Ranks of the worker; this process is the first."""
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the actor of a follower needs to know; the rest it finds where rank 0 noted it."""
+
+    worker: str
+    """The worker's id."""
+    rank: int
+    cores: tuple[int, ...]
+    """As in `ProcessSettings`."""
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):

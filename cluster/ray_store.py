@@ -31,6 +31,8 @@ GATEWAY_HTTP_PORT: Final = "gateway-http-port"
 """The same of HTTP."""
 _STARTS: Final = "starts/"
 _FAILURE: Final = "failure/"
+_LEADER: Final = "leader/"
+_FOLLOWING: Final = "following/"
 
 
 def starts_key(name: str) -> str:
@@ -41,6 +43,16 @@ def starts_key(name: str) -> str:
 def failure_key(name: str) -> str:
     """The key of why a process could not start, as one line, the last time."""
     return _FAILURE + name
+
+
+def leader_key(worker: str) -> str:
+    """The key of the `ray_ranks.Leader` of a worker of several ranks."""
+    return _LEADER + worker
+
+
+def following_key(process: str) -> str:
+    """The key of the `ray_ranks.Following` of one of its other ranks."""
+    return _FOLLOWING + process
 
 
 def load(key: str, kind: type[T]) -> T | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 from disagg.cluster.control.register_link import RegisterLink, Resolve, report_failure
@@ -10,6 +11,8 @@ from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.process_tools import describe, freeze_start, pin_process
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
+from disagg.engine.faulty import Failpoints
+from disagg.engine.parallel.link import StartRanks
 from disagg.engine.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret
@@ -22,16 +25,21 @@ ROLE_FACTORIES: dict[RoleName, RoleFactory] = {"prefill": PrefillRole, "decode":
 
 
 class WorkerHost:
-    """A worker with its roles, registered with the controller that `resolve` finds."""
+    """A worker with its roles, registered with the controller that `resolve` finds. With several ranks, the first of
+    them: `config` is that rank's own, and `start_ranks` starts the others."""
 
-    def __init__(self, config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> None:
+    def __init__(
+        self, config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, start_ranks: StartRanks | None = None
+    ) -> None:
         self._config = config
         self._resolve = resolve
         self._secret = secret
-        self._worker = Worker(config, [ROLE_FACTORIES[role] for role in config.roles], secret)
+        failpoints = Failpoints.from_environment(os.environ, config.worker_id)
+        roles = [ROLE_FACTORIES[role] for role in config.roles]
+        self._worker = Worker(config, roles, secret, start_ranks, failpoints=failpoints)
         self.crashed = self._worker.crashed
         self.unwanted = threading.Event()
-        self._link = RegisterLink(resolve, secret, self.unwanted.set)
+        self._link = RegisterLink(resolve, secret, self.unwanted.set, self._worker.turn_s)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""

@@ -1,12 +1,24 @@
-"""`python -m disagg.cluster.worker_process`: one worker as a child process; see `child.py` for its life."""
+"""`python -m disagg.cluster.worker_process`: one worker as a child process, which starts the other ranks of the worker,
+if it has any, as its own; see `child.py` for its life."""
 
 from __future__ import annotations
 
 import sys
 
 from disagg.cluster.child import run_child
+from disagg.cluster.control.register_link import Resolve
+from disagg.cluster.rank_host import rank_processes
+from disagg.cluster.ranks import rank_config
 from disagg.cluster.worker_host import WorkerHost
 from disagg.engine.config import WorkerConfig
+from disagg.proto.cluster_secret import ClusterSecret
+
+
+def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
+    """The worker of this configuration, in this process and as many more as it has ranks."""
+    start_ranks = rank_processes(config, secret) if config.tp > 1 else None
+    return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks)
+
 
 if __name__ == "__main__":
-    sys.exit(run_child(WorkerConfig, WorkerHost))
+    sys.exit(run_child(WorkerConfig, make_host))

@@ -6,6 +6,7 @@ one place.
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -153,8 +154,10 @@ def test_pairs_stand_side_by_side(rendezvous: GlooRendezvous) -> None:
 def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: GlooRendezvous) -> None:
     peer = Peer(rendezvous, [("wait", None)])
     answers = Answers()
-    for _ in range(3):
-        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
+    posted: list[int] = []
+    for number in range(3):
+        peer.transport.recv(np.zeros(100, np.uint8), 100, answers, functools.partial(posted.append, number))
+        assert posted[-1] == number
         peer.transport.send(np.zeros(8 << 20, np.uint8), 8 << 20, answers)
     with pytest.raises(queue.Empty):
         answers._queue.get(timeout=0.2)
@@ -163,9 +166,10 @@ def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: GlooRendezvous
     assert time.monotonic() - start < ANSWER_S
     assert [answers.next()[0] for _ in range(6)] == [False] * 6
     peer.transport.close()
-    peer.transport.recv(np.zeros(1, np.uint8), 1, answers)
+    peer.transport.recv(np.zeros(1, np.uint8), 1, answers, functools.partial(posted.append, 3))
     peer.transport.send(np.zeros(1, np.uint8), 1, answers)
     assert [answers.next() for _ in range(2)] == [(False, "the channel is closed")] * 2
+    assert posted == [0, 1, 2]  # each before `recv` returned; not the last, which was not posted
     peer.end()
 
 

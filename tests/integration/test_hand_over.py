@@ -188,7 +188,7 @@ async def test_a_dispatch_that_no_role_can_run_is_refused(pair: list[WorkerInfo]
 
 
 async def test_preemption_changes_nothing(pair: list[WorkerInfo]) -> None:
-    """More output than the 256 blocks hold, beyond what was reserved: some sequences are computed again on D."""
+    """More output than the 256 blocks hold, beyond what was reserved: some sequences are suspended."""
     prompts = [prompt_of(20) for _ in range(7)]
     num_tokens = 700
     async with open_gateway(pair) as gateway:

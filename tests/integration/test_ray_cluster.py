@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef, end_processes
+from disagg.cluster.ranks import rank_name, worker_of
 from disagg.cluster.ray_cluster import RayCluster
 from disagg.cluster.ray_private import MAX_TEMP_DIR_CHARS
 from disagg.engine.fake import fake_generate
@@ -192,6 +194,61 @@ def wait_until_asked(cluster: RayCluster, request: ScaleRequest) -> ControlState
         else:
             assert isinstance(reply, ControlState)
             return reply
+
+
+def test_the_ranks_of_a_worker_end_and_come_back_together(temp_dir: Path) -> None:
+    with RayCluster(parse_config(make_config(temp_dir, pools={"decode": {"tp": 2}}))) as cluster:
+        assert serve(cluster) == ("prefill-0", "decode-0")
+        first = ranks_of("decode-0")
+        assert first[0].pid == pids(cluster)["decode-0"]
+        with Client(cluster.address) as client, contextlib.suppress(DisaggError):
+            tokens: list[int] = []
+            for delta in client.stream(PROMPT, max_tokens=3000, temperature=0.0, ignore_eos=True):
+                if not tokens:
+                    first[1].kill()
+                tokens += delta.token_ids
+                assert tokens == fake_generate(PROMPT, len(tokens))
+        second = wait_for_other_ranks(cluster, "decode-0", first)
+        assert serve(cluster) == ("prefill-0", "decode-0")
+
+        os.kill(second[1].pid, signal.SIGSTOP)  # so that it cannot see that rank 0 is gone
+        second[0].kill()
+        third = wait_for_other_ranks(cluster, "decode-0", second)
+        assert records(cluster.state())["decode-0"].num_starts == 3
+        assert serve(cluster) == ("prefill-0", "decode-0")
+
+        give_up(rank_name("decode-0", 1))
+        wait_for_other_ranks(cluster, "decode-0", third)
+        detail = records(cluster.state())["decode-0"].detail
+        assert detail.startswith("its actor ended: The actor is dead because"), detail
+        assert serve(cluster) == ("prefill-0", "decode-0")
+        assert what_ray_has() == {"prefill-0", "decode-0", "decode-0.rank-1", "gateway"}
+
+
+def ranks_of(name: str) -> list[ProcessRef]:
+    """The processes of a worker of two ranks, rank 0 first."""
+    from disagg.cluster.ray_launcher import actor_info, find_actor
+
+    return [ProcessRef.of(actor_info(find_actor(rank_name(name, rank)))["Pid"]) for rank in range(2)]
+
+
+def wait_for_other_ranks(cluster: RayCluster, name: str, before: list[ProcessRef]) -> list[ProcessRef]:
+    """The ranks of the next life of a worker; nothing is left of the earlier ones."""
+    pids_before = {rank.pid for rank in before}
+    wait_for(cluster, lambda state: (info := records(state)[name].info) is not None and info.pid not in pids_before)
+    now = ranks_of(name)
+    assert not [rank for rank in before if rank.is_alive()]
+    assert all(rank.is_alive() for rank in now)
+    return now
+
+
+def what_ray_has() -> set[str]:
+    """The processes that have an actor; each but the followers has a placement group."""
+    from disagg.cluster.ray_launcher import present_actors, present_groups
+
+    actors = present_actors()
+    assert present_groups() == {name for name in actors if worker_of(name) == name}
+    return actors
 
 
 def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path: Path) -> None:

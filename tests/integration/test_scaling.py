@@ -27,11 +27,11 @@ NUM_TOKENS = 400
 
 
 @contextmanager
-def endless_streams(address: str) -> Iterator[Callable[[], None]]:
+def endless_streams(address: str, num_streams: int = NUM_STREAMS) -> Iterator[Callable[[], None]]:
     """So many streams at a time, each followed by another one until the block ends; yields a call that waits until
     each has ended and begun anew. All answers must be whole and right."""
     stop = threading.Event()
-    counts = [0] * NUM_STREAMS
+    counts = [0] * num_streams
 
     def stream(index: int) -> None:
         prompt = (*range(index, index + 40),)
@@ -51,8 +51,8 @@ def endless_streams(address: str) -> Iterator[Callable[[], None]]:
         assert wait_until(lambda: are_done() or any(future.done() for future in futures), timeout_s=60)
 
     futures: list[Future[None]] = []
-    with ThreadPoolExecutor(NUM_STREAMS) as executor:
-        futures += [executor.submit(stream, index) for index in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(num_streams) as executor:
+        futures += [executor.submit(stream, index) for index in range(num_streams)]
         try:
             yield wait_for_all
         finally:

@@ -18,6 +18,13 @@ def children_mentioning(text: str) -> list[int]:
     return [pid for pid, stat in stats.items() if stat and int(stat[1]) == os.getpid()]
 
 
+def children_of(pid: int) -> list[int]:
+    """The children of a process, zombies not counted, oldest first as far as ids tell."""
+    pids = sorted(int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+    stats = {child: _read(child, "stat").rpartition(b")")[2].split() for child in pids}
+    return [child for child, stat in stats.items() if stat and stat[0] != b"Z" and int(stat[1]) == pid]
+
+
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()

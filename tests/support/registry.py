@@ -18,10 +18,10 @@ MAX_WORKERS = 16
 
 
 class Registry:
-    """Listens while it is open (port 0: on any free one); a context manager. At most `MAX_WORKERS` may be registered at
-    a time."""
+    """Listens on `host` while it is open (port 0: on any free one); a context manager. At most `MAX_WORKERS` may be
+    registered at a time."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._changed = threading.Condition()
         self._infos: dict[str, WorkerInfo] = {}
         self._errors: dict[str, str] = {}
@@ -29,9 +29,9 @@ class Registry:
         self._closed = False
         self._executor = ThreadPoolExecutor(MAX_WORKERS + 1, thread_name_prefix="registry")
         self._server = grpc.server(self._executor, options=SERVER_OPTIONS)
-        methods = {service_and_method(REGISTER)[1]: grpc.unary_stream_rpc_method_handler(self._register)}
+        methods = {service_and_method(REGISTER)[1]: grpc.stream_stream_rpc_method_handler(self._register)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CONTROLLER_SERVICE, methods),))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -51,6 +51,11 @@ class Registry:
             assert not self._errors, self._errors
             return [self._infos[name] for name in names]
 
+    def forget(self, name: str) -> None:
+        """Wait anew for that worker: another life of it is to come."""
+        with self._changed:
+            self._infos.pop(name, None)
+
     def wait_error(self, name: str, timeout_s: float = 60.0) -> str:
         """Why that worker could not start."""
         with self._changed:
@@ -63,9 +68,9 @@ class Registry:
             self._dismissed.add(name)
             self._changed.notify_all()
 
-    def _register(self, frame: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _register(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         assert SECRET.matches(context.invocation_metadata())
-        message: Any = decoder(WorkerToController).decode(frame)
+        message: Any = decoder(WorkerToController).decode(next(frames))
         with self._changed:
             if isinstance(message, WorkerFailed):
                 self._errors[message.worker_id] = message.error

@@ -74,6 +74,7 @@ PURE = (
     "engine/config.py",
     "engine/counters.py",
     "engine/core.py",
+    "engine/failpoints.py",
     "engine/fake.py",
     "engine/lazy_heap.py",
     "engine/outbox.py",

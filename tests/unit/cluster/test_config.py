@@ -12,10 +12,10 @@ from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
-    "size, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, max_num_seqs, "
-    "decode_reserve_tokens, watermark, device, node_labels"
+    "size, tp, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, max_num_seqs, "
+    "decode_reserve_tokens, watermark, swap_bytes, device, node_labels"
 )
-SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, ray, metrics, logging"
+SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
 
 
 @pytest.mark.parametrize("raw", [None, {}, {"pools": None}, {"pools": {"prefill": {}}}])
@@ -35,7 +35,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         gateway: {host: 127.0.0.1, port: 9000, max_queued: 7}
         mode: colocated
         pools:
-          prefill: {size: 2, num_threads: 3, cores: [0, 1, 5], kv_cache_bytes: 1GiB, token_budget: 128}
+          prefill: {size: 2, tp: 3, num_threads: 1, cores: [0, 1, 5], kv_cache_bytes: 1GiB, token_budget: 128}
           colocated: {size: 4, cores: none, block_size: 32, max_num_seqs: 9, device: cpu}
         placement: {local_prefill: never}
         transfer: {transport: gloo, chunk_bytes: 1MiB, staging_bytes: 8MiB, lease_timeout_s: 3, heartbeat_s: 0.25}
@@ -47,7 +47,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
     assert config.gateway.max_queued == 7
     assert config.mode == "colocated"
     assert config.pools.prefill == PoolConfig(
-        size=2, num_threads=3, cores=(0, 1, 5), kv_cache_bytes=2**30, num_blocks=None, token_budget=128
+        size=2, tp=3, num_threads=1, cores=(0, 1, 5), kv_cache_bytes=2**30, num_blocks=None, token_budget=128
     )
     assert config.pools.colocated == PoolConfig(size=4, cores="none", block_size=32, max_num_seqs=9)
     assert config.placement.local_prefill == "never"
@@ -84,7 +84,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
         (
             "transfer: {transport: gluon}",
-            "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; choose from: gloo, nccl, local, auto",
+            "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; "
+            "choose from: gloo, shm, nccl, local, auto",
         ),
         ("pools: {decode: {size: 0}}", "pools.decode.size: expected int >= 1; got 0"),
         ("pools: {decode: {size: two}}", "pools.decode.size: expected int; got 'two'"),
@@ -106,6 +107,12 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools: {decode: {cores: [1], num_threads: 2}}",
             "pools.decode.num_threads: 2 threads do not fit on 1 cores",
         ),
+        ("pools: {decode: {cores: [1], tp: 2}}", "pools.decode.tp: 2 ranks do not fit on 1 cores"),
+        (
+            "pools: {decode: {cores: [1, 2, 3], tp: 2, num_threads: 2}}",
+            "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",
+        ),
+        ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
         ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),
         ("pools: {prefill: {device: tpu}}", "pools.prefill.device: expected cpu, cuda or cuda:<index>; got 'tpu'"),
         (
@@ -116,6 +123,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "transfer: {transport: nccl}",
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu",
+        ),
+        (
+            "{transfer: {transport: shm}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
+            "transfer.transport: shm moves KV of device cpu only; use nccl or auto with device cuda",
         ),
         (
             "transfer: {chunk_bytes: 2MiB, staging_bytes: 1MiB}",

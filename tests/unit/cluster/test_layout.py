@@ -60,7 +60,10 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
     config = parse_config(
         {
             "model": {"dtype": "float32", "max_model_len": 50},
-            "pools": {"prefill": {"size": 2, "num_blocks": 11}, "decode": {"token_budget": 33, "block_size": 32}},
+            "pools": {
+                "prefill": {"size": 2, "num_blocks": 11, "swap_bytes": 0},
+                "decode": {"token_budget": 33, "block_size": 32, "swap_bytes": "1GiB"},
+            },
             "transfer": {"chunk_bytes": 1024, "staging_bytes": 4096, "lease_timeout_s": 2},
         }
     )
@@ -71,11 +74,18 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
         ("decode-0", ("decode",), (0,)),
     ]
     assert [w.num_blocks for w in workers] == [11, 11, None]
+    assert [w.swap_bytes for w in workers] == [0, 0, 1 << 30]
     assert (workers[2].token_budget, workers[2].block_size) == (33, 32)
     for worker in workers:
         assert (worker.model_path, worker.dtype, worker.max_model_len) == ("/m", "float32", 50)
         assert (worker.chunk_bytes, worker.staging_bytes, worker.lease_timeout_s) == (1024, 4096, 2.0)
         assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "gloo")
+
+
+@pytest.mark.parametrize(("pool", "expected"), [({}, 256 << 20), ({"device": "cuda"}, 0), ({"swap_bytes": 5}, 5)])
+def test_host_memory_follows_the_device(pool: dict[str, object], expected: int) -> None:
+    config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
+    assert layout.swap_bytes(config.pools.colocated) == expected
 
 
 def test_a_colocated_worker_has_both_roles() -> None:
@@ -138,6 +148,23 @@ def test_workers_that_come_later_go_on_round_the_cores(
     plan = LaunchPlan(parse_config({"pools": pools}), "fake", available)
     for pool, expected in cores.items():
         assert [plan.worker(pool, index).cores for index in range(len(expected))] == expected
+
+
+def test_each_rank_takes_cores_for_its_threads() -> None:
+    pools = {"prefill": {"tp": 2, "num_threads": 2}, "decode": {"size": 2, "tp": 1}}
+    plan = layout.plan_cores(parse_config({"pools": pools}), tuple(range(10, 16)))
+    assert plan.workers == {"prefill-0": (10, 11, 12, 13), "decode-0": (14,), "decode-1": (15,)}
+    assert plan.warnings == ()
+    (prefill, *decode) = LaunchPlan(parse_config({"pools": pools}), "fake", tuple(range(10, 16))).workers
+    assert (prefill.tp, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
+    assert [worker.tp for worker in decode] == [1, 1]
+
+
+def test_ranks_that_share_cores_are_warned_about() -> None:
+    config = parse_config({"mode": "colocated", "pools": {"colocated": {"tp": 4}}})
+    plan = layout.plan_cores(config, (0, 1))
+    assert plan.workers == {"colocated-0": (0, 1)}
+    assert plan.warnings == ("the 4 ranks of colocated-0 share 2 cores: fine for trying out, not for timing",)
 
 
 def test_a_plan_for_the_gateway_remembers_its_ports() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from disagg.cluster.config import parse_config
 from disagg.cluster.errors import LaunchError
+from disagg.cluster.ranks import rank_name
 from disagg.cluster.ray_names import CONTROLLER, ControllerSettings, actor_name, process_name
 from disagg.cluster.ray_operate import ray_address
 from disagg.cluster.ray_standing import changed_sizes
@@ -16,6 +17,7 @@ BASE = parse_config({})
 
 def test_names_go_there_and_back() -> None:
     assert process_name(actor_name("decode-12")) == "decode-12"
+    assert process_name(actor_name(rank_name("decode-12", 3))) == "decode-12.rank-3"
     assert [process_name(name) for name in (CONTROLLER, "somebody-else", "")] == [None, None, None]
 
 
@@ -41,6 +43,7 @@ def test_other_sizes_are_a_change_that_a_running_cluster_can_make() -> None:
             r"pools\.decode\.node_labels",
         ),
         ({"mode": "colocated"}, "mode"),
+        ({"pools": {"prefill": {"tp": 2}}}, r"pools\.prefill\.tp"),
     ],
 )
 def test_anything_else_is_refused_by_name(raw: dict[str, object], named: str) -> None:

@@ -128,6 +128,18 @@ def test_an_unaligned_piece_of_a_staging_buffer_will_do() -> None:
     assert torch.equal(staging[3:], expected)
 
 
+def test_a_view_of_some_heads_is_a_cache_of_those_heads() -> None:
+    cache, received = random_cache(4, 16, torch.bfloat16, seed=1), random_cache(4, 16, torch.bfloat16, seed=2)
+    before = received.clone()
+    wire = torch.empty(2 * 2 * 2 * 20 * 8 * 2, dtype=torch.uint8)
+    gather_kv(cache[:, :, :, 1:3], [2, 0, 3], 10, 30, wire)
+    scatter_kv(received[:, :, :, 0:2], [1, 2], 3, 23, wire)
+    for token in range(20):
+        there = received[[1, 2][(token + 3) // 16], :, :, :, (token + 3) % 16]
+        assert torch.equal(there[:, :, 0:2], cache[[2, 0][(token + 10) // 16], :, :, 1:3, (token + 10) % 16])
+    assert torch.equal(received[:, :, :, 2], before[:, :, :, 2])
+
+
 @pytest.mark.parametrize("copy", [gather_kv, scatter_kv])
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (5, 4), (0, 33), (40, 41)])
 def test_a_range_outside_the_blocks_is_refused(copy: Any, start: int, end: int) -> None:

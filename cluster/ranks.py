@@ -1,0 +1,50 @@
+"""The ranks of one worker, as whoever starts them sees them. Pure.
+
+A worker of `tp` ranks is `tp` processes. Rank 0 is the worker for everybody else, and has its name; the others are its
+followers. `WorkerConfig` is one for all of them; `rank_config` is what of it differs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.shards import Shard
+
+_RANK: Final = re.compile(r"(.+)\.rank-(\d+)")
+
+
+def rank_name(worker: str, rank: int) -> str:
+    """The name of a rank's process: the worker's own for rank 0, `decode-0.rank-1` for a follower."""
+    return worker if rank == 0 else f"{worker}.rank-{rank}"
+
+
+def worker_of(process: str) -> str:
+    """The worker that a rank's process belongs to; what is no follower belongs to itself."""
+    found = _RANK.fullmatch(process)
+    return found[1] if found else process
+
+
+def rank_cores(cores: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+    """The part of its worker's cores that a rank pins to. Ranks share cores where there are fewer cores than ranks."""
+    if not cores:
+        return ()
+    if len(cores) < shard.size:
+        return (cores[shard.rank % len(cores)],)
+    return cores[len(cores) * shard.rank // shard.size : len(cores) * (shard.rank + 1) // shard.size]
+
+
+def rank_config(config: WorkerConfig, rank: int, *, sees_all_devices: bool) -> WorkerConfig:
+    """The worker's configuration on one of its ranks: its cores, its device. With one rank, the configuration as it is.
+
+    Args:
+        sees_all_devices: whether the ranks must choose different CUDA devices; otherwise each sees only its own.
+    """
+    if config.tp == 1:
+        return config
+    kind, _, first = config.device.partition(":")
+    device = f"cuda:{int(first or 0) + rank}" if kind == "cuda" and sees_all_devices else config.device
+    return msgspec.structs.replace(config, cores=rank_cores(config.cores, Shard(rank, config.tp)), device=device)
