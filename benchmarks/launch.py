@@ -50,7 +50,7 @@ def cluster_config(base: dict[str, Any], mode: str, port: int) -> dict[str, Any]
 def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
     """A running cluster's address. Raises `LaunchError`. Ends the cluster also when this process gets a SIGTERM."""
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
-        port = _free_port()
+        port = free_port()
         config = Path(folder) / "cluster.yaml"
         config.write_text(yaml.safe_dump(cluster_config(base, mode, port)), encoding="utf-8")
         log = Path(folder) / "up.log"
@@ -75,7 +75,8 @@ def _program() -> str:
     return str(Path(sysconfig.get_path("scripts")) / "disagg")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -85,9 +86,9 @@ def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> No
     deadline = time.monotonic() + START_TIMEOUT_S
     while not asyncio.run(_answers(address)):
         if process.poll() is not None:
-            raise LaunchError(f"the cluster ended with status {process.returncode}:\n{_tail(log)}")
+            raise LaunchError(f"the cluster ended with status {process.returncode}:\n{log_tail(log)}")
         if time.monotonic() > deadline:
-            raise LaunchError(f"the cluster was not ready after {START_TIMEOUT_S:g} s:\n{_tail(log)}")
+            raise LaunchError(f"the cluster was not ready after {START_TIMEOUT_S:g} s:\n{log_tail(log)}")
         time.sleep(0.2)
 
 
@@ -100,7 +101,8 @@ async def _answers(address: str) -> bool:
     return True
 
 
-def _tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
+    """The end of a log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 

@@ -20,6 +20,7 @@ from disagg.cluster.control import gateways
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.models import FAKE_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
+from disagg.engine.checkpoint import read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, PoolName
@@ -218,6 +219,8 @@ def plan_launch(config: ClusterConfig) -> LaunchPlan:
     """Find the model and lay out the processes; raises `ConfigError`."""
     path = config.model.path
     model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
+    if model_path != FAKE_MODEL and any(pool.tp > 1 for _, pool in active_pools(config)):
+        layout.check_ranks(config, read_model_config(model_path))
     return LaunchPlan(config, model_path, available_cores())
 
 

@@ -43,6 +43,11 @@ class Launcher(Protocol):
         """End the gateway's process; returns when it is gone. Idempotent."""
         ...
 
+    def kill(self, name: str, pid: int) -> None:
+        """End a process that hangs, at once and by force, if its present life still has that process id; else do
+        nothing. Unlike the others it is called on any thread, at any time."""
+        ...
+
     def exited(self) -> dict[str, str]:
         """Processes that ended by themselves, are not coming back, and were not reported yet: name -> why, with the
         end of the log."""

@@ -32,6 +32,9 @@ MAX_TEMP_DIR_CHARS: Final = 40
 """Ray makes socket paths of about 65 characters below it, and a Unix socket's path has at most 107."""
 
 TOKEN_MODE: Final = "token"
+GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""How long Ray's processes serve on without their head's store before they end themselves; by default a minute."""
+GCS_RECONNECT_S: Final = "86400"
 CONNECT_TIMEOUT_S: Final = 5.0
 
 
@@ -43,7 +46,12 @@ class PrivateEnvironment:
 
     def enter(self) -> None:
         """Set what the user has not set."""
-        values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_AUTH_MODE": TOKEN_MODE}
+        values = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_AUTH_MODE": TOKEN_MODE,
+            GCS_RECONNECT: GCS_RECONNECT_S,
+        }
         if auth_mode(os.environ) == TOKEN_MODE and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             values["RAY_AUTH_TOKEN"] = _token()
         for name, value in values.items():

@@ -65,6 +65,11 @@ class Session(Protocol):
         """Whether Ray can be called."""
         ...
 
+    @property
+    def has_head(self) -> bool:
+        """Whether Ray's head can do what it is asked. Calls to one whose store was killed wait for it, for a day."""
+        ...
+
 
 class PrivateSession:
     """Owner of a whole Ray: its processes and its folder.
@@ -118,9 +123,23 @@ class PrivateSession:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    @property
+    def has_head(self) -> bool:
+        """See `Session`."""
+        return any(_is_store(process.pid) for process in self.family())
+
     def family(self) -> list[ProcessRef]:
         """All processes of this Ray."""
         return ProcessRef.family(f"{MARK}={self._mark}")
+
+
+def _is_store(pid: int) -> bool:
+    """Whether a process is Ray's store of the cluster's state."""
+    try:
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:  # it is gone
+        return False
+    return program.endswith(b"/gcs_server")
 
 
 class JoinedSession:
@@ -133,6 +152,7 @@ class JoinedSession:
     def __init__(self, address: str) -> None:
         self._asked = address
         self.is_open = False
+        self.has_head = True  # somebody else's, who keeps it
 
     def open(self) -> None:
         """See `Session`."""

@@ -1,6 +1,6 @@
 """Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
 
-    worker   -> controller   Register   "I listen here" or "I could not start"; the answer's open stream is membership
+    worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is membership, and beats
     gateway  <- controller   Follow     the whole membership at every change; up: which draining workers are empty
     operator -> controller   Control    scale a pool, drain a worker, what is there
 
@@ -15,6 +15,8 @@ from typing import Literal
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import Message, WorkerInfo
 
+BEAT_S = 0.5
+"""How often workers and gateways show the controller that they live."""
 PoolName = Literal["prefill", "decode", "colocated"]
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
@@ -40,7 +42,14 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
     error: str
 
 
-WorkerToController = WorkerHello | WorkerFailed
+class WorkerBeat(Message, frozen=True, kw_only=True, tag=True):
+    """The worker lives. Follows its hello, again and again."""
+
+    turn_s: float = 0.0
+    """For how long its engine has been in its present turn; 0 where it waits."""
+
+
+WorkerToController = WorkerHello | WorkerFailed | WorkerBeat
 
 
 class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
@@ -84,7 +93,11 @@ class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-GatewayToController = GatewayHello | GatewayFailed | WorkerDrained
+class GatewayBeat(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway lives. Sent again and again."""
+
+
+GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayBeat
 
 
 class Member(Message, frozen=True, kw_only=True):

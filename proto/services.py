@@ -6,7 +6,7 @@ The services have no protobuf: handlers are generic and the frames are `messages
     WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
     AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
     TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up; P calls D
-    REGISTER  unary-stream   `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
+    REGISTER  stream-stream  `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
     FOLLOW    stream-stream  `GatewayToController` down, `ControllerToGateway` up; a gateway calls the controller
     CONTROL   unary-unary    `ControlRequest` down, `ControlReply` up; an operator, by way of a gateway or the launcher
 """
@@ -41,8 +41,11 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_FRAME_OPTIONS,
     # Processes of one machine must not go through an http_proxy of the environment.
     ("grpc.enable_http_proxy", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A process that was stopped, or whose machine vanished, keeps its connections: they end after five seconds without
+    # an answer. It is the ping's own timeout that ends one; keepalive's was seen to take a minute.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Channels to one address share a TCP connection by default; a second life at that address must get a new one.
@@ -61,7 +64,7 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),
     # Accept the keepalive pings of idle callers as often as `CHANNEL_OPTIONS` sends them.
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
 """For the listening side."""

@@ -211,6 +211,8 @@ class WorkerView:
     is_draining: bool = False
     report_age_s: float = 0.0
     """Since its latest report, or since it came."""
+    is_suspected: bool = False
+    """It shows that it hangs: nothing is placed there until it speaks again."""
 
 
 STAGES = ("queued", "prefill", "transfer", "decode")

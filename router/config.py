@@ -42,8 +42,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """After its n-th fault a request avoids the workers to blame for n times this long."""
     max_pause_s: float = 1.0
     """Longest of those pauses."""
-    no_worker_grace_s: float = 10.0
+    no_worker_grace_s: float = 2.5
     """How long a queued request waits for a worker that could take it at all to come (back)."""
+    silent_after_s: float | None = 2.5
+    """A worker that sent nothing for so long is suspected: what it had goes on elsewhere, and it gets nothing new until
+    it speaks again. None for never."""
+    stuck_after_s: float | None = 30.0
+    """The same for one whose engine has been in one step for so long. None for never."""
+    retry_share: float = 0.1
+    """Attempts again that may be made for every request that comes; the first one after the loss of a worker does not
+    count."""
+    retry_burst: int = 256
+    """How many of these may be made at once, after a while without any."""
     prefill_chunks: int = 2
     """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
     worker."""
@@ -78,10 +88,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in _DURATIONS:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"router.{name}: must be positive, not {getattr(self, name)}")
-        for name in ("ttft_slo_s", "tpot_slo_s"):
+        for name in ("ttft_slo_s", "tpot_slo_s", "silent_after_s", "stuck_after_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"router.{name}: must be positive, not {value}")
+        if not 0 <= self.retry_share <= 1:
+            raise ConfigError(f"router.retry_share: must be in [0, 1], not {self.retry_share}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"router.watermark: must be in [0, 1), not {self.watermark}")
 
@@ -90,6 +102,7 @@ _COUNTS = (
     "max_queued",
     "max_attempts",
     "max_refusals",
+    "retry_burst",
     "prefill_chunks",
     "expected_output_tokens",
     "num_traces",

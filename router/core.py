@@ -3,8 +3,9 @@
     Submit ──> queue ──a slot opens──> Dispatch to P (with D) or to one worker alone
     FromWorker: tokens ──> Emit, in index order, each once
                 prefill done, handed over ──> the books get back what P no longer owes
-                end ──> Finish, or back to the queue (refused, failed), or Fail
-    WorkerLost ──> every attempt on it fails at once and goes back to the queue with the tokens released so far
+                end ──> Finish, or back to the queue (refused, preempted, failed), or Fail
+    WorkerLost, WorkerSuspected
+                 ──> every attempt on it fails at once and goes back to the queue with the tokens released so far
 
 No clock, no I/O: `now` is the gateway's monotonic clock. The shell calls `handle` for every event, one at a time,
 executes the commands in order, and comes back with `Tick` at `next_wakeup()`.
@@ -19,7 +20,7 @@ from collections import Counter
 from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
-from disagg.router import events
+from disagg.router import events, integrity
 from disagg.router.admission import predicted_miss, refusal
 from disagg.router.api import ClusterView, RequestTrace
 from disagg.router.attempts import Attempts, blame, note_answer, note_prefilled
@@ -31,6 +32,7 @@ from disagg.router.fleet import Fleet
 from disagg.router.journal import Journal
 from disagg.router.policies import create
 from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
+from disagg.router.retries import Retries
 from disagg.router.states import AttemptState, RequestEvent, RequestState
 from disagg.router.views import cluster_view
 from disagg.router.waiting import Waiting
@@ -51,6 +53,7 @@ class RouterCore:
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._wakeups = Wakeups()
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups)
+        self._retries = Retries(config)
         self._journal = Journal(config.num_traces, self._attempts.decisions)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same life comes back, it must be told."""
@@ -74,8 +77,10 @@ class RouterCore:
                 self._on_worker_up(info, now)
             case events.WorkerLost(worker_id=worker_id, incarnation=incarnation):
                 self._on_worker_lost(worker_id, incarnation, now)
-            case events.DrainWorker(worker_id=worker_id, incarnation=incarnation):
-                self._on_drain(worker_id, incarnation, now)
+            case events.WorkerSuspected():
+                self._on_worker_suspected(event, now)
+            case events.WorkerHeard() | events.DrainWorker():
+                self._on_worker_changed(event, now)
             case events.Tick():
                 pass
         if self._wakeups.has_due(now):
@@ -113,17 +118,7 @@ class RouterCore:
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        problems = self._fleet.check_integrity()
-        owed = set()
-        for request_id, record in self._requests.items():
-            is_queued = record.state is RequestState.QUEUED
-            if is_queued != (request_id in self._waiting) or is_queued != (record.attempt is None):
-                problems.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
-            if record.attempt is not None:
-                owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
-        if owed != set(self._fleet.books.entries()):
-            problems.append("books and attempts differ")
-        return problems
+        return integrity.problems(self._requests, self._waiting, self._fleet)
 
     # ---------------------------------------------------------------- clients
 
@@ -145,6 +140,7 @@ class RouterCore:
             return
         self._journal.arrived(trace)
         self._num_submitted += 1
+        self._retries.request_came()
         self._requests[request.request_id] = record
         if request.deadline is not None:
             self._wakeups.add(request.deadline, request.request_id)
@@ -180,18 +176,34 @@ class RouterCore:
     def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
         if not self._is_present(worker_id, incarnation):
             return
-        keys = list(self._fleet.books.account(worker_id).bookings)
-        self._orphans[worker_id] = (incarnation, keys)
-        for key in keys:
-            record = self._requests[key.request_id]
-            self._attempts.leave(record.running, worker_id)
-            self._fault(record, f"worker {worker_id} was lost", "worker_lost", now)
+        self._orphans[worker_id] = (incarnation, self._move_all(worker_id, "was lost", "worker_lost", now))
         self._fleet.lost(worker_id)
         self._waiting.workers_changed(now)
 
-    def _on_drain(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
-        if self._is_present(worker_id, incarnation):
-            self._fleet.drain(worker_id)
+    def _on_worker_suspected(self, event: events.WorkerSuspected, now: float) -> None:
+        """It is told to cancel what goes elsewhere: it hears of that when it goes on, before anything new."""
+        worker_id = event.worker_id
+        if not self._is_present(worker_id, event.incarnation):
+            return
+        self.counters["suspicion"] += 1
+        keys = self._move_all(worker_id, event.why, "worker_suspected", now)
+        self._out.extend(events.CancelOn(worker_id, key) for key in keys)
+        self._fleet.suspect(worker_id)
+        self._waiting.workers_changed(now)
+
+    def _move_all(self, worker_id: WorkerId, why: str, code: str, now: float) -> list[AttemptKey]:
+        """Every attempt that this worker owes something fails at once; which ones these were."""
+        keys = list(self._fleet.books.account(worker_id).bookings)
+        for key in keys:
+            record = self._requests[key.request_id]
+            self._attempts.leave(record.running, worker_id)
+            self._fault(record, f"worker {worker_id} {why}", code, now)
+        return keys
+
+    def _on_worker_changed(self, event: events.WorkerHeard | events.DrainWorker, now: float) -> None:
+        if self._is_present(event.worker_id, event.incarnation):
+            change = self._fleet.drain if isinstance(event, events.DrainWorker) else self._fleet.trust
+            change(event.worker_id)
             self._waiting.workers_changed(now)
 
     def _on_report(self, report: WorkerReport, now: float) -> None:
@@ -279,8 +291,8 @@ class RouterCore:
                 self._on_answer(record, worker_id, end, end.reason, now)
             case "deadline":
                 self._fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
-            case "refused":
-                self._refused(record, worker_id, end.detail, now)
+            case "refused" | "preempted":
+                self._refused(record, worker_id, end, now)
             case "cancelled" if worker_id == attempt.decode and attempt.live:
                 # P gave the reservation up, and says why itself.
                 self.counters["decode_leg_cancelled"] += 1
@@ -298,18 +310,13 @@ class RouterCore:
 
     # ---------------------------------------------------------------- ends
 
-    def _refused(self, record: RequestRecord, worker_id: WorkerId, detail: str, now: float) -> None:
-        """Not a fault. P speaks for D here, so that D is the one to avoid."""
-        record.num_refusals += 1
-        self.counters["refused"] += 1
-        if self._finish_if_complete(record, now):
-            return
-        if record.num_refusals >= self._config.max_refusals or record.is_probe:
-            message = f"refused {record.num_refusals} times, the last time by {worker_id}: {detail}"
-            self._fail(record, UnavailableError(message), now)
-            return
-        self._avoid(record, record.running.decode, self._config.refusal_pause_s * record.num_refusals, now)
-        self._put_back(record, now)
+    def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
+        """Not a fault: D has no room, or no more. P speaks for D here, so that D is the one to avoid."""
+        self.counters[end.reason] += 1
+        error = self._retries.after_refusal(record, worker_id, end)
+        if error is None:
+            self._avoid(record, record.running.decode, self._config.refusal_pause_s * max(1, record.num_refusals), now)
+        self._lost_attempt(record, error, now)
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
         code, to_avoid = blame(record.running, worker_id)
@@ -319,26 +326,19 @@ class RouterCore:
     def _fault(self, record: RequestRecord, message: str, code: str, now: float) -> None:
         """The attempt is lost. The next one goes on after the tokens that were released, while tries are left."""
         self.counters[code] += 1
-        record.num_failures += 1
-        if self._finish_if_complete(record, now):
-            return
-        if record.num_failures >= self._config.max_attempts or record.is_probe:
-            self._fail(record, UnavailableError(f"{record.num_failures} attempts failed; {message}", code), now)
-        else:
-            self._put_back(record, now)
+        self._lost_attempt(record, self._retries.after_fault(record, message, code), now)
 
-    def _finish_if_complete(self, record: RequestRecord, now: float) -> bool:
-        """The attempt is lost, but all tokens of the answer are here: there is nothing to try again."""
-        reason = record.end_of_answer()
-        if reason is not None:
+    def _lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> None:
+        """Where all tokens of the answer are here there is nothing to try again, and no error."""
+        if (reason := record.end_of_answer()) is not None:
             self._finish(record, reason, now)
-        return reason is not None
-
-    def _put_back(self, record: RequestRecord, now: float) -> None:
-        self._out.extend(self._attempts.end(record, now))
-        record.advance(RequestEvent.PUT_BACK)
-        record.prepare_to_continue()
-        self._waiting.put_back(record, now)
+        elif error is not None:
+            self._fail(record, error, now)
+        else:
+            self._out.extend(self._attempts.end(record, now))
+            record.advance(RequestEvent.PUT_BACK)
+            record.prepare_to_continue()
+            self._waiting.put_back(record, now)
 
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
         self._out.extend(self._attempts.end(record, now))
@@ -367,10 +367,7 @@ class RouterCore:
         del self._requests[record.request_id]
         cached_tokens = record.cached_tokens or 0
         self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
-        ledger = record.ledger
-        self.counters["duplicate_tokens"] += ledger.num_duplicate
-        self.counters["contradicting_tokens"] += ledger.num_contradicting
-        self.counters["tokens_beyond"] += ledger.num_beyond
+        self.counters.update(record.ledger.dropped)
 
     # ---------------------------------------------------------------- queue and time
 

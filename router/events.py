@@ -50,6 +50,24 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """That life of a worker shows that it hangs, on a session that stands."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    why: str
+    """Follows its name in a sentence, such as `was silent for 2.6 s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeard:
+    """A suspected life of a worker speaks again."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class DrainWorker:
     """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is booked on it.
     Its loss, or a new life of it, ends the draining."""
@@ -79,7 +97,18 @@ class Tick:
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
 
-Event = Submit | CancelRequest | WorkerUp | WorkerLost | DrainWorker | WorkerReported | FromWorker | Tick
+Event = (
+    Submit
+    | CancelRequest
+    | WorkerUp
+    | WorkerLost
+    | WorkerSuspected
+    | WorkerHeard
+    | DrainWorker
+    | WorkerReported
+    | FromWorker
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ has, how fast it is.
     up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation is another life: lost,
                     └────────lost(id)────────────┘                          then up
 
+A present or draining worker may be suspected for a while: it is given nothing then.
+
 Every change of a worker goes through here, so that the orders of the pools, the sums and the count of openings follow.
 
 Owner: the router core.
@@ -70,6 +72,7 @@ class Fleet:
             assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
             self._leave_pool(worker)
             worker.greet(info)
+            worker.is_suspected = False
         worker.reported_at = now
         if not worker.is_draining:
             self._join_pool(worker)
@@ -95,6 +98,24 @@ class Fleet:
             worker.is_draining = True
             self._to_drain.append(worker)
             self._longest_new = None
+
+    def suspect(self, worker_id: WorkerId) -> None:
+        """Give a present worker nothing, and count on it for nothing, until it is trusted again."""
+        worker = self._workers[worker_id]
+        self._leave_pool(worker)
+        worker.is_suspected = True
+        self._longest = self._longest_new = None
+
+    def trust(self, worker_id: WorkerId) -> None:
+        """A suspected worker is as good as the others again."""
+        worker = self._workers[worker_id]
+        if not worker.is_suspected:
+            return
+        worker.is_suspected = False
+        if not worker.is_draining:
+            self._join_pool(worker)
+        self._longest = self._longest_new = None
+        self.num_releases += 1
 
     @property
     def num_to_drain(self) -> int:
@@ -170,14 +191,15 @@ class Fleet:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence (prompt and answer) that any placement on the present workers could hold."""
         if self._longest is None:
-            self._longest = longest_of([w.info for w in self._workers.values()], self._may_prefill_locally)
+            infos = [w.info for w in self._workers.values() if not w.is_suspected]
+            self._longest = longest_of(infos, self._may_prefill_locally)
         return self._longest
 
     @property
     def longest_new_sequence(self) -> int:
         """The same without the workers that are draining."""
         if self._longest_new is None:
-            infos = [w.info for w in self._workers.values() if not w.is_draining]
+            infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
         return self._longest_new
 
@@ -185,7 +207,8 @@ class Fleet:
         """The role that nobody plays for the others; None when requests can be served."""
         if self.longest_sequence:
             return None
-        only_decodes = self._workers and all(decodes_only(worker.info) for worker in self._workers.values())
+        infos = [worker.info for worker in self._workers.values() if not worker.is_suspected]
+        only_decodes = infos and all(map(decodes_only, infos))
         return "prefill" if only_decodes else "decode"
 
     @property
@@ -233,7 +256,13 @@ class Fleet:
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
         return tuple(
-            WorkerView(worker.info, worker.load, worker.is_draining, max(0.0, now - worker.reported_at))
+            WorkerView(
+                worker.info,
+                worker.load,
+                worker.is_draining,
+                max(0.0, now - worker.reported_at),
+                worker.is_suspected,
+            )
             for _, worker in sorted(self._workers.items())
         )
 

@@ -56,6 +56,15 @@ class TokenLedger:
         """Whether a token is missing: one after it is held back, or it came bare."""
         return self._had_bare or bool(self._early)
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many tokens were not taken as they came, by why."""
+        return {
+            "duplicate_tokens": self.num_duplicate,
+            "contradicting_tokens": self.num_contradicting,
+            "tokens_beyond": self.num_beyond,
+        }
+
     def add(
         self, attempt: int, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
     ) -> TokenBatch:

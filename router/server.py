@@ -1,6 +1,7 @@
 """The shell around the router core: sockets, clock and tasks. It decides nothing.
 
-    RouterServer   feeds every event to the core, executes its commands, wakes it in time      one per gateway
+    RouterServer   feeds every event to the core, executes its commands, wakes it in time;
+                   notices whose session stands and says nothing                              one per gateway
     WorkerLink     one worker: channel, session, report stream; comes back after a break       one per worker
 
 Everything runs on one event loop.
@@ -33,14 +34,19 @@ from disagg.router.events import (
     Event,
     Fail,
     Finish,
+    FromWorker,
     Submit,
     Tick,
     WatchAgain,
+    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
+    WorkerReported,
+    WorkerSuspected,
     WorkerUp,
 )
 from disagg.router.handle import Handle
+from disagg.router.vigil import SWEEP_S, Vigil, limit
 from disagg.router.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -79,6 +85,10 @@ class RouterServer:
         self._handles: dict[RequestId, Handle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
+        self._vigil: Vigil[tuple[WorkerId, Incarnation]] = Vigil(
+            limit(config.silent_after_s), limit(config.stuck_after_s)
+        )
+        self._sweeper: asyncio.Task[None] | None = None
         self._link_came_up = asyncio.Event()
         self._stopped = False
 
@@ -86,6 +96,7 @@ class RouterServer:
 
     async def start(self) -> None:
         """Begin to connect to the workers; returns at once. See `wait_until_connected`."""
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
         for info in self._initial.values():
             await self.add_worker(info)
 
@@ -108,6 +119,9 @@ class RouterServer:
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*(link.stop(_FLUSH_S) for link in self._links.values()))
         self._links.clear()
 
@@ -195,10 +209,36 @@ class RouterServer:
             return
         if isinstance(event, WorkerUp):
             self._link_came_up.set()
+        self._listen(event)
         for command in self._core.handle(event, self._clock()):
             self._execute(command)
         self._set_timer()
         self._keep_draining(event)
+
+    def _listen(self, event: Event) -> None:
+        """Whatever a worker sends shows that it lives; a report says whether its engine does."""
+        match event:
+            case WorkerUp(info=info):
+                self._vigil.watch((info.worker_id, info.incarnation))
+            case WorkerLost(worker_id=worker_id, incarnation=incarnation):
+                self._vigil.forget((worker_id, incarnation))
+            case FromWorker(worker_id=worker_id, incarnation=incarnation):
+                self._heard((worker_id, incarnation), None)
+            case WorkerReported(report=report):
+                self._heard((report.worker_id, report.incarnation), report.turn_s)
+
+    def _heard(self, life: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
+        if self._vigil.heard(life, turn_s):
+            logger.warning("%s speaks again", life[0])
+            self._handle_event(WorkerHeard(*life))
+
+    async def _sweep(self) -> None:
+        """Look again and again for workers that hang."""
+        while True:
+            for life, why in self._vigil.sweep(self._clock()):
+                logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
+                self._handle_event(WorkerSuspected(*life, why))
+            await asyncio.sleep(SWEEP_S)
 
     def _keep_draining(self, event: Event) -> None:
         """A worker that drains is empty when its session breaks, and drains on when it is back."""

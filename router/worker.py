@@ -35,6 +35,8 @@ class Worker:
     is_measured: bool = False
     """Whether the model has seen a step of this worker, so that its predictions mean something."""
     is_draining: bool = False
+    is_suspected: bool = False
+    """It shows that it hangs; nothing is placed there."""
     last_turn: int = -1
     """Number of the latest placement on it."""
     reported_at: float = 0.0

@@ -50,6 +50,8 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
         cached_tokens=one.cached_tokens + other.cached_tokens,
         output_tokens=one.output_tokens + other.output_tokens,
         preemptions=one.preemptions + other.preemptions,
+        swapped_out_blocks=one.swapped_out_blocks + other.swapped_out_blocks,
+        swapped_in_blocks=one.swapped_in_blocks + other.swapped_in_blocks,
         transfers=tuple(transfers.values()),
     )
 

@@ -183,6 +183,8 @@ class ControlCore:
                 self._on_start_failed(name, error, now)
             case events.WorkerLeft():
                 self._on_left(event, now)
+            case events.WorkerHung():
+                self._on_hung(event, now)
             case events.WorkersStopped(worker_ids=names):
                 for name in names:
                     self._on_stopped(name)
@@ -271,6 +273,14 @@ class ControlCore:
             worker.enter("lost", due=now + self._settings.lost_grace_s)
             worker.detail = "its line to the controller broke"
 
+    def _on_hung(self, event: events.WorkerHung, now: float) -> None:
+        worker = self._workers.get(event.worker_id)
+        if worker is None or not worker.is_life(event.incarnation):
+            return
+        if worker.phase == "ready":
+            worker.enter("lost", due=now + self._settings.lost_grace_s)
+        worker.detail, worker.was_killed = f"it {event.why} and was killed", True
+
     def _on_stopped(self, name: WorkerId) -> None:
         """Gone: started anew if it is wanted. What an earlier controller left of another pool has no record."""
         worker = self._workers.get(name)
@@ -294,7 +304,7 @@ class ControlCore:
         if worker.phase == "draining":
             self._stop(worker)
         elif worker.phase in ("ready", "lost"):
-            worker.fault("lost", why, now)
+            worker.fault("lost", worker.detail if worker.was_killed else why, now)
         elif worker.phase == "starting":
             worker.fault("failed", why, now)
 

@@ -49,6 +49,16 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHung:
+    """That life of a worker shows no life, on a line that stands; it is being killed."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    why: str
+    """Follows its name in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersStopped:
     """The launcher ended these processes."""
 
@@ -119,6 +129,7 @@ Event = (
     | WorkerRegistered
     | WorkerStartFailed
     | WorkerLeft
+    | WorkerHung
     | WorkersStopped
     | ProcessExited
     | StartsPending

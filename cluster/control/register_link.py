@@ -1,7 +1,7 @@
-"""A worker process's line to the controller: registers, registers again whenever the line breaks, and hears when the
-worker is not wanted.
+"""A worker process's line to the controller: registers, registers again whenever the line breaks, shows that the worker
+lives, and hears when it is not wanted.
 
-    start(info) ──Register──> welcome ... ──break──> pause ──> resolve() ──Register──> ...
+    start(info) ──Register──> welcome, beats ... ──break──> pause ──> resolve() ──Register──> ...
                               unwanted ──> on_unwanted()
 
 Losing the controller ends nothing: the worker serves on, and the line is tried again for ever. It runs on a thread of
@@ -18,7 +18,14 @@ import grpc
 import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.control import ControllerToWorker, WorkerFailed, WorkerHello, WorkerToController, WorkerUnwanted
+from disagg.proto.control import (
+    BEAT_S,
+    ControllerToWorker,
+    WorkerBeat,
+    WorkerFailed,
+    WorkerHello,
+    WorkerUnwanted,
+)
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CHANNEL_OPTIONS, REGISTER
@@ -41,9 +48,17 @@ class RegisterLink:
         resolve: asked before every try, because the controller may have moved.
         secret: of the cluster.
         on_unwanted: called on the link's thread when the worker is to end, once; must not block.
+        turn_s: for how long the worker's engine has been in its present turn; called on a thread of gRPC.
     """
 
-    def __init__(self, resolve: Resolve, secret: ClusterSecret, on_unwanted: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        resolve: Resolve,
+        secret: ClusterSecret,
+        on_unwanted: Callable[[], None],
+        turn_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._turn_s = turn_s
         self._resolve = resolve
         self._secret = secret
         self._on_unwanted = on_unwanted
@@ -85,13 +100,19 @@ class RegisterLink:
             pause_s = MIN_PAUSE_S if welcome else min(2 * pause_s, MAX_PAUSE_S)
             self._stopped.wait(pause_s)
 
-    def _replies(self, message: WorkerToController) -> Iterator[ControllerToWorker]:
+    def _messages(self, hello: WorkerHello) -> Iterator[bytes]:
+        """Read by gRPC, one ahead, until the line breaks."""
+        yield encode(hello)
+        while not self._stopped.wait(BEAT_S):
+            yield encode(WorkerBeat(turn_s=self._turn_s()))
+
+    def _replies(self, hello: WorkerHello) -> Iterator[ControllerToWorker]:
         with grpc.insecure_channel(self._resolve(), options=CHANNEL_OPTIONS) as channel:
             with self._lock:
                 if self._stopped.is_set():
                     return
-                register = channel.unary_stream(REGISTER, None, None)
-                self._call = call = register(encode(message), metadata=self._secret.metadata)
+                register = channel.stream_stream(REGISTER, None, None)
+                self._call = call = register(self._messages(hello), metadata=self._secret.metadata)
             try:
                 for frame in call:
                     yield decoder(ControllerToWorker).decode(frame)
@@ -107,8 +128,8 @@ def report_failure(
     message = encode(WorkerFailed(worker_id=worker_id, error=error))
     try:
         with grpc.insecure_channel(resolve(), options=CHANNEL_OPTIONS) as channel:
-            register = channel.unary_stream(REGISTER, None, None)
-            for _ in register(message, timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
+            register = channel.stream_stream(REGISTER, None, None)
+            for _ in register(iter((message,)), timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
                 pass
     except Exception as failure:  # whatever `resolve` met, or gRPC
         logger.warning("%s: cannot tell the controller that the start failed: %r", worker_id, failure)

@@ -3,6 +3,7 @@
     Register, Follow, Control ──┐                    ┌──> replies to workers, memberships to gateways
     launcher: exited, pending ──┼──> ControlCore ────┤
     time ───────────────────────┘                    └──> launcher: start, stop (one thread, in order)
+    beats on Register, Follow ─────> Supervisor ────────> launcher: kill
 
 Everything but the launcher runs on one event loop. Losing the controller costs nothing but this: processes serve on,
 and come back when it does.
@@ -22,9 +23,11 @@ import msgspec
 
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
+from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launching import Launching
 from disagg.cluster.launch import LaunchPlan
 from disagg.cluster.launcher import Launcher
+from disagg.cluster.supervisor import Life, Supervisor
 from disagg.engine.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
@@ -34,14 +37,17 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
+    GatewayBeat,
     GatewayFailed,
     GatewayHello,
     GatewayToController,
     Membership,
     PoolName,
     ScaleRequest,
+    WorkerBeat,
     WorkerDrained,
     WorkerFailed,
+    WorkerHello,
     WorkerToController,
     WorkerUnwanted,
     WorkerWelcome,
@@ -112,6 +118,7 @@ class Controller:
         self._launching: Launching | None = None
         self._server: grpc.aio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
+        self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
         self._timer: asyncio.TimerHandle | None = None
         self._workers: dict[_Life, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[Membership]] = {}
@@ -138,6 +145,7 @@ class Controller:
         self._launching = Launching(self._plan, self._launcher, self._executor, address, self._handle)
         self._handle(events.Tick())
         self._poller = asyncio.create_task(self._poll(self._launching), name="launcher-poll")
+        self._supervisor.start()
         return address
 
     async def stop(self) -> None:
@@ -149,6 +157,7 @@ class Controller:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
             self._poller = None
+        await self._supervisor.stop()
         if self._launching is not None and self._core is not None:
             await self._launching.stop(self._core.worker_ids)
         if self._server is not None:
@@ -211,6 +220,10 @@ class Controller:
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
             replies.put_nowait(reply)
 
+    def _on_hung(self, life: Life, why: str) -> None:
+        if life.name != GATEWAY:  # whose end is enough to know
+            self._handle(events.WorkerHung(WorkerId(life.name), Incarnation(life.incarnation), why))
+
     def _set_timer(self, due: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -236,20 +249,25 @@ class Controller:
 
     def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         methods = {
-            service_and_method(REGISTER)[1]: grpc.unary_stream_rpc_method_handler(self._register),
+            service_and_method(REGISTER)[1]: grpc.stream_stream_rpc_method_handler(self._register),
             service_and_method(FOLLOW)[1]: grpc.stream_stream_rpc_method_handler(self._follow),
             service_and_method(CONTROL)[1]: grpc.unary_unary_rpc_method_handler(self._control),
         }
         return grpc.method_handlers_generic_handler(CONTROLLER_SERVICE, methods)
 
-    async def _register(self, frame: bytes, context: Context) -> AsyncIterator[bytes]:
-        message = await _decode(frame, WorkerToController, context)
+    async def _register(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        message = await _decode(await anext(requests, b""), WorkerToController, context)
         if isinstance(message, WorkerFailed):
             self._handle(events.WorkerStartFailed(message.worker_id, message.error))
             return
+        if not isinstance(message, WorkerHello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker begins with WorkerHello")
         info = message.info
         life = (info.worker_id, info.incarnation)
         replies = self._workers[life] = asyncio.Queue[ControllerToWorker]()
+        watched = Life(info.worker_id, info.incarnation, info.pid)
+        self._supervisor.watch(watched)
+        reader = asyncio.create_task(self._read_beats(requests, watched), name=f"beats-{info.worker_id}")
         try:
             self._handle(events.WorkerRegistered(info))
             while True:
@@ -258,9 +276,23 @@ class Controller:
                 if isinstance(reply, WorkerUnwanted):
                     return
         finally:
+            reader.cancel()
             if self._workers.get(life) is replies:  # not a later stream of the same life
                 del self._workers[life]
+                self._supervisor.forget(watched)
                 self._handle(events.WorkerLeft(*life))
+
+    async def _read_beats(self, requests: AsyncIterator[bytes], life: Life) -> None:
+        decode = decoder(WorkerToController).decode
+        try:
+            async for frame in requests:
+                message = decode(frame)
+                if isinstance(message, WorkerBeat):
+                    self._supervisor.heard(life, message.turn_s)
+        except msgspec.MsgspecError as error:
+            logger.warning("%s sent a bad frame: %s", life.name, error)
+        except grpc.RpcError as error:
+            logger.debug("the line of %s broke: %s", life.name, error)
 
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         hello = await _decode(await anext(requests, b""), GatewayToController, context)
@@ -270,6 +302,8 @@ class Controller:
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
         memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
+        watched = Life(GATEWAY, hello.gateway_id, hello.pid)
+        self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello), name=f"follow-{hello.gateway_id}")
         try:
             self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address))
@@ -279,6 +313,7 @@ class Controller:
             reader.cancel()
             if self._followers.get(hello.gateway_id) is memberships:  # not a later stream of the same gateway
                 del self._followers[hello.gateway_id]
+                self._supervisor.forget(watched)
                 self._handle(events.GatewayLeft(hello.gateway_id))
 
     async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello) -> None:
@@ -286,7 +321,9 @@ class Controller:
         try:
             async for frame in requests:
                 message = decode(frame)
-                if isinstance(message, WorkerDrained):
+                if isinstance(message, GatewayBeat):
+                    self._supervisor.heard(Life(GATEWAY, hello.gateway_id, hello.pid))
+                elif isinstance(message, WorkerDrained):
                     self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
         except msgspec.MsgspecError as error:
             logger.warning("gateway %s sent a bad frame: %s", hello.gateway_id, error)

@@ -31,6 +31,8 @@ TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
 
 STABLE_S = 60.0
 """A process that ran this long is healthy: its next fault is a first one."""
+FIRST_PAUSE_S = 0.5
+"""Before the start that follows the loss of a process that was fine."""
 MAX_BACKOFF_S = 30.0
 
 
@@ -81,6 +83,8 @@ class Worker:
     due: float | None = None
     """When `lost` or `failed` is started anew, or `draining` is stopped, if nothing happens before."""
     ready_since: float = 0.0
+    was_killed: bool = False
+    """Because it hung; `detail` says how."""
 
     def enter(self, phase: WorkerPhase, *, due: float | None = None) -> None:
         """Go over to `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
@@ -93,12 +97,14 @@ class Worker:
         if self.phase != "starting" and not self.is_life(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
-        self.info, self.ready_since = info, now
+        self.info, self.ready_since, self.was_killed = info, now, False
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
-        num_faults = faults_in_a_row(self.num_faults, now - self.ready_since if self.phase == "ready" else None)
-        self.enter(phase, due=now + backoff_s(num_faults))
+        ready_for_s = None if self.info is None else now - self.ready_since
+        num_faults = faults_in_a_row(self.num_faults, ready_for_s)
+        was_fine = ready_for_s is not None and num_faults == 1
+        self.enter(phase, due=now + (FIRST_PAUSE_S if was_fine else backoff_s(num_faults)))
         self.num_faults, self.detail, self.info = num_faults, why, None
 
     @property

@@ -1,7 +1,7 @@
 """The gateway's line to the controller: follows the membership of the cluster, and carries operators' requests there.
 
     hello ──> Membership ──> workers added, drained, removed          ──break──> pause ──> resolve() ──> hello ...
-          <── WorkerDrained, when nothing of ours runs on a draining worker any more
+          <── WorkerDrained, when nothing of ours runs on a draining worker any more; a beat twice a second
 
 While the controller is away the gateway serves on with the workers that it knows. A membership replaces what was known,
 so that nothing that was missed matters.
@@ -19,9 +19,11 @@ import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import (
+    BEAT_S,
     ControllerToGateway,
     ControlReply,
     ControlRequest,
+    GatewayBeat,
     GatewayFailed,
     GatewayHello,
     GatewayToController,
@@ -85,6 +87,8 @@ class ControllerLink:
         self._known = {info.worker_id: info for info in known}
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
         self._outbox: asyncio.Queue[GatewayToController] = asyncio.Queue()
+        self._line = ""
+        """The controller's address while the line stands: asking where it is may take a minute without Ray's head."""
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
 
@@ -117,7 +121,8 @@ class ControllerLink:
     async def ask(self, request: ControlRequest) -> ControlReply:
         """What the controller answers. Raises `UnavailableError` when it does not."""
         try:
-            async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+            address = self._line or await self._address()
+            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                 control = channel.unary_unary(CONTROL, None, None)
                 frame = await control(encode(request), timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -138,12 +143,18 @@ class ControllerLink:
         while True:
             followed = False
             try:
-                async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+                address = await self._address()
+                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     self._outbox = asyncio.Queue()
                     call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
-                    async for frame in call:
-                        followed = True
-                        await self.apply(decoder(ControllerToGateway).decode(frame))
+                    beats = asyncio.create_task(self._beat(self._outbox), name="beat")
+                    try:
+                        async for frame in call:
+                            followed, self._line = True, address
+                            await self.apply(decoder(ControllerToGateway).decode(frame))
+                    finally:
+                        self._line = ""
+                        beats.cancel()
             except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
                 logger.info("the line to the controller broke: %s", error)
             except Exception:
@@ -157,6 +168,12 @@ class ControllerLink:
         yield encode(hello)
         while True:
             yield encode(await outbox.get())
+
+    async def _beat(self, outbox: asyncio.Queue[GatewayToController]) -> None:
+        """On the loop that serves clients, so that silence means that it serves nobody."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            outbox.put_nowait(GatewayBeat())
 
     async def apply(self, membership: Membership) -> None:
         """Make the workers what the membership says."""

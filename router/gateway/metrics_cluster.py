@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
-from disagg.router.api import STAGES, ClusterView
+from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.gateway.metrics_families import counter, gauge, histogram, histogram_of_counts
 from disagg.router.journal import ANSWERED, SLOS
 from disagg.router.tally import Tally
@@ -123,9 +123,15 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     )
 
 
+def _state_of(worker: WorkerView) -> str:
+    if worker.is_suspected:
+        return "unreachable"
+    return "draining" if worker.is_draining else "ready"
+
+
 def _instances(view: ClusterView) -> Iterator[Metric]:
     states = Counter((role_of(info), "unreachable") for info in view.unreachable)
-    states.update((role_of(w.info), "draining" if w.is_draining else "ready") for w in view.workers)
+    states.update((role_of(w.info), _state_of(w)) for w in view.workers)
     yield gauge(
         "disagg_instances",
         "Workers by role, and by whether the router can use them.",
@@ -140,12 +146,17 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_instance_sequences",
-        "Sequences on an instance that are in its batch (running), or wait for a place or for their KV (waiting).",
+        "Sequences on an instance: in its batch (running), waiting for a place or for their KV (waiting), or preempted "
+        "with their KV in host memory (suspended).",
         ("instance", "state"),
         [
             ((w.info.worker_id, state), count)
             for w in view.workers
-            for state, count in (("running", w.load.num_running), ("waiting", w.load.num_waiting))
+            for state, count in (
+                ("running", w.load.num_running),
+                ("waiting", w.load.num_waiting),
+                ("suspended", w.load.num_suspended),
+            )
         ],
     )
 
@@ -174,6 +185,8 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         ("cached_tokens", "Tokens of new sequences that an instance found in its prefix cache."),
         ("output_tokens", "Tokens that an instance sampled."),
         ("preemptions", "Sequences that an instance put back for want of KV blocks."),
+        ("swapped_out_blocks", "KV blocks of such sequences that an instance copied to host memory."),
+        ("swapped_in_blocks", "KV blocks that it copied back from there."),
     ):
         yield counter(f"disagg_engine_{name}", text, ("instance",), [((id_,), getattr(m, name)) for id_, m in counters])
 

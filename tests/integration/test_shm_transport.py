@@ -32,7 +32,7 @@ from disagg.engine.fake import fake_generate
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransport
 from disagg.engine.kv_transfer.shm_hello import Hello
-from disagg.engine.kv_transfer.shm_lane import CLOSED, PEER_ENDED, PIECE_BYTES, RING_BYTES
+from disagg.engine.kv_transfer.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
 from disagg.engine.kv_transfer.transport import TransportError, make_connector, make_rendezvous
 from tests.support.workers import wait_until_workers_idle
 

@@ -60,6 +60,10 @@ class PlayedWorker:
         self.snapshots: list[Future[BlocksSnapshot]] = []
         self.fault: Exception | None = None
         self.num_bytes = 0
+        self.turn = 0.0
+
+    def turn_s(self) -> float:
+        return self.turn
 
     def on_message(self, message: GatewayToWorker) -> None:
         if self.fault is not None:
@@ -233,6 +237,23 @@ async def test_the_first_report_has_the_snapshot_and_what_came_meanwhile() -> No
         second = _report(await call.read())
         assert (second.sequence, second.kv_events, second.load) == (1, (removed,), Load(blocks_total=7, steps=5))
         assert [step.ms for step in second.steps] == [0, 1, 2, 3]
+
+
+async def test_reports_come_while_the_engine_is_in_a_long_step() -> None:
+    """Which takes no snapshot until it ends."""
+    async with bench() as it:
+        it.worker.turn = 3.5
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
+        it.calls.append(call)
+        for sequence in range(2):
+            report = _report(await call.read())
+            assert (report.sequence, report.kv_events, report.turn_s) == (sequence, (), 3.5)
+        it.publish(Load(num_running=1), stored(1))
+        it.worker.turn = 0.0
+        await answer_snapshot(it, 1)
+        while not (report := _report(await call.read())).kv_events:
+            pass
+        assert (report.kv_events, report.turn_s) == ((SNAPSHOT, stored(1)), 0.0)
 
 
 async def test_counters_are_reported_when_they_change() -> None:

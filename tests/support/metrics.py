@@ -40,6 +40,7 @@ def busy_view() -> ClusterView:
         Load(
             num_running=2,
             num_waiting=1,
+            num_suspended=2,
             blocks_total=200,
             blocks_active=50,
             blocks_cached=60,
@@ -66,6 +67,8 @@ def busy_view() -> ClusterView:
                 cached_tokens=16,
                 output_tokens=3,
                 preemptions=1,
+                swapped_out_blocks=9,
+                swapped_in_blocks=8,
                 transfers=(moved,),
             )
         },

@@ -50,9 +50,11 @@ from disagg.router.events import (
     Submit,
     Tick,
     WatchAgain,
+    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
     WorkerReported,
+    WorkerSuspected,
     WorkerUp,
 )
 
@@ -207,6 +209,14 @@ class Scenario:
     def lost(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(life)))
+
+    def suspected(self, worker_id: str, why: str = "was silent for 2.5 s", incarnation: str | None = None) -> list[str]:
+        life = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(life), why))
+
+    def heard(self, worker_id: str, incarnation: str | None = None) -> list[str]:
+        life = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(WorkerHeard(WorkerId(worker_id), Incarnation(life)))
 
     def drain(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ADOPT_GRACE_S, FIRST_SET_S
-from disagg.cluster.control.workers import MAX_BACKOFF_S, STABLE_S, Worker, backoff_s
+from disagg.cluster.control.workers import FIRST_PAUSE_S, MAX_BACKOFF_S, STABLE_S, Worker, backoff_s
 from disagg.proto.control import ControlRequest, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from tests.support.control import ADDRESS, DRAIN_TIMEOUT_S, GATEWAY_ID, LOST_GRACE_S, Driver, settled
@@ -67,7 +67,7 @@ def test_the_pause_grows_with_faults_in_a_row_and_a_healthy_life_ends_the_row() 
     control.register("colocated-0")
     control.now += STABLE_S
     control.exited("colocated-0")
-    assert control.core.next_wakeup() == control.now + 1
+    assert control.core.next_wakeup() == control.now + FIRST_PAUSE_S
     assert [backoff_s(n) for n in (1, 5, 6, 100)] == [1, 16, MAX_BACKOFF_S, MAX_BACKOFF_S]
 
 

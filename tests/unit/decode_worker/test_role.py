@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -319,6 +321,27 @@ async def test_a_lost_stream_ends_its_attempts_and_waits_for_the_engine() -> Non
         assert peer.transport is not None
         peer.transport.send(PAYLOAD, 80, lambda ok, _: answers.append(ok))
         assert answers == [False]
+
+
+async def test_the_staging_memory_of_a_pair_goes_with_it() -> None:
+    """And not when the garbage collector comes, which knows nothing of its size."""
+    async with bench() as it:
+        peer = await it.paired()
+        it.reserved(peer)
+        peer.announce(0)
+        peer.send()
+        await until(lambda: it.context._commands)
+        staging = weakref.ref(it.context.command(Scatter).data.base)
+        gc.disable()
+        try:
+            peer.link.on_lost()
+            await until(lambda: not it.role._links)
+            it.role.on_event(Scattered(key_of("a"), 0, ok=False))
+            it.context.commands()
+            await settle()
+            assert staging() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_stream_that_is_lost_before_the_peer_came_leaves_nothing() -> None:

@@ -67,6 +67,11 @@ class TestPrefillRole:
         handle_all(core, Release(KEY))
         assert_idle(core)
 
+    def test_a_last_chunk_of_one_token_is_told_before_its_step_too(self) -> None:
+        core = make_core(token_budget=32)
+        events = handle_all(core, Add(make_spec("a", PROMPT[:33]), hold_after_prefill=True)) + run_until_idle(core)
+        assert [e for e in events if isinstance(e, ChunkPlanned)] == [ChunkPlanned(KEY, 32), ChunkPlanned(KEY, 33)]
+
     def test_the_cached_prefix_counts_in_the_first_chunk(self) -> None:
         core = make_core(20)
         handle_all(core, Add(make_spec("warm", PROMPT[:33])))

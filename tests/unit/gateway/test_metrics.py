@@ -95,6 +95,7 @@ def test_workers(samples: Samples) -> None:
     assert value(samples, "disagg_instances", role="colocated", state="ready") == 0
     assert value(samples, "disagg_router_view_age_seconds", instance="p0") == 0.5
     assert value(samples, "disagg_instance_sequences", instance="d0", state="waiting") == 1
+    assert value(samples, "disagg_instance_sequences", instance="d0", state="suspended") == 2
 
 
 def test_engines_and_transfers(samples: Samples) -> None:
@@ -104,6 +105,8 @@ def test_engines_and_transfers(samples: Samples) -> None:
     assert value(samples, f"{step}_count", instance="p0") == 4
     assert value(samples, f"{step}_sum", instance="p0") == 9.0
     assert value(samples, "disagg_engine_preemptions_total", instance="p0") == 1
+    assert value(samples, "disagg_engine_swapped_out_blocks_total", instance="p0") == 9
+    assert value(samples, "disagg_engine_swapped_in_blocks_total", instance="p0") == 8
     pair = {"src": "p0", "dst": "d0", "transport": "gloo"}
     assert value(samples, "disagg_kv_transfers_total", pair) == 3
     assert value(samples, "disagg_kv_transfer_bytes_total", pair) == 4096

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import Add, ChunkPlanned, Ended, Gather, Gathered, PrefillComputed, Release
 from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
+from disagg.engine.kv_transfer.reasons import KV_GONE
 from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.prefill_worker.service import PairError
@@ -376,3 +379,37 @@ async def test_an_answer_of_one_token_ends_here_and_cancels_the_reservation(stre
         assert stream.message(Abort).reason == "ended on the prefill worker: stop"
         stream.say(AbortAck(request_id=A, attempt=1))
         await until(it.idle)
+
+
+async def test_a_gather_that_fails_ends_its_attempt_and_nothing_else(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        await it.reserve(stream)
+        it.context.commands()
+        it.role.on_event(ChunkPlanned(key_of("a"), 10))
+        it.context.command(Gather)
+        it.role.on_event(Gathered(key_of("a"), 0, ok=False))  # before the engine says that it ended the sequence
+        assert it.context.reasons() == [("a", "failed")]
+        assert stream.message(Abort).reason == KV_GONE
+        assert it.context.command(Release) == Release(key_of("a"))
+        assert not it.role.owns(key_of("a"))
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
+
+
+async def test_the_staging_memory_of_a_pair_goes_with_it(streams: list[PlayedStream]) -> None:
+    """And not when the garbage collector comes, which knows nothing of its size."""
+    async with offered(spec_of("a"), streams) as (it, stream):
+        await it.reserve(stream)
+        it.context.commands()
+        it.role.on_event(ChunkPlanned(key_of("a"), 10))
+        staging = weakref.ref(it.context.command(Gather).out.base)
+        gc.disable()
+        try:
+            stream.end()
+            await until(lambda: not it.role._all_links)
+            it.role.on_event(Gathered(key_of("a"), 0, ok=True))
+            it.context.commands()
+            await settle()
+            assert staging() is None
+        finally:
+            gc.enable()

@@ -64,6 +64,35 @@ def test_refusals_are_no_faults_but_not_endless() -> None:
     assert it.core.holdings() == EMPTY
 
 
+# ---------------------------------------------------------------- preempted
+
+
+def test_a_preempted_request_goes_on_after_the_tokens_that_were_shown_and_elsewhere_first() -> None:
+    it = Scenario("p0", "d0", "d1")
+    it.start("r0", "p0", "d0")
+    it.hand_over("r0", "p0", "d0", 100)
+    it.update("d0", tokens_update("r0", 0, 1, 101))
+    assert it.update("d0", end_update("r0", 0, "preempted")) == ["dispatch p0 r0/1 -> d1"]
+    assert it.dispatched["r0/1"].message.spec.emitted_token_ids == (100, 101)
+    assert (it.core.counters["preempted"], it.core.counters["decode_failed"]) == (1, 0)
+
+
+def test_to_be_preempted_is_never_the_end_of_a_request() -> None:
+    """Each time it had brought a token, after any number of refusals."""
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, max_refusals=2))
+    it.start(routed_request("r0", 40, max_tokens=30), "p0", "d0")
+    for index in range(20):
+        attempt = 2 * index
+        it.hand_over("r0", "p0", "d0", index, attempt=attempt, index=index)
+        assert it.update("d0", end_update("r0", attempt, "preempted")) == []
+        assert it.at(it.now + 0.05) == [f"dispatch p0 r0/{attempt + 1} -> d0"]
+        assert it.update("p0", end_update("r0", attempt + 1, "refused")) == [f"cancel d0 r0/{attempt + 1}"]
+        assert it.at(it.now + 0.05) == [f"dispatch p0 r0/{attempt + 2} -> d0"]
+    it.hand_over("r0", "p0", "d0", 20, attempt=40, index=20)
+    assert it.update("d0", end_update("r0", 40, "stop")) == ["finish r0 stop 21 cached=0"]
+    assert it.core.holdings() == EMPTY
+
+
 # ---------------------------------------------------------------- failed
 
 
@@ -223,9 +252,9 @@ def test_a_request_waits_for_a_worker_to_come_back() -> None:
     it = Scenario("p0", "d0")
     it.start("r0", "p0", "d0")
     assert it.lost("d0") == ["cancel p0 r0/0"]
-    assert it.core.next_wakeup() == 10.0
+    assert it.core.next_wakeup() == 2.5
     assert it.submit("r1") == ["fail r1 UnavailableError no_decode_capacity"]
-    it.now = 9.0
+    it.now = 2.0
     assert it.up(worker_info("d0", incarnation="2")) == ["dispatch p0 r0/1 -> d0"]
 
 
@@ -233,8 +262,8 @@ def test_a_request_does_not_wait_forever_for_a_worker() -> None:
     it = Scenario("p0", "d0")
     it.start("r0", "p0", "d0")
     it.lost("d0")
-    assert it.at(9.9) == []
-    assert it.at(10.0) == ["fail r0 UnavailableError no_decode_capacity"]
+    assert it.at(2.4) == []
+    assert it.at(2.5) == ["fail r0 UnavailableError no_decode_capacity"]
     assert it.core.holdings() == EMPTY
 
 
@@ -243,7 +272,7 @@ def test_a_request_too_long_for_who_is_left_lets_others_pass() -> None:
     it.start(routed_request("long", 200), "p0", "d0")
     assert it.lost("d0") == ["cancel p0 long/0"]
     assert it.submit("r1") == ["dispatch p0 r1/0 -> d1"]
-    assert it.at(10.0) == ["fail long UnavailableError no_decode_capacity"]
+    assert it.at(2.5) == ["fail long UnavailableError no_decode_capacity"]
 
 
 def test_another_life_at_the_same_place_ends_the_first() -> None:

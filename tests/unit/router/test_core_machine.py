@@ -34,9 +34,11 @@ from disagg.router.events import (
     FromWorker,
     Submit,
     Tick,
+    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
     WorkerReported,
+    WorkerSuspected,
     WorkerUp,
 )
 from tests.support.router import (
@@ -76,6 +78,7 @@ class FakeWorker:
     is_up: bool = False
     is_draining: bool = False
     is_drained: bool = False
+    is_suspected: bool = False
     stream: deque[StepUpdate] = field(default_factory=deque)
     parts: dict[AttemptKey, Part] = field(default_factory=dict)
 
@@ -123,8 +126,8 @@ class RouterMachine(RuleBasedStateMachine):
                 peer = message.decode_peer
                 assert (peer is None) == (worker_id[0] != "p")
                 assert peer is None or peer.incarnation == str(self.workers[peer.worker_id].life)
-                assert not worker.is_draining
-                assert peer is None or not self.workers[peer.worker_id].is_draining
+                used = [worker] if peer is None else [worker, self.workers[peer.worker_id]]
+                assert not any(each.is_draining or each.is_suspected for each in used)
                 part = Part(
                     spec,
                     peer.worker_id if peer else None,
@@ -227,7 +230,7 @@ class RouterMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         worker.life += 1
         worker.is_up = True
-        worker.is_draining = worker.is_drained = False
+        worker.is_draining = worker.is_drained = worker.is_suspected = False
         self.handle(WorkerUp(worker_info(name, incarnation=str(worker.life), token_budget=64, max_num_seqs=3)))
 
     # ------------------------------------------------------------ rules
@@ -295,6 +298,17 @@ class RouterMachine(RuleBasedStateMachine):
         self.handle(WorkerLost(WorkerId(name), Incarnation(str(worker.life))))
 
     @rule(name=st.sampled_from(NAMES))
+    def hang_or_go_on(self, name: str) -> None:
+        """What it was told while it hung comes first when it goes on; what it had to say may still come."""
+        worker = self.workers[name]
+        if not worker.is_up:
+            return
+        life = (WorkerId(name), Incarnation(str(worker.life)))
+        worker.is_suspected = not worker.is_suspected
+        self.handle(WorkerSuspected(*life, "was silent") if worker.is_suspected else WorkerHeard(*life))
+        assert not (worker.is_suspected and worker.parts)
+
+    @rule(name=st.sampled_from(NAMES))
     def drain(self, name: str) -> None:
         worker = self.workers[name]
         worker.is_draining = worker.is_draining or worker.is_up
@@ -353,6 +367,8 @@ class RouterMachine(RuleBasedStateMachine):
                 self.lose_or_return(name)
             if not self.workers[name].is_up:
                 self.come_up(name)
+            if self.workers[name].is_suspected:
+                self.hang_or_go_on(name)
         for _ in range(10_000):
             if self.parts():
                 self.advance(*self.parts()[0])

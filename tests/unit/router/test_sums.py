@@ -69,6 +69,8 @@ def metrics(steps: int, *, seconds: float = 0.0, transfers: tuple[TransferCount,
         cached_tokens=4 * steps,
         output_tokens=5 * steps,
         preemptions=6 * steps,
+        swapped_out_blocks=7 * steps,
+        swapped_in_blocks=8 * steps,
         transfers=transfers,
     )
 

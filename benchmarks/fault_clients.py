@@ -1,0 +1,285 @@
+"""Rows in which clients are the trouble: too many, too slow, gone, or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from benchmarks.bad_input import measure
+from benchmarks.common import percentile
+from benchmarks.fault_cluster import Up, until
+from benchmarks.fault_kills import NUM_TOKENS, RATE
+from benchmarks.fault_load import Load, Model, send
+from benchmarks.fault_row import Row, all_right, of_streams
+from benchmarks.load import service
+from disagg.client import AsyncClient, Targets
+from disagg.client.failures import error_of
+from disagg.proto.errors import DisaggError, OverloadedError
+from disagg.v1 import inference_pb2 as pb
+
+OVERLOAD_PROMPT = 256
+OVERLOAD_TOKENS = 4
+OVERLOAD_TTFT_MS = 1000.0
+OVERLOAD_S = 6.0
+PROBE_CONCURRENCY = 32
+CAP_BYTES = 256 << 10
+"""What one stream that nobody reads may cost the gateway."""
+RSS_SLACK_BYTES = 4 << 20
+"""What the gateway's process may grow by for other reasons while the slow readers are there."""
+SLOW_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.http2.bdp_probe", 0))
+"""With probing, gRPC would take in megabytes for a client that does not read."""
+NUM_SLOW = 8
+SLOW_TOKENS = 8000
+"""More than the connection's own buffers take."""
+SLOW_READ_S = 75.0
+"""Longer than a client may leave a message unread (60 s) after these are full."""
+NUM_GONE = 12
+GONE_TOKENS = 400
+
+
+class Tries:
+    """Requests with a target for the first token, and how each ended."""
+
+    def __init__(self, model: Model, seed: str) -> None:
+        self._rng = random.Random(f"{seed} {time.monotonic()}")  # no prompt may be cached
+        self._vocab_size = model.vocab_size
+        self.good = 0
+        """Answered in time."""
+        self.missed = 0
+        self.refused_s: list[float] = []
+        self.failed = 0
+
+    async def send(self, client: AsyncClient) -> None:
+        """One request."""
+        prompt = [self._rng.randrange(self._vocab_size) for _ in range(OVERLOAD_PROMPT)]
+        sent = time.monotonic()
+        first = 0.0
+        try:
+            deltas = client.stream(
+                prompt,
+                max_tokens=OVERLOAD_TOKENS,
+                ignore_eos=True,
+                temperature=0.0,
+                timeout_s=30.0,
+                targets=Targets(ttft_ms=OVERLOAD_TTFT_MS),
+            )
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    first = first or (time.monotonic() if delta.token_ids else 0.0)
+        except OverloadedError:
+            self.refused_s.append(time.monotonic() - sent)
+        except DisaggError:
+            self.failed += 1
+        else:
+            in_time = (first - sent) * 1000 <= OVERLOAD_TTFT_MS
+            self.good += in_time
+            self.missed += not in_time
+
+
+async def _capacity(up: Up, model: Model) -> float:
+    """Answers per second within the target, of clients that come back at once: about what the cluster can do."""
+    tries = Tries(model, "closed")
+    began = time.monotonic()
+
+    async def client() -> None:
+        while time.monotonic() - began < OVERLOAD_S:
+            await tries.send(up.client)
+            await asyncio.sleep(0.05)
+
+    await asyncio.gather(*(client() for _ in range(PROBE_CONCURRENCY)))
+    return tries.good / (time.monotonic() - began)
+
+
+async def _goodput(up: Up, tries: Tries, rate: float) -> float:
+    """Answers per second within the target, of open-loop load at a rate."""
+    elapsed_s = await _offer(up, tries, rate, OVERLOAD_S)
+    await up.emptied()
+    return tries.good / elapsed_s
+
+
+async def _offer(up: Up, tries: Tries, rate: float, duration_s: float) -> float:
+    """Open-loop load at a rate; the seconds until its last request ended."""
+    began = time.monotonic()
+    tasks = []
+    for number in range(round(rate * duration_s)):
+        await asyncio.sleep(max(0.0, began + number / rate - time.monotonic()))
+        tasks.append(asyncio.create_task(tries.send(up.client)))
+    await asyncio.gather(*tasks)
+    return time.monotonic() - began
+
+
+async def overload(up: Up, model: Model) -> Row:
+    """Ten times what the cluster can do."""
+    await up.settled()
+    await _capacity(up, model)  # the router's models of cost settle
+    capacity = await _capacity(up, model)
+    peak = max([await _goodput(up, Tries(model, f"at {share}"), capacity * share) for share in (0.8, 1.0, 1.5)])
+    tries = Tries(model, "overload")
+    goodput = await _goodput(up, tries, 10 * max(peak, capacity))
+    left_for_s, left = await up.emptied()
+    refused_p99_ms = percentile(tries.refused_s, 99) * 1e3 if tries.refused_s else 0.0
+    return Row(
+        name="overload_10x",
+        promise="goodput >= 90 % of peak; refusals answered within 50 ms at p99",
+        met=goodput >= 0.9 * peak and 0.0 < refused_p99_ms <= 50.0 and not tries.failed and not left,
+        streams=tries.good + tries.missed + tries.failed,
+        completed=tries.good + tries.missed,
+        failed=tries.failed,
+        left=sum(left.values()),
+        left_for_s=left_for_s,
+        figures={
+            "peak_per_s": peak,
+            "goodput_per_s": goodput,
+            "share": goodput / peak,
+            "refused": float(len(tries.refused_s)),
+            "refused_p50_ms": percentile(tries.refused_s, 50) * 1e3 if tries.refused_s else 0.0,
+            "refused_p99_ms": refused_p99_ms,
+            "missed": float(tries.missed),
+        },
+    )
+
+
+# ---------------------------------------------------------------- slow readers
+
+
+async def slow_reader(up: Up, model: Model) -> Row:
+    """Clients that take one token and then none, beside others that read."""
+    await up.settled()
+    gateway = up.pid_of_child("gateway_process")
+    model_name = (await up.client.models())[0].name
+    lost: list[str] = []
+
+    async def read_slowly(number: int) -> None:
+        request = pb.GenerateRequest(
+            model=model_name,
+            token_ids=pb.TokenIds(ids=[number + 1] * 20),
+            sampling=pb.SamplingParams(temperature=0.0),
+            stopping=pb.StopConditions(max_tokens=SLOW_TOKENS, ignore_eos=True),
+        )
+        # A connection of its own: what one client does not read must not hold back another one.
+        async with grpc.aio.insecure_channel(up.address, options=SLOW_OPTIONS) as channel:
+            call: Any = service(channel).Generate(request)
+            await call.read()
+            await asyncio.sleep(SLOW_READ_S)
+            while isinstance(await _read(call, lost), pb.GenerateResponse):
+                pass
+
+    async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
+        await asyncio.sleep(1.0)
+        before = _rss_bytes(gateway)
+        readers = [asyncio.create_task(read_slowly(number)) for number in range(NUM_SLOW)]
+        most = 0
+        for _ in range(round(SLOW_READ_S / 0.25)):
+            await asyncio.sleep(0.25)
+            most = max(most, _rss_bytes(gateway) - before)
+        await asyncio.gather(*readers)
+    left_for_s, left = await up.emptied()
+    seen = of_streams(streams)
+    bytes_each = max(0.0, (most - RSS_SLACK_BYTES) / NUM_SLOW)
+    return Row(
+        name="slow_reader",
+        promise="others are not held up; at most 256 KiB a stream, then stream_lost",
+        met=all_right(seen) and bytes_each <= CAP_BYTES and lost == ["stream_lost"] * NUM_SLOW and not left,
+        left=sum(left.values()),
+        left_for_s=left_for_s,
+        figures={"kib_each": bytes_each / 1024, "slow": float(NUM_SLOW), "lost": float(len(lost))},
+        **seen,
+    )
+
+
+async def _read(call: Any, errors: list[str]) -> object:
+    """The next message; None after an error, which is noted."""
+    try:
+        return await call.read()
+    except grpc.aio.AioRpcError as error:
+        errors.append(error_of(error).code)
+        return None
+
+
+def _rss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"process {pid} has no resident memory")
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+async def disconnect(up: Up, model: Model) -> Row:
+    """Clients leave in each phase: while queued, in prefill, in the transfer, in decode."""
+    await up.settled()
+    await up.emptied()
+    figures: dict[str, float] = {}
+    left_count = 0
+    for phase, length in (("queued", 1500), ("prefill", 1500), ("transfer", 1500), ("decode", 40)):
+        freed_s, left, reached = await _leave_in(up, model, phase, length)
+        figures[f"{phase}_s"] = freed_s
+        figures[f"{phase}_seen"] = float(reached)
+        left_count += left
+    met = not left_count and all(figures[f"{phase}_s"] <= 1.0 for phase in ("queued", "prefill", "transfer", "decode"))
+    return Row(
+        name="disconnect",
+        promise="everything is freed within 1 s, in each phase",
+        met=met and all(value for name, value in figures.items() if name.endswith("_seen")),
+        left=left_count,
+        left_for_s=max(value for name, value in figures.items() if name.endswith("_s")),
+        figures=figures,
+    )
+
+
+async def _leave_in(up: Up, model: Model, phase: str, length: int) -> tuple[float, int, bool]:
+    """Streams until one of them is in that phase; then all are given up at once. Seconds until nothing was held, what
+    is left, and whether the phase was seen."""
+    rng = random.Random(phase)
+
+    async def ask(client: AsyncClient) -> None:
+        prompt = [rng.randrange(model.vocab_size) for _ in range(length)]
+        await send(client, prompt, (0,) * GONE_TOKENS)
+
+    async def is_there() -> bool:
+        found = await up.client.cluster_state()
+        return any(stage.stage == phase and stage.requests for stage in found.stages)
+
+    async with AsyncClient(up.address) as client:
+        tasks = [asyncio.create_task(ask(client)) for _ in range(NUM_GONE)]
+        try:
+            await until(is_there, 5.0)
+            reached = True
+        except TimeoutError:
+            reached = False
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    freed_s, left = await up.emptied()
+    return freed_s, sum(left.values()), reached
+
+
+# ---------------------------------------------------------------- bad input
+
+
+async def bad_input(up: Up, model: Model) -> Row:
+    """Everything that can be seen to be wrong before tokenizing."""
+    await up.settled()
+    measured = await measure(up.address, 40)
+    worst = max(percentile(kind.times_ms, 99) for kind in measured)
+    left_for_s, left = await up.emptied()
+    return Row(
+        name="bad_input",
+        promise="refused with the field's name within 10 ms; nothing reserved",
+        met=worst <= 10.0 and not left,
+        left=sum(left.values()),
+        left_for_s=left_for_s,
+        figures={
+            "kinds": float(len(measured)),
+            "p50_ms": max(percentile(kind.times_ms, 50) for kind in measured),
+            "p99_ms": worst,
+        },
+    )

@@ -1,0 +1,168 @@
+"""Rows in which a process is killed or stopped under open-loop load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.fault_cluster import POLL_S, Up, is_running, until
+from benchmarks.fault_load import Load, Model, Stream, send
+from benchmarks.fault_row import Row, all_right, of_streams
+
+RATE = 4.0
+NUM_TOKENS = 150
+WARM_S = 2.0
+"""Load before the fault."""
+AFTER_S = 1.5
+"""Load after the recovery."""
+GAP_S = 3.0
+RESTART_S = 90.0
+LEFT_S = 5.0
+"""How long anything may be held after the load."""
+
+
+async def afterwards(up: Up, streams: Sequence[Stream]) -> dict[str, Any]:
+    """The figures that every row of this file has, once its load has ended."""
+    left_for_s, left = await up.emptied()
+    return {**of_streams(streams), "left": sum(left.values()), "left_for_s": left_for_s}
+
+
+async def _fault(up: Up, model: Model, victim: str, number: signal.Signals) -> tuple[dict[str, Any], dict[str, float]]:
+    """Load, the fault, load until the victim is back; the row's figures, and those of a process that hangs."""
+    await up.settled()
+    suspected = await up.metric("disagg_router_events_total", event="suspicion")
+    figures: dict[str, float] = {}
+    async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
+        await asyncio.sleep(WARM_S)
+        pid, struck = await up.pid(victim), time.monotonic()
+        os.kill(pid, number)
+        if number is signal.SIGSTOP:
+
+            async def is_noticed() -> bool:
+                return await up.metric("disagg_router_events_total", event="suspicion") > suspected
+
+            figures["detected_s"] = await until(is_noticed, RESTART_S)
+
+            async def is_gone() -> bool:
+                return not is_running(pid)
+
+            await until(is_gone, RESTART_S)
+            figures["fenced_s"] = time.monotonic() - struck
+
+        async def is_back() -> bool:
+            return await up.is_settled() and await up.pid(victim) != pid
+
+        await until(is_back, RESTART_S)
+        recovery_s = time.monotonic() - struck
+        await asyncio.sleep(AFTER_S)
+    return {**await afterwards(up, streams), "recovery_s": recovery_s}, figures
+
+
+async def _kill(up: Up, model: Model, victim: str, promise: str) -> Row:
+    seen, _ = await _fault(up, model, victim, signal.SIGKILL)
+    waited_s = max(seen["longest_gap_s"], seen["longest_ttft_s"])
+    met = all_right(seen) and waited_s <= GAP_S and not seen["left"] and seen["left_for_s"] <= LEFT_S
+    return Row(name=f"kill_{victim.partition('-')[0]}", promise=promise, met=met, **seen)
+
+
+async def kill_decode(up: Up, model: Model) -> Row:
+    """One of two decode workers dies."""
+    return await _kill(
+        up, model, "decode-0", "every stream completes, without a retry of the client and identical; gap <= 3 s"
+    )
+
+
+async def kill_prefill(up: Up, model: Model) -> Row:
+    """One of two prefill workers dies."""
+    return await _kill(up, model, "prefill-0", "every stream completes; prompts are computed elsewhere within 3 s")
+
+
+async def _stop(up: Up, model: Model, victim: str) -> Row:
+    seen, figures = await _fault(up, model, victim, signal.SIGSTOP)
+    in_time = figures["detected_s"] <= 3.0 and figures["fenced_s"] <= 5.0
+    met = all_right(seen) and in_time and not seen["left"] and seen["left_for_s"] <= LEFT_S
+    promise = "detected <= 3 s, fenced <= 5 s, late output ignored"
+    return Row(name=f"stop_{victim.partition('-')[0]}", promise=promise, met=met, figures=figures, **seen)
+
+
+async def stop_decode(up: Up, model: Model) -> Row:
+    """One of two decode workers hangs."""
+    return await _stop(up, model, "decode-1")
+
+
+async def stop_prefill(up: Up, model: Model) -> Row:
+    """One of two prefill workers hangs."""
+    return await _stop(up, model, "prefill-1")
+
+
+async def only_decode(up: Up, model: Model) -> Row:
+    """The only decode worker dies: with fixed roles nobody can take over."""
+    await up.settled()
+    (prompt, expected), *_ = model.pairs(NUM_TOKENS)
+    async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
+        await asyncio.sleep(WARM_S)
+        pid, struck = await up.pid("decode-0"), time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+        async def is_ready() -> bool:
+            worker = (await up.state()).get("decode-0")
+            return worker is not None and worker.phase == "ready" and worker.pid != pid
+
+        async def serves() -> bool:
+            return (await send(up.client, prompt[:20], expected[:1])).is_whole
+
+        restart = asyncio.create_task(until(is_ready, RESTART_S))
+        await asyncio.sleep(POLL_S)
+        await until(serves, RESTART_S)
+        back_s = time.monotonic() - struck
+        restart_s = await restart
+        await asyncio.sleep(AFTER_S)
+    seen = await afterwards(up, streams)
+    late = [stream for stream in streams if stream.error and stream.ended - max(stream.sent, struck) > 3.0]
+    figures = {"restart_s": restart_s, "back_s": back_s, "late_errors": float(len(late))}
+    after = [stream for stream in streams if stream.sent > struck + back_s]
+    met = not (late or seen["wrong"] or seen["left"]) and back_s <= restart_s + 2.0
+    met = met and all(stream.is_whole for stream in after) and bool(after)
+    promise = "an error within 3 s, or the whole answer; service back <= restart + 2 s"
+    return Row(name="only_decode", promise=promise, met=met, recovery_s=restart_s, figures=figures, **seen)
+
+
+async def only_prefill(up: Up, model: Model) -> Row:
+    """The only prefill worker dies: decode workers compute prompts as well, and take over."""
+    row = await _kill(up, model, "prefill-0", "decode workers take over: every stream completes; first token <= 3 s")
+    return Row(**{**{name: getattr(row, name) for name in row.__dataclass_fields__}, "name": "only_prefill"})
+
+
+async def kill_gateway(up: Up, model: Model) -> Row:
+    """The only gateway dies: its streams break, and what they held is given back."""
+    await up.settled()
+    addresses = [worker.address for worker in (await up.state()).values()]
+    async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
+        await asyncio.sleep(WARM_S)
+        struck = time.monotonic()
+        os.kill(up.pid_of_child("gateway_process"), signal.SIGKILL)
+
+        async def are_idle() -> bool:
+            reports = [await up.audit(address) for address in addresses]
+            return not any(sum(report.counts.values()) - report.counts.get("tombstones", 0) for report in reports)
+
+        freed_s = await until(are_idle, 20.0)
+        await until(up.is_settled, RESTART_S)
+        recovery_s = time.monotonic() - struck
+        await asyncio.sleep(AFTER_S)
+    seen = await afterwards(up, streams)
+    after = [stream for stream in streams if stream.sent > struck + recovery_s]
+    met = freed_s <= 3.0 and not seen["wrong"] and not seen["left"] and bool(after)
+    met = met and all(stream.is_whole for stream in after)
+    return Row(
+        name="kill_gateway",
+        promise="orphans cancelled <= 3 s; the gateway is back at its address",
+        met=met,
+        recovery_s=recovery_s,
+        figures={"freed_s": freed_s},
+        **seen,
+    )

@@ -1,0 +1,19 @@
+"""`disagg up` as a user runs it, with a cluster secret that the benchmark knows: so it may ask workers what they hold.
+
+DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m benchmarks.fault_up up --config FILE ...
+"""
+
+from __future__ import annotations
+
+import os
+
+from disagg.cluster import launch
+from disagg.cluster.cli import main
+from disagg.proto.cluster_secret import ClusterSecret
+
+SECRET_VARIABLE = "DISAGG_BENCH_SECRET"
+
+if __name__ == "__main__":
+    secret = ClusterSecret(bytes.fromhex(os.environ.pop(SECRET_VARIABLE)))
+    launch.new_secret = lambda: secret  # before a launcher imports it
+    main()

@@ -1,0 +1,165 @@
+"""Every promise about faults against a real `disagg up` with two prefill and two decode workers, under open-loop load.
+
+    python benchmarks/faults.py [--rows kill_decode,overload_10x] [--model tiny|fake] [--json FILE]
+
+Each row is one promise: streams completed, output against the reference (greedy, fp32), longest gap between tokens,
+time to recover, what is held afterwards. Rows of one configuration share a cluster. Exit status 1 where one is not met.
+Workers are paced by a failpoint (10 ms more a step), so that two cores hold clients, gateway and four workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import report, write_json
+from benchmarks.fault_clients import bad_input, disconnect, overload, slow_reader
+from benchmarks.fault_cluster import Up
+from benchmarks.fault_kills import (
+    kill_decode,
+    kill_gateway,
+    kill_prefill,
+    only_decode,
+    only_prefill,
+    stop_decode,
+    stop_prefill,
+)
+from benchmarks.fault_load import Model, TinyModel
+from benchmarks.fault_row import Row, show
+from benchmarks.fault_surroundings import (
+    checkpoint_at_restart,
+    checkpoint_at_start,
+    clock_jump,
+    clock_shim,
+    disk_full,
+    full_logs,
+    gcs_killed,
+)
+
+RowFunction = Callable[[Up, Model], Awaitable[Row]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that share a cluster."""
+
+    rows: Mapping[str, RowFunction]
+    prefill: int = 2
+    decode: int = 2
+    pool: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    options: Callable[[], dict[str, Any]] = dict
+    """More arguments of `Up`."""
+    max_model_len: int | None = None
+    step_ms: float = 10.0
+    is_fake: bool = False
+    """Whether the model without weights serves, whatever was asked for."""
+
+    def config(self, model: Model) -> dict[str, Any]:
+        """For `disagg up`."""
+        pool = {"kv_cache_bytes": 64 << 20, "num_blocks": 2048, **self.pool}
+        pools = {"prefill": {"size": self.prefill, **pool}, "decode": {"size": self.decode, **pool}}
+        served = {"path": model.path, "dtype": model.dtype, "max_model_len": self.max_model_len}
+        return {"model": served, "pools": pools, **self.sections}
+
+
+GROUPS = (
+    Group(
+        {
+            "kill_decode": kill_decode,
+            "kill_prefill": kill_prefill,
+            "stop_decode": stop_decode,
+            "stop_prefill": stop_prefill,
+            "kill_gateway": kill_gateway,
+            "disconnect": disconnect,
+            "checkpoint_at_restart": checkpoint_at_restart,
+        }
+    ),
+    Group({"only_decode": only_decode}, prefill=1, decode=1, sections={"placement": {"local_prefill": "never"}}),
+    Group({"only_prefill": only_prefill}, prefill=1, decode=2),
+    Group(
+        {"bad_input": bad_input, "slow_reader": slow_reader},
+        pool={"num_blocks": 8192},
+        max_model_len=16_384,
+        is_fake=True,
+        step_ms=2.0,
+    ),
+    Group({"overload_10x": overload}, pool={"token_budget": 64}, step_ms=100.0, is_fake=True),
+    Group({"clock_jump": clock_jump}, is_fake=True, options=clock_shim),
+    Group({"disk_full": disk_full}, is_fake=True, options=full_logs),
+    Group({"checkpoint_at_start": checkpoint_at_start}, options=lambda: {"is_broken": True}),
+    Group({"gcs_killed": gcs_killed}, prefill=1, is_fake=True, options=lambda: {"launcher": "ray"}),
+)
+
+
+async def run(names: Sequence[str], model: Model) -> list[Row]:
+    """The rows of these names, in order."""
+    rows = []
+    for group in GROUPS:
+        wanted = [name for name in group.rows if name in names]
+        if not wanted:
+            continue
+        served = Model() if group.is_fake else model
+        options = group.options()
+        if options.pop("is_broken", False):  # there is no cluster to wait for
+            rows += [await _one(name, group.rows[name], Up(group.config(served), **options), served) for name in wanted]
+            continue
+        async with Up(group.config(served), step_ms=group.step_ms, **options) as up:
+            rows += [await _one(name, group.rows[name], up, served) for name in wanted]
+    return rows
+
+
+async def _one(name: str, function: RowFunction, up: Up, model: Model) -> Row:
+    began = time.monotonic()
+    print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
+    try:
+        row = await function(up, model)
+    except Exception as error:  # one row must not cost the others
+        row = Row(name=name, promise="", met=False, errors=(f"{type(error).__name__}: {error}",))
+    print(f"{'met' if row.met else 'NOT MET'} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+    return row
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """How many promises are kept, and each row's figures."""
+    flat: dict[str, float] = {"rows_met": sum(row.met for row in rows), "rows_total": len(rows)}
+    for row in rows:
+        for name in ("completed", "streams", "wrong", "longest_gap_s", "recovery_s", "left", "left_for_s"):
+            flat[f"{row.name}_{name}"] = round(getattr(row, name), 3)
+        flat |= {f"{row.name}_{name}": round(value, 3) for name, value in row.figures.items()}
+    return flat
+
+
+def main() -> int:
+    """Run what was asked for; the exit status."""
+    names = [name for group in GROUPS for name in group.rows]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--model", choices=("tiny", "fake"), default="tiny")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    wanted = arguments.rows.split(",")
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"--rows: there is no {', '.join(unknown)}; there is {', '.join(names)}")
+    model = TinyModel() if arguments.model == "tiny" else Model()
+    try:
+        rows = asyncio.run(run(wanted, model))
+    finally:
+        model.close()
+    show(rows)
+    if arguments.json is not None:
+        write_json(arguments.json, report([row.as_dict() for row in rows], summary(rows)))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

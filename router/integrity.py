@@ -1,0 +1,25 @@
+"""Whether the parts of the router core tell the same story. For tests, and for whoever looks for a fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from disagg.proto.ids import RequestId
+from disagg.router.fleet import Fleet
+from disagg.router.record import RequestRecord
+from disagg.router.states import RequestState
+
+
+def problems(requests: Mapping[RequestId, RequestRecord], waiting: Container[RequestId], fleet: Fleet) -> list[str]:
+    """What does not fit together; empty when all is well. `requests` are those that have not ended."""
+    found = fleet.check_integrity()
+    owed = set()
+    for request_id, record in requests.items():
+        is_queued = record.state is RequestState.QUEUED
+        if is_queued != (request_id in waiting) or is_queued != (record.attempt is None):
+            found.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
+        if record.attempt is not None:
+            owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
+    if owed != set(fleet.books.entries()):
+        found.append("books and attempts differ")
+    return found

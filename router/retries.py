@@ -1,0 +1,62 @@
+"""Whether a request whose attempt was lost may be tried again. The only place in the cluster that decides so. Pure.
+
+    fault      at most `max_attempts` of a request; and no more than `retry_share` of all requests, so that a fault that
+               every attempt meets does not multiply the load that may have caused it
+    refusal    not a fault; at most `max_refusals` of a request
+    preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
+               furthest on a worker is not preempted, so that all of them come to an end
+
+The loss of a worker moves all that it had, which may be half of what runs, and does so once. So the first attempt after
+it is not counted as a share of the traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import End
+from disagg.router.config import RouterConfig
+from disagg.router.record import RequestRecord
+
+WORKER_GONE = ("worker_lost", "worker_suspected")
+"""Codes of the loss of a worker as a whole."""
+
+
+@dataclass(slots=True)
+class Retries:
+    """See the module docstring. Owner: the router core."""
+
+    config: RouterConfig
+    _left: float = field(init=False)
+    """Attempts again that may be made now."""
+
+    def __post_init__(self) -> None:
+        self._left = float(self.config.retry_burst)
+
+    def request_came(self) -> None:
+        """One more request, and the share of an attempt again that it brings."""
+        self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
+
+    def after_fault(self, record: RequestRecord, message: str, code: str) -> UnavailableError | None:
+        """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again."""
+        record.num_failures += 1
+        if record.num_failures >= self.config.max_attempts or record.is_probe:
+            return UnavailableError(f"{record.num_failures} attempts failed; {message}", code)
+        if record.num_failures == 1 and code in WORKER_GONE:
+            return None
+        if self._left < 1:
+            return UnavailableError(f"too many attempts fail now to try this one again; {message}", "retry_budget")
+        self._left -= 1
+        return None
+
+    def after_refusal(self, record: RequestRecord, worker_id: WorkerId, end: End) -> UnavailableError | None:
+        """Count a refusal of its attempt, or begin to count anew where it was preempted; the error that ends the
+        request, or None if it is to be tried again."""
+        record.num_refusals = 0 if end.reason == "preempted" else record.num_refusals + 1
+        if record.num_refusals < self.config.max_refusals and not record.is_probe:
+            return None
+        if end.reason == "preempted":
+            return UnavailableError(f"preempted on {worker_id}: {end.detail}")
+        return UnavailableError(f"refused {record.num_refusals} times, the last time by {worker_id}: {end.detail}")

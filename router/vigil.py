@@ -1,0 +1,102 @@
+"""Who has gone silent, and who is stuck: what a process that hangs shows to those who wait for it. Pure.
+
+    watch ──> heard, heard, ... ──silent for too long, or one turn of its engine lasts too long──> suspected
+                    ^                                                                                 │
+                    └─────────────────────────── heard, and not stuck ────────────────────────────────┘
+
+A process that is stopped sends nothing, on connections that stand. One whose engine hangs in a collective still
+reports, and says for how long its engine has been at it; a long prompt takes seconds as well, so that limit is larger.
+
+Silence is counted in the time for which the listener itself was awake, as its sweeps show it. A machine that was
+suspended, or a listener that was stopped or starved, has heard nobody; it must not suspect everybody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+
+SWEEP_S = 0.25
+"""How often `Vigil.sweep` is to be called."""
+_LONGEST_SWEEP_S = 2 * SWEEP_S
+"""What one sweep counts for at most, however late it comes."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    heard_at: float
+    """In awake time."""
+    turn_s: float = 0.0
+    is_suspected: bool = False
+
+
+class Vigil(Generic[K]):
+    """See the module docstring. One owner, one clock.
+
+    Args:
+        silent_after_s: silence that makes a process suspected; infinite for never.
+        stuck_after_s: length of one turn of its engine that does; infinite for never.
+    """
+
+    def __init__(self, silent_after_s: float, stuck_after_s: float) -> None:
+        self._silent_after_s = silent_after_s
+        self._stuck_after_s = stuck_after_s
+        self._watched: dict[K, _Watched] = {}
+        self._awake_s = 0.0
+        self._swept_at: float | None = None
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._watched
+
+    def watch(self, key: K) -> None:
+        """Someone is there and has just been heard. One that was watched before begins anew."""
+        self._watched[key] = _Watched(self._awake_s)
+
+    def forget(self, key: K) -> None:
+        """Nobody waits for it any more. Does nothing for an unknown one."""
+        self._watched.pop(key, None)
+
+    def heard(self, key: K, turn_s: float | None = None) -> bool:
+        """It spoke. Returns whether that ends a suspicion. Unknown ones are ignored.
+
+        Args:
+            turn_s: for how long its engine has been in its present turn; None if it did not say.
+        """
+        watched = self._watched.get(key)
+        if watched is None:
+            return False
+        watched.heard_at = self._awake_s
+        if turn_s is not None:
+            watched.turn_s = turn_s
+        if not watched.is_suspected or watched.turn_s > self._stuck_after_s:
+            return False
+        watched.is_suspected = False
+        return True
+
+    def sweep(self, now: float) -> list[tuple[K, str]]:
+        """Those that are suspected from now on, each with why, such as `was silent for 2.6 s`."""
+        if self._swept_at is not None:
+            self._awake_s += min(max(0.0, now - self._swept_at), _LONGEST_SWEEP_S)
+        self._swept_at = now
+        found = []
+        for key, watched in self._watched.items():
+            if not watched.is_suspected and (why := self._why(watched)):
+                watched.is_suspected = True
+                found.append((key, why))
+        return found
+
+    def _why(self, watched: _Watched) -> str:
+        silence_s = self._awake_s - watched.heard_at
+        if silence_s >= self._silent_after_s:
+            return f"was silent for {silence_s:.1f} s"
+        if watched.turn_s > self._stuck_after_s:
+            return f"has been in one step for {watched.turn_s:.0f} s"
+        return ""
+
+
+def limit(seconds: float | None) -> float:
+    """A limit of a configuration, where None means never."""
+    return math.inf if seconds is None else seconds

@@ -1,0 +1,133 @@
+"""Workers that hang, on connections that stand: their streams go on elsewhere, they are killed and come back; or, where
+nobody kills them, they give up what was taken from them and serve again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+from disagg.client import Client
+from disagg.cluster.config import parse_config
+from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.processes import ProcessCluster
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake import fake_generate
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import Sampling, WorkerInfo
+from disagg.router.api import RoutedRequest
+from disagg.router.config import RouterConfig
+from disagg.router.server import RouterServer
+from tests.integration.test_processes import wait_until
+from tests.integration.test_scaling import endless_streams, settled
+from tests.support.secret import SECRET
+from tests.support.workers import running_workers, wait_until_workers_idle
+
+POOLS = {"prefill": {"size": 1}, "decode": {"size": 2}}
+FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "pools": POOLS}
+NUM_TOKENS = 3000
+"""An answer that is far from its end when its worker is stopped."""
+
+
+def test_a_worker_that_hangs_costs_no_answer_and_is_replaced() -> None:
+    recovery = {"suspect_after_s": 1.5, "kill_after_s": 2.0}
+    with ProcessCluster(parse_config({**FAKE, "recovery": recovery})) as cluster:
+        with endless_streams(cluster.address) as wait_for_all:
+            wait_for_all()
+            hung = ProcessRef.of(cluster.pid("decode-1"))
+            os.kill(hung.pid, signal.SIGSTOP)
+            assert wait_until(lambda: not hung.is_alive(), timeout_s=5)
+            assert wait_until(lambda: settled(cluster))
+            wait_for_all()
+        details = {str(record.worker_id): record.detail for record in cluster.state().workers}
+        assert details["decode-1"].startswith("it was silent for ")
+        assert details["decode-1"].endswith(" s and was killed")
+        asyncio.run(wait_until_workers_idle(cluster.workers, cluster.secret))
+    assert cluster.killed == []
+
+
+def test_a_gateway_that_hangs_is_replaced_at_its_address() -> None:
+    with ProcessCluster(parse_config({**FAKE, "recovery": {"kill_after_s": 2.0}})) as cluster:
+        address, hung = cluster.address, ProcessRef.of(cluster.pid("gateway"))
+        os.kill(hung.pid, signal.SIGSTOP)
+        assert wait_until(lambda: not hung.is_alive(), timeout_s=6)
+        assert wait_until(lambda: settled(cluster))
+        assert cluster.address == address
+        with Client(address) as client:
+            answer = client.generate(range(40), max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=20)
+            assert list(answer.token_ids) == fake_generate(range(40), 20)
+    assert cluster.killed == []
+
+
+def worker_config(name: str, **values: Any) -> WorkerConfig:
+    role: Any = "prefill" if name.startswith("prefill") else "decode"
+    return WorkerConfig(worker_id=name, roles=(role,), model_path="fake", **values)
+
+
+def test_a_worker_that_goes_on_gives_up_what_was_taken_from_it_and_serves_again() -> None:
+    """Nobody kills it here. What it says late changes no answer."""
+    names = ("prefill-0", "decode-0", "decode-1")
+    with running_workers(*(worker_config(name) for name in names)) as infos:
+        asyncio.run(_stop_and_go_on(infos))
+
+
+async def _stop_and_go_on(infos: list[WorkerInfo]) -> None:
+    config = RouterConfig(local_prefill="never", policy="least_loaded", silent_after_s=1.0)
+    router = RouterServer(config, GatewayId("g"), infos, SECRET)
+    await router.start()
+    try:
+        await router.wait_until_connected(10)
+        streams = [asyncio.create_task(_answer(router, f"r{i}", i)) for i in range(4)]
+        stopped = infos[1]
+        await _until(lambda: all(view.load.num_running == 2 for view in router.view().workers if view.info != infos[0]))
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            await _until(lambda: _is_suspected(router, stopped))
+            assert [answer == _expected(i) for i, answer in enumerate(await asyncio.gather(*streams))] == [True] * 4
+            assert router.counters()["worker_suspected"] == 2
+            assert await _answer(router, "r4", 4) == _expected(4)  # on the other one
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        await _until(lambda: not _is_suspected(router, stopped))
+        await wait_until_workers_idle(infos)
+        assert await asyncio.gather(*(_answer(router, f"s{i}", i) for i in range(2))) == [_expected(0), _expected(1)]
+        used = {trace.decode_worker for trace in router.recent(2)}
+        assert used == {"decode-0", "decode-1"}
+        await wait_until_workers_idle(infos)
+    finally:
+        await router.stop()
+        await asyncio.sleep(0.05)  # gRPC's own tasks end a few turns of the loop after their channel
+
+
+def _prompt(index: int) -> tuple[int, ...]:
+    return tuple(range(index, index + 40))
+
+
+def _expected(index: int) -> list[int]:
+    return fake_generate(_prompt(index), NUM_TOKENS)
+
+
+async def _answer(router: RouterServer, request_id: str, index: int) -> list[int]:
+    prompt, root = _prompt(index), root_hash("fake")
+    request = RoutedRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=prompt,
+        block_hashes=tuple(chain_hashes(root, prompt)),
+        root_hash=root,
+        sampling=Sampling(max_tokens=NUM_TOKENS, temperature=0.0),
+    )
+    return [token async for batch in router.submit(request, 0.0) for token in batch.token_ids]
+
+
+def _is_suspected(router: RouterServer, info: WorkerInfo) -> bool:
+    return any(view.is_suspected for view in router.view().workers if view.info == info)
+
+
+async def _until(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        await asyncio.sleep(0.01)
