@@ -100,8 +100,10 @@ class PrefillLink:
         """Form the transport, and close it when the pair is lost."""
         try:
             transport = await open_on_thread(f"accept-{self.sender.worker_id}", accept)
-        except (OSError, RuntimeError) as error:
-            logger.warning("no transport to %s: %s", self.sender.worker_id, error)
+        except Exception as error:
+            # Also a fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
+            is_ours = not isinstance(error, OSError | RuntimeError)
+            logger.warning("no transport to %s: %s", self.sender.worker_id, error, exc_info=is_ours)
             self._is_forming = False
             self.give_up()
             return
@@ -112,6 +114,7 @@ class PrefillLink:
             self._start_receive(transport, effect)
         await self._lost.wait()
         await call_on_thread(f"close-{self.sender.worker_id}", transport.close)
+        self._buffers.clear()  # now: to the garbage collector they weigh nothing, and a copy under way has its own hold
 
     def give_up(self) -> None:
         """End the stream from this side. Idempotent."""

@@ -244,7 +244,7 @@ class EngineCore:
         self.last_plan = plan
         if plan.entries:
             self._note_begun(plan, now)
-        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.prefills if e.sequence.hold_after_prefill]
+        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
         self._forget_ended(events)
         return events
 

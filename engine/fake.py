@@ -175,11 +175,6 @@ class FakeModelRunner:
         for heads, words_2HT in _payloads(data, slices, end - start):
             self._pages_2HNB[:, heads][:, :, blocks, offsets] = words_2HT
 
-    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
-        """See `ShardRunner.part_bytes_per_token`."""
-        slices = (heads_to_send if sends else heads_to_receive)(self.layout.num_kv_heads, self.shard, peer_tp)
-        return _HEAD_BYTES_PER_TOKEN * sum(map(len, slices))
-
     def _write(self, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
         self._pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
         self._pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1

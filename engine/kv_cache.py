@@ -98,11 +98,8 @@ class KvCache:
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         for heads, staged in self._staged(data, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
-
-    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
-        """See `parallel.runner.ShardRunner.part_bytes_per_token`."""
-        slices = (heads_to_send if sends else heads_to_receive)(self.layout.num_kv_heads, self.shard, peer_tp)
-        return self._head_bytes_per_token * sum(map(len, slices))
+        if data.is_cuda:  # who gets the buffer back fills it on a stream of its own
+            torch.cuda.current_stream(data.device).synchronize()
 
     @property
     def _head_bytes_per_token(self) -> int:

@@ -151,10 +151,6 @@ class TorchModelRunner:
         """See `ShardRunner.scatter_part`."""
         self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
 
-    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
-        """See `ShardRunner.part_bytes_per_token`."""
-        return self._cache.part_bytes_per_token(peer_tp, sends=sends)
-
 
 def warm_up(runner: ModelRunner) -> None:
     """One prefill and one decode step on block 0, so that the first request does not pay for first uses.

@@ -5,7 +5,7 @@ Owner: the engine core, which carries the copies out between two steps, in the o
 
 from __future__ import annotations
 
-from disagg.engine.parallel.slices import head_slices, heads_sent
+from disagg.engine.parallel.routes import plan_pair
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.swap import Piece, SwapIn, SwapOut, SwapPool, slot_tokens_for
 
@@ -19,9 +19,7 @@ def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
 
 def _token_bytes(runner: ModelRunner) -> int:
     """What all ranks keep of a token: KV heads that several ranks have are kept by each."""
-    layout, tp = runner.layout, runner.tp
-    num_heads = heads_sent(head_slices(layout.num_kv_heads, tp, tp))
-    return layout.bytes_per_token * num_heads // layout.num_kv_heads
+    return plan_pair(runner.layout, runner.tp, runner.tp).bytes_per_token
 
 
 class Swapper:

@@ -199,6 +199,7 @@ class DecodeLink:
         await self._stream.close()
         if self._transport is not None:
             await call_on_thread(f"close-{self.peer.worker_id}", self._transport.close)
+        self._buffers.clear()  # now: to the garbage collector they weigh nothing, and a copy under way has its own hold
 
     # ------------------------------------------------------------ inputs
 

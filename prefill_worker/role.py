@@ -209,7 +209,8 @@ class PrefillRole:
         self._forget_if_done(over.key)
 
     def _forget_if_done(self, key: AttemptKey) -> None:
-        if key not in self._attempts and not self._link_of[key].is_gathering(key):
+        link = self._link_of.get(key)
+        if link is not None and key not in self._attempts and not link.is_gathering(key):
             del self._link_of[key]
 
     def _link_closed(self, link: DecodeLink) -> None:

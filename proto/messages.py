@@ -367,7 +367,7 @@ class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     worker_id: WorkerId
     incarnation: Incarnation
     counts: dict[str, int]
-    """sequences, blocks_active, blocks_reserved, swap_bytes, leases, staging_slots, sending, receiving, tombstones..."""
+    """By name: sequences, blocks_active, blocks_reserved, swap_bytes, sending, receiving, tombstones and others."""
     problems: tuple[str, ...] = ()
     """Findings of `check_integrity()`."""
     kv_bytes_sent: int = 0

@@ -28,6 +28,7 @@ import torch.distributed
 
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.transport import (
+    CLOSED,
     SET_UP_TIMEOUT_S,
     Done,
     Posted,
@@ -49,7 +50,6 @@ _MAX_POSTED = 4
 """Sends that gloo is given at once; the rest wait in our queue."""
 _ENDLESS = datetime.timedelta(days=1)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
-CLOSED = "the channel is closed"
 
 
 class StoreHost:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.transport import (
+    CLOSED,
     SET_UP_TIMEOUT_S,
     Connector,
     Done,
@@ -24,8 +25,6 @@ from disagg.engine.kv_transfer.transport import (
 )
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Side
-
-CLOSED = "the channel is closed"
 
 
 @dataclass(frozen=True, slots=True)

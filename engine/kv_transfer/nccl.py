@@ -28,6 +28,7 @@ from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.gloo import RANK_OF, StoreHost, meet
 from disagg.engine.kv_transfer.last_resort import return_or_exit
 from disagg.engine.kv_transfer.transport import (
+    CLOSED,
     SET_UP_TIMEOUT_S,
     Done,
     Posted,
@@ -41,7 +42,6 @@ from disagg.proto.handover import Side
 _dist: Any = torch.distributed
 _cuda: Any = torch.cuda
 
-CLOSED = "the channel is closed"
 _POLL_S = 50e-6
 
 

@@ -30,7 +30,6 @@ from disagg.engine.kv_transfer.shm_hello import (
     say,
 )
 from disagg.engine.kv_transfer.shm_lane import (
-    CLOSED,
     Lane,
     Operation,
     RingReceiver,
@@ -38,6 +37,7 @@ from disagg.engine.kv_transfer.shm_lane import (
     peers_ring,
 )
 from disagg.engine.kv_transfer.transport import (
+    CLOSED,
     SET_UP_TIMEOUT_S,
     Done,
     Posted,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from disagg.engine.kv_transfer.transport import Received, TransportError
+from disagg.engine.kv_transfer.transport import CLOSED, Received, TransportError
 from disagg.engine.plan import Buffer
 
 if sys.platform != "linux":
@@ -34,7 +34,6 @@ PIECE_BYTES = 256 << 10
 NUM_SLOTS = 32
 """8 MiB in all: two chunks of the default size."""
 RING_BYTES = PIECE_BYTES * NUM_SLOTS
-CLOSED = "the channel is closed"
 PEER_ENDED = "the peer ended the channel"
 
 _NEWS = struct.Struct("<QQ")

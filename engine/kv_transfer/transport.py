@@ -34,6 +34,9 @@ perhaps before `recv` returns; not where the receive fails before. Must not rais
 SET_UP_TIMEOUT_S = 20.0
 """How long `accept` and `connect` wait for the other side."""
 
+CLOSED = "the channel is closed"
+"""The error text of an operation on a channel that this side has closed."""
+
 
 class TransportError(RuntimeError):
     """The two sides could not be joined."""

@@ -7,7 +7,7 @@ channels of the rank, because the others' bytes are of no use without it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from disagg.engine.kv_transfer.transport import PairTransport, Posted, TransportError, nobody_waits
 from disagg.engine.parallel.routes import PairPlan
@@ -126,13 +126,8 @@ class RankChannels:
         """
         self._check_size(buffer, num_tokens)
         whole = AllOf(len(self._routes), lambda ok, error, _: done(ok, error, ()), nobody_waits, self._break)
-        for index, route in enumerate(self._routes):
-            channel = self._channel(route.peer)
-            if channel is None:
-                whole.one_over(index, False, CLOSED)
-                continue
-            nbytes, first = num_tokens * route.num_bytes, num_tokens * route.offset
-            channel.send(buffer[first : first + nbytes], nbytes, _answer(whole, index))
+        for index, channel, piece in self._pieces(buffer, num_tokens, whole):
+            channel.send(piece, len(piece), _answer(whole, index))
 
     def receive(self, buffer: Buffer, num_tokens: int, done: PartDone, posted: Posted) -> None:
         """Receive this rank's slices of `num_tokens` tokens into its part of a staging buffer. `posted` as in
@@ -148,13 +143,8 @@ class RankChannels:
             posted,
             self._break,
         )
-        for index, route in enumerate(self._routes):
-            channel = self._channel(route.peer)
-            if channel is None:
-                whole.one_over(index, False, CLOSED)
-                continue
-            nbytes, first = num_tokens * route.num_bytes, num_tokens * route.offset
-            channel.recv(buffer[first : first + nbytes], nbytes, _answer(whole, index), whole.one_posted)
+        for index, channel, piece in self._pieces(buffer, num_tokens, whole):
+            channel.recv(piece, len(piece), _answer(whole, index), whole.one_posted)
 
     def close(self) -> None:
         """End all channels; what is under way is answered not ok before this returns. A channel that is still being
@@ -173,9 +163,16 @@ class RankChannels:
             self._is_breaking = True
         threading.Thread(target=self.close, name="kv-break", daemon=True).start()
 
-    def _channel(self, peer: int) -> PairTransport | None:
-        with self._lock:
-            return None if self._closed else self._channels.get(peer)
+    def _pieces(self, buffer: Buffer, num_tokens: int, whole: AllOf) -> Iterator[tuple[int, PairTransport, Buffer]]:
+        """Number, channel and bytes of each slice; one without a channel is answered here."""
+        for index, route in enumerate(self._routes):
+            with self._lock:
+                channel = None if self._closed else self._channels.get(route.peer)
+            if channel is None:
+                whole.one_over(index, False, CLOSED)
+            else:
+                first = num_tokens * route.offset
+                yield index, channel, buffer[first : first + num_tokens * route.num_bytes]
 
     def _check_size(self, buffer: Buffer, num_tokens: int) -> None:
         needed = num_tokens * self._bytes_per_token

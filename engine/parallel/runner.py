@@ -63,7 +63,3 @@ class ShardRunner(ModelRunner, Protocol):
             ValueError: `data` is too small, or the table does not cover `end`.
         """
         ...
-
-    def part_bytes_per_token(self, peer_tp: int, *, sends: bool) -> int:
-        """Bytes of a token in this rank's part of a staging buffer, to or from a worker of `peer_tp` ranks."""
-        ...

@@ -33,7 +33,7 @@ from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransport
 from disagg.engine.kv_transfer.shm_hello import Hello
 from disagg.engine.kv_transfer.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
-from disagg.engine.kv_transfer.transport import TransportError, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transport import CLOSED, TransportError, make_connector, make_rendezvous
 from tests.support.workers import wait_until_workers_idle
 
 SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, PIECE_BYTES, (4 << 20) - 1, RING_BYTES + 1]

@@ -53,7 +53,6 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/parallel/collective.py",
         "engine/parallel/gloo_collective.py",
         "engine/parallel/nccl_collective.py",
-        "engine/parallel/shard_runner.py",
     ),
     "transformers": ("engine/*", "cluster/*"),
     "grpc": (

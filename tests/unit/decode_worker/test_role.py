@@ -31,6 +31,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.local import LocalTransport, connect_local
+from disagg.engine.kv_transfer.transport import TransportError
 from disagg.proto import handover
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Offer, PairHello
 from disagg.proto.ids import GatewayId, Incarnation, RequestId
@@ -369,6 +370,23 @@ async def test_a_transport_that_fails_ends_the_pair() -> None:
         await until(lambda: peer.outgoing.closed)
         assert it.context.command(Release) == Release(key_of("a"))
         await until(lambda: not it.role._links)
+        assert it.idle()
+
+
+@pytest.mark.parametrize("error", [TransportError("nobody came"), ValueError("a fault of ours")])
+async def test_a_transport_that_cannot_be_formed_ends_the_pair(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept(pair_name: str) -> LocalTransport:
+        raise error
+
+    async with bench() as it:
+        monkeypatch.setattr(it.role._rendezvous, "accept", accept)
+        peer = it.peer()
+        peer.offer()
+        await until(lambda: not it.role._links)
+        assert peer.outgoing.closed
+        assert [type(command) for command in it.context.commands()] == [Reserve, Release]
         assert it.idle()
 
 
