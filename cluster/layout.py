@@ -32,6 +32,9 @@ ROLES: dict[PoolName, tuple[RoleName, ...]] = {
 
 DEFAULT_SWAP_BYTES = 256 << 20
 
+TAIL_TOKENS = 32
+"""See `WorkerConfig.tail_tokens`. On a CPU; not measured on GPUs, and off there."""
+
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
@@ -130,6 +133,7 @@ def worker_config(
         max_num_seqs=pool.max_num_seqs,
         token_budget=pool.token_budget,
         scheduling=pool.scheduling,
+        tail_tokens=TAIL_TOKENS if pool.device == "cpu" else 0,
         max_model_len=config.model.max_model_len,
         decode_reserve_tokens=pool.decode_reserve_tokens,
         watermark=pool.watermark,

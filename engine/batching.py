@@ -19,6 +19,10 @@ def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "le
     return None
 
 
+_WORTH_A_TAIL = 8
+"""A tail costs the overhead of a step. It pays where this many times its tokens travel behind it."""
+
+
 def queue_order(sequence: Sequence) -> Order:
     """Who goes first: larger priority, then preempted ones, then the earlier arrival."""
     return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival)
@@ -36,3 +40,14 @@ def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, 
     if aligned > 0:
         return aligned
     return budget if first else 0
+
+
+def before_tail(start: int, num_tokens: int, tail_tokens: int, block_size: int) -> int:
+    """How many of the last `num_tokens` tokens of a prompt to compute first, when their KV is to be handed over.
+
+    The rest, `tail_tokens` or up to a block more, is a short step of its own, behind which the KV of the others
+    travels. All of them where that would not pay, or `tail_tokens` is 0.
+    """
+    if not tail_tokens or num_tokens < _WORTH_A_TAIL * tail_tokens:
+        return num_tokens
+    return (start + num_tokens - tail_tokens) // block_size * block_size - start

@@ -43,6 +43,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sequences in a batch."""
     token_budget: int = 512
     """Tokens of one step, decodes first, prefill chunks with what is left."""
+    tail_tokens: int = 0
+    """A prompt that is handed over ends in a step of about as many tokens, and nothing else, behind which the KV of the
+    others travels; 0 for no such step. Costs the overhead of a step, saves the stream most of the wait for its KV."""
     scheduling: Scheduling = "decode_first"
     """See `scheduler.py`."""
     max_model_len: int | None = None

@@ -83,6 +83,7 @@ class EngineCore:
             token_budget=config.token_budget,
             max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
             decode_reserve_tokens=config.decode_reserve_tokens,
+            tail_tokens=config.tail_tokens,
             scheduling=config.scheduling,
             swap=swap,
             recomputes="prefill" in config.roles,
@@ -237,10 +238,9 @@ class EngineCore:
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._scheduler.schedule()
         effects = self._scheduler.take_effects()
-        for effect in effects:
-            events += self._carry_out(effect)
-        has_freed = bool(effects) or self._scheduler.totals["preemptions"] > num_preemptions
-        self._stalled = not plan.entries and not has_freed
+        events += [event for effect in effects for event in self._carry_out(effect)]
+        has_freed = effects or self._scheduler.totals["preemptions"] > num_preemptions
+        self._stalled = not (plan.entries or has_freed)
         self.last_plan = plan
         if plan.entries:
             self._note_begun(plan, now)

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from disagg.engine.batching import chunk_length, finish_reason, queue_order
+from disagg.engine.batching import before_tail, chunk_length, finish_reason, queue_order
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
@@ -60,6 +60,7 @@ class Scheduler:
             gets its token in each step and a prefill beside them at least one.
         max_model_len: prompt plus output of any sequence; at most what all blocks hold.
         decode_reserve_tokens: output tokens whose blocks are promised at admission.
+        tail_tokens: see `WorkerConfig`.
         swap: host memory for preempted sequences; none by default.
         recomputes: whether what is not kept may be computed again on this worker.
     """
@@ -72,6 +73,7 @@ class Scheduler:
         token_budget: int,
         max_model_len: int,
         decode_reserve_tokens: int,
+        tail_tokens: int = 0,
         scheduling: Scheduling = "decode_first",
         swap: SwapPool | None = None,
         recomputes: bool = True,
@@ -95,6 +97,7 @@ class Scheduler:
         """Sequences that wait because they were preempted, suspended ones included."""
         self.totals: Counter[str] = Counter()
         """Since the start: preemptions, cached_tokens."""
+        self.tail_tokens = tail_tokens
         self._room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
         self._effects: list[Effect] = []
 
@@ -270,11 +273,25 @@ class Scheduler:
                 break
             planned.append(entry)
             budget -= entry.num_tokens
+            if self._is_at_tail(entry):
+                break
         return tuple(planned)
+
+    def _is_at_tail(self, entry: ScheduledSequence) -> bool:
+        """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""
+        sequence = entry.sequence
+        if not (self.tail_tokens and sequence.hold_after_prefill):
+            return False
+        longest = self.tail_tokens + self.blocks.block_size - 1
+        if entry.samples:
+            return entry.start > sequence.cached_tokens and entry.num_tokens <= longest
+        return sequence.num_tokens - entry.end <= longest
 
     def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
+        if sequence.hold_after_prefill and num_tokens == num_uncomputed:
+            num_tokens = before_tail(start, num_tokens, self.tail_tokens, self.blocks.block_size)
         if num_tokens == 0:
             return None
         self._room.extend(sequence, start + num_tokens)

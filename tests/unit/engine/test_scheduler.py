@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.batching import chunk_length, finish_reason
+from disagg.engine.batching import before_tail, chunk_length, finish_reason
 from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
@@ -226,3 +226,55 @@ def test_integrity_findings() -> None:
         "the block table of a/1 does not cover its computed tokens",
         "a/1 has computed a full block that is not published",
     ]
+
+
+class TestTails:
+    """A prompt that is handed over ends in a short step of its own."""
+
+    @pytest.mark.parametrize(
+        ("start", "num_tokens", "expected"),
+        [(0, 63, 63), (0, 64, 48), (0, 65, 48), (0, 512, 496), (0, 521, 512), (16, 80, 64), (5, 100, 91)],
+    )
+    def test_before_tail(self, start: int, num_tokens: int, expected: int) -> None:
+        assert before_tail(start, num_tokens, 8, 16) == expected
+        assert before_tail(start, num_tokens, 0, 16) == num_tokens
+
+    def test_a_last_chunk_that_is_not_worth_it_is_computed_whole(self) -> None:
+        scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
+        add_to(scheduler, "a", 150, hold=True)
+        add_to(scheduler, "b", 20, hold=True)
+        plans = [step_scheduler(scheduler)[0] for _ in range(4)]
+        assert [[(e.sequence.key.request_id, e.num_tokens) for e in plan.prefills] for plan in plans] == [
+            [("a", 96)],
+            [("a", 54), ("b", 20)],
+            [],
+            [],
+        ]
+
+    def test_a_long_last_chunk_is_cut_and_both_parts_go_alone(self) -> None:
+        scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
+        add_to(scheduler, "a", 90, hold=True)
+        add_to(scheduler, "b", 20, hold=True)
+        plans = [step_scheduler(scheduler)[0] for _ in range(3)]
+        assert [[(e.sequence.key.request_id, e.num_tokens) for e in plan.prefills] for plan in plans] == [
+            [("a", 80)],
+            [("a", 10)],
+            [("b", 20)],
+        ]
+
+    def test_a_prompt_that_stays_here_has_none(self) -> None:
+        scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
+        add_to(scheduler, "a", 90)
+        assert [e.num_tokens for e in step_scheduler(scheduler)[0].prefills] == [90]
+
+    def test_a_cached_prefix_with_a_short_suffix_shares_its_step(self) -> None:
+        scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
+        add_to(scheduler, "warm", 65, seed=1, max_tokens=1)
+        step_scheduler(scheduler)
+        for name in "ab":
+            add_to(scheduler, name, 72, seed=1, hold=True)
+        plan = step_scheduler(scheduler)[0]
+        assert [(e.sequence.key.request_id, e.start, e.num_tokens) for e in plan.prefills] == [
+            ("a", 64, 8),
+            ("b", 64, 8),
+        ]
