@@ -295,7 +295,7 @@ def test_slots_go_first_to_whose_stream_waits_and_then_to_what_is_due_first() ->
     effects = machine.on_chunk_planned(late.key, 19)
     for spec, end in ((soon, 12), (complete, 20)):
         assert machine.on_chunk_planned(spec.key, end) == []  # no slot is free
-    order = []
+    order: list[tuple[str, int, int]] = []
     while gathers := [effect for effect in effects if isinstance(effect, GatherChunk)]:
         (chunk,) = gathers
         request_id, attempt = chunk.key
