@@ -129,6 +129,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "transfer.transport: shm moves KV of device cpu only; use nccl or auto with device cuda",
         ),
         (
+            "{transfer: {transport: gloo}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
+            "transfer.transport: gloo moves KV of device cpu only; use nccl or auto with device cuda",
+        ),
+        (
             "transfer: {chunk_bytes: 2MiB, staging_bytes: 1MiB}",
             "transfer.chunk_bytes: 2097152 is larger than transfer.staging_bytes (1048576)",
         ),
