@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-tp test-cluster test-clients lint format check bench bench-gateway soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients lint format check bench bench-gateway soak proto wheel clean
 
 help: ## what can be made
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -49,8 +49,13 @@ serve: model ## a cluster on this machine, until Ctrl-C (ARGS='--config FILE')
 test: export OMP_NUM_THREADS = 1
 test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
-	@echo "Testing (about eight minutes on two cores)"
-	@$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+	@echo "Testing (about eleven minutes on two cores; ARGS that match no test of one part are fine)"
+	@$(BIN)/python -m pytest -n 2 tests/unit $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
+
+test-slow: export OMP_NUM_THREADS = 1
+test-slow: $(STAMP) ## integration tests that take too long for every change
+	@$(BIN)/python -m pytest -m slow tests/integration $(ARGS)
 
 test-tp: export OMP_NUM_THREADS = 1
 test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over

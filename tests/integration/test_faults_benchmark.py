@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from benchmarks.fault_load import Model
 from benchmarks.faults import run, summary
 
 
+@pytest.mark.slow
 def test_two_promises_are_kept() -> None:
     rows = asyncio.run(run(["kill_decode", "disconnect"], Model()))
     assert [(row.name, row.met) for row in rows] == [("kill_decode", True), ("disconnect", True)], rows

@@ -196,6 +196,7 @@ def wait_until_asked(cluster: RayCluster, request: ScaleRequest) -> ControlState
             return reply
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_worker_end_and_come_back_together(temp_dir: Path) -> None:
     with RayCluster(parse_config(make_config(temp_dir, pools={"decode": {"tp": 2}}))) as cluster:
         assert serve(cluster) == ("prefill-0", "decode-0")

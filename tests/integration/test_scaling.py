@@ -70,7 +70,12 @@ def names(cluster: ProcessCluster) -> list[str]:
 
 
 def test_scaling_cuts_no_stream_and_leaves_nothing() -> None:
-    with ProcessCluster(parse_config(FAKE)) as cluster, Client(cluster.address) as client:
+    config = parse_config({**FAKE, "placement": {"policy": "round_robin"}})
+    with ProcessCluster(config) as cluster, Client(cluster.address) as client:
+
+        def is_serving(name: str) -> bool:
+            return any(w.worker_id == name and w.sequences for w in client.cluster_state().workers)
+
         with endless_streams(cluster.address) as wait_for_all:
             wait_for_all()
             client.scale({"decode": 2, "prefill": 2})
@@ -78,8 +83,7 @@ def test_scaling_cuts_no_stream_and_leaves_nothing() -> None:
             assert wait_until(lambda: settled(cluster))
             added = [ProcessRef.of(cluster.pid(name)) for name in ("prefill-1", "decode-1")]
             wait_for_all()
-            served = {worker.worker_id: worker.sequences for worker in client.cluster_state().workers}
-            assert served["decode-1"] > 0
+            assert wait_until(lambda: is_serving("decode-1"))
             client.scale({"decode": 1, "prefill": 1})
             assert wait_until(lambda: settled(cluster))
             assert names(cluster) == ["prefill-0", "decode-0"]
