@@ -334,8 +334,9 @@ def check(config: ClusterConfig) -> None:
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu"
         )
     if transfer.transport in ("gloo", "shm") and "cuda" in devices:
-        name = transfer.transport
-        raise ConfigError(f"transfer.transport: {name} moves KV of device cpu only; use nccl or auto with device cuda")
+        raise ConfigError(
+            f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
+        )
     if transfer.chunk_bytes > transfer.staging_bytes:
         raise ConfigError(
             f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than "
