@@ -6,11 +6,13 @@ meets under its own prefix there. Buffers are uint8 numpy arrays, wrapped withou
 What gloo does not do by itself, and how it is done here:
 
 - A group's constructor waits for the other rank as long as an operation may take. Both sides first meet in the store,
-  with a deadline of their own, and the group's timeout is the set-up's; every operation gets a practically endless one
-  instead, because whether the peer lives is for the control stream to say.
+  with a deadline of their own, and the group's timeout is the set-up's; every operation gets one instead that is longer
+  than any honest transfer, because whether the peer lives is for the control stream to say.
 - A receive knows that it is complete only inside `wait()`, so each direction in use has one thread that waits.
 - Neither `abort()` nor `shutdown()` wakes a blocked wait. An operation that times out does: it closes the connection,
-  and with it all operations on it. `close()` posts one that must time out.
+  and with it all operations on it. `close()` posts one that must time out. Where gloo has seen the connection break by
+  itself, in the middle of a payload, that one is refused instead and the receive under way may not be woken: then its
+  own limit ends it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _dist: Any = torch.distributed
 _BYTES_TAG, _CLOSE_TAG = 1, 2
 _MAX_POSTED = 4
 """Sends that gloo is given at once; the rest wait in our queue."""
-_ENDLESS = datetime.timedelta(days=1)
+OPERATION_TIMEOUT_S = 60.0
+"""How long one operation may take once it is waited for. The state machines give a pair up much earlier."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
@@ -239,7 +242,7 @@ class _Lane:
     def _finish(self, operation: _Operation) -> None:
         if operation.work is not None:
             try:
-                operation.work.wait(_ENDLESS)
+                operation.work.wait(datetime.timedelta(seconds=OPERATION_TIMEOUT_S))
             except RuntimeError as error:
                 operation.error = str(error)
         operation.work = None

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from disagg.engine.kv_transfer import gloo
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport, StoreHost
 from disagg.engine.kv_transfer.transport import TransportError
@@ -174,7 +175,10 @@ def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: GlooRendezvous
 
 
 @pytest.mark.parametrize("num_bytes", [100, 16 << 20])
-def test_a_killed_peer_is_an_error_and_not_a_hang(rendezvous: GlooRendezvous, num_bytes: int) -> None:
+def test_a_killed_peer_is_an_error_and_not_a_hang(
+    rendezvous: GlooRendezvous, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "OPERATION_TIMEOUT_S", 3.0)
     peer = Peer(rendezvous, [("wait", None), ("send_and_die", num_bytes)])
     answers = Answers()
     for _ in range(3):
@@ -182,7 +186,7 @@ def test_a_killed_peer_is_an_error_and_not_a_hang(rendezvous: GlooRendezvous, nu
     peer.link.send("go")
     peer.process.join(ANSWER_S)
     assert peer.process.exitcode == -signal.SIGKILL
-    # With gloo a death in the middle of a transfer may go unseen; closing is what bounds it.
+    # With gloo a death in the middle of a transfer may go unseen; closing ends it, or the operation's own limit.
     peer.transport.close()
     results = [answers.next()[0] for _ in range(3)]
     assert results[1:] == [False, False]

@@ -121,6 +121,13 @@ def test_a_killed_process_is_started_again_and_serves(name: str) -> None:
         details["gateway"] = cluster.state().gateways[0].detail
         assert details[name] == "killed by SIGKILL"
         with Client(cluster.address) as client:
+            if name != "gateway":  # which the gateway hears of a moment after the controller
+                assert wait_until(
+                    lambda: any(
+                        worker.worker_id == name and worker.pid == cluster.pid(name) and worker.kv_blocks_total
+                        for worker in client.cluster_state().workers
+                    )
+                )
             for _ in range(4):
                 answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
                 assert list(answer.token_ids) == fake_generate(PROMPT, 20)

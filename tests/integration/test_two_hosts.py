@@ -18,7 +18,7 @@ from tests.support.hosts import TwoHosts, two_hosts, why_not_here, workers_on
 from tests.support.workers import Answer, GatewayStub, audit, open_gateway, wait_until_workers_idle
 
 WHY_NOT = why_not_here()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")]
 
 LEASE_S = 1.0
 HEARTBEAT_S = 0.1
