@@ -78,7 +78,7 @@ class RayLauncher:
         """See `launcher.Launcher`. Groups without an actor, left by one that went by itself, are removed."""
         import ray
 
-        found = {name: actor for name in present_actors() if (actor := find_actor(name)) is not None}
+        found = {name: actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None}
         names = {name for name in found if worker_of(name) == name}
         groups = present_groups()
         for name in groups - names:
@@ -121,7 +121,7 @@ class RayLauncher:
 
     def kill(self, name: str, pid: int) -> None:
         """See `launcher.Launcher`. Ray starts the actor again."""
-        actor = find_actor(name)
+        actor = ray_store.find_actor(name)
         if actor is not None:
             kill_actor_process(actor_info(actor), pid)
 
@@ -221,7 +221,7 @@ class RayLauncher:
 
     def _stop(self, names: Sequence[str]) -> None:
         processes = [rank_name(name, rank) for name in names for rank in range(self._tp(name))]
-        stop_actors([actor for process in processes if (actor := find_actor(process)) is not None])
+        stop_actors([actor for process in processes if (actor := ray_store.find_actor(process)) is not None])
         for process in processes:
             self._actors.pop(process, None)
         for name in names:
@@ -253,16 +253,6 @@ def stop_actors(actors: Sequence[Any]) -> None:
     while any(actor_info(actor)["State"] != "DEAD" for actor in actors) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     end_processes(processes)
-
-
-def find_actor(name: str) -> Any | None:
-    """The actor of a process, unless Ray has given it up."""
-    import ray
-
-    try:
-        return ray.get_actor(actor_name(name), ray_store.NAMESPACE)
-    except ValueError:
-        return None
 
 
 def present_actors() -> set[str]:

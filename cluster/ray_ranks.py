@@ -23,7 +23,7 @@ from disagg.cluster import ray_store
 from disagg.cluster.logs import setup_logging
 from disagg.cluster.process_tools import ProcessRef, end_processes, pin_process
 from disagg.cluster.ranks import rank_config, rank_name
-from disagg.cluster.ray_names import RankSettings, actor_name
+from disagg.cluster.ray_names import RankSettings
 from disagg.engine.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -107,11 +107,9 @@ def end_followers(worker: str, tp: int) -> None:
     import ray
 
     for rank in range(1, tp):
-        try:
-            actor = ray.get_actor(actor_name(rank_name(worker, rank)), ray_store.NAMESPACE)
-        except ValueError:  # Ray has given it up already
-            continue
-        ray.kill(actor, no_restart=True)
+        actor = ray_store.find_actor(rank_name(worker, rank))
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
 
 
 class RankActor:
@@ -151,7 +149,7 @@ class RankActor:
             leader = ray_store.load(ray_store.leader_key(self._settings.worker), Leader)
             if leader is not None and (following is None or leader.life != following.life):
                 return leader
-            if _is_known(self._settings.worker):
+            if ray_store.find_actor(self._settings.worker) is not None:
                 unknown_since = None
             else:
                 unknown_since = unknown_since or time.monotonic()
@@ -171,16 +169,6 @@ class RankActor:
         config = rank_config(leader.config, rank, sees_all_devices=False)
         secret = ray_store.cluster_secret()
         return be_rank(RankStart(config=config, rank=rank, leader_address=leader.address, secret=secret))
-
-
-def _is_known(worker: str) -> bool:
-    import ray
-
-    try:
-        ray.get_actor(actor_name(worker), ray_store.NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _leave_ray() -> None:

@@ -17,7 +17,7 @@ from disagg.cluster.config import ClusterConfig, active_pools
 from disagg.cluster.control.control_link import ask
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import CHECK_STOP_INTERVAL_S, new_secret
-from disagg.cluster.ray_launcher import find_actor, present_actors, present_groups, remove_group, stop_actors
+from disagg.cluster.ray_launcher import present_actors, present_groups, remove_group, stop_actors
 from disagg.cluster.ray_names import CONTROLLER, ControllerAnswer, ControllerSettings
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError
@@ -114,7 +114,7 @@ def end_controller(actor: Any | None) -> None:
 
 def sweep() -> None:
     """End actors, groups and notes that have no controller."""
-    actors = [actor for name in present_actors() if (actor := find_actor(name)) is not None]
+    actors = [actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None]
     if actors:
         stop_actors(actors)
     for name in present_groups():

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from disagg.cluster.errors import LaunchError
+from disagg.cluster.ray_names import actor_name
 from disagg.proto.cluster_secret import ClusterSecret
 
 NAMESPACE: Final = "disagg"
@@ -91,3 +92,13 @@ def _kv() -> Any:
     from ray.experimental import internal_kv
 
     return internal_kv
+
+
+def find_actor(name: str) -> Any | None:
+    """The actor of a process, unless Ray has given it up."""
+    import ray
+
+    try:
+        return ray.get_actor(actor_name(name), NAMESPACE)
+    except ValueError:
+        return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.cluster.control.workers import FIRST_PAUSE_S, backoff_s, faults_in_a_row
+from disagg.cluster.control.workers import next_start
 from disagg.proto.control import GatewayPhase, GatewayRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 
@@ -81,9 +81,8 @@ class OwnGateway:
     def fault(self, phase: GatewayPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
         ready_for_s = now - self.ready_since if self.phase in ("ready", "lost") else None
-        num_faults = faults_in_a_row(self.num_faults, ready_for_s)
-        was_fine = ready_for_s is not None and num_faults == 1
-        self.enter(phase, due=now + (FIRST_PAUSE_S if was_fine else backoff_s(num_faults)))
+        num_faults, pause_s = next_start(self.num_faults, ready_for_s)
+        self.enter(phase, due=now + pause_s)
         self.num_faults, self.detail = num_faults, why
 
     def record(self) -> GatewayRecord | None:

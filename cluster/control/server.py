@@ -283,16 +283,9 @@ class Controller:
                 self._handle(events.WorkerLeft(*life))
 
     async def _read_beats(self, requests: AsyncIterator[bytes], life: Life) -> None:
-        decode = decoder(WorkerToController).decode
-        try:
-            async for frame in requests:
-                message = decode(frame)
-                if isinstance(message, WorkerBeat):
-                    self._supervisor.heard(life, message.turn_s)
-        except msgspec.MsgspecError as error:
-            logger.warning("%s sent a bad frame: %s", life.name, error)
-        except grpc.RpcError as error:
-            logger.debug("the line of %s broke: %s", life.name, error)
+        async for message in _messages(requests, WorkerToController, life.name):
+            if isinstance(message, WorkerBeat):
+                self._supervisor.heard(life, message.turn_s)
 
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         hello = await _decode(await anext(requests, b""), GatewayToController, context)
@@ -304,7 +297,7 @@ class Controller:
         memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
         watched = Life(GATEWAY, hello.gateway_id, hello.pid)
         self._supervisor.watch(watched)
-        reader = asyncio.create_task(self._read_follower(requests, hello), name=f"follow-{hello.gateway_id}")
+        reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
         try:
             self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address))
             while True:
@@ -316,19 +309,12 @@ class Controller:
                 self._supervisor.forget(watched)
                 self._handle(events.GatewayLeft(hello.gateway_id))
 
-    async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello) -> None:
-        decode = decoder(GatewayToController).decode
-        try:
-            async for frame in requests:
-                message = decode(frame)
-                if isinstance(message, GatewayBeat):
-                    self._supervisor.heard(Life(GATEWAY, hello.gateway_id, hello.pid))
-                elif isinstance(message, WorkerDrained):
-                    self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
-        except msgspec.MsgspecError as error:
-            logger.warning("gateway %s sent a bad frame: %s", hello.gateway_id, error)
-        except grpc.RpcError as error:
-            logger.debug("the line of gateway %s broke: %s", hello.gateway_id, error)
+    async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello, life: Life) -> None:
+        async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
+            if isinstance(message, GatewayBeat):
+                self._supervisor.heard(life)
+            elif isinstance(message, WorkerDrained):
+                self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
 
     async def _control(self, frame: bytes, context: Context) -> bytes:
         return encode(await self.control(await _decode(frame, ControlRequest, context)))
@@ -340,3 +326,15 @@ async def _decode(frame: bytes, kind: Any, context: Context) -> Any:
     except msgspec.MsgspecError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a bad frame: {error}")
         raise
+
+
+async def _messages(requests: AsyncIterator[bytes], kind: Any, name: str) -> AsyncIterator[Any]:
+    """What comes on a line, until it breaks or brings what nobody can read."""
+    decode = decoder(kind).decode
+    try:
+        async for frame in requests:
+            yield decode(frame)
+    except msgspec.MsgspecError as error:
+        logger.warning("%s sent a bad frame: %s", name, error)
+    except grpc.RpcError as error:
+        logger.debug("the line of %s broke: %s", name, error)

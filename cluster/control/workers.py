@@ -48,6 +48,18 @@ def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
     return (pool, int(index)) if pool is not None and index.isdecimal() else (None, 0)
 
 
+def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
+    """What follows a fault of a process: the faults in a row, with this one, and the pause before the next start.
+
+    Args:
+        num_faults: those before it.
+        ready_for_s: how long the process was ready until now; None if it was not.
+    """
+    num_faults = faults_in_a_row(num_faults, ready_for_s)
+    was_fine = ready_for_s is not None and num_faults == 1
+    return num_faults, FIRST_PAUSE_S if was_fine else backoff_s(num_faults)
+
+
 def backoff_s(num_faults: int) -> float:
     """The pause before the next start, after so many faults in a row: 1, 2, 4 .. 30 s."""
     return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
@@ -102,9 +114,8 @@ class Worker:
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
         ready_for_s = None if self.info is None else now - self.ready_since
-        num_faults = faults_in_a_row(self.num_faults, ready_for_s)
-        was_fine = ready_for_s is not None and num_faults == 1
-        self.enter(phase, due=now + (FIRST_PAUSE_S if was_fine else backoff_s(num_faults)))
+        num_faults, pause_s = next_start(self.num_faults, ready_for_s)
+        self.enter(phase, due=now + pause_s)
         self.num_faults, self.detail, self.info = num_faults, why, None
 
     @property

@@ -19,16 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import socket
 import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
@@ -37,15 +34,14 @@ from disagg.engine.kv_transfer.transport import (
     Received,
     TransportError,
     nobody_waits,
+    with_checksum,
 )
 from disagg.engine.plan import Buffer
+from disagg.engine.process_groups import StoreHost, gloo_group, meet
 from disagg.proto.handover import Side
 
 RANK_OF: dict[Side, int] = {"sender": 0, "receiver": 1}
 """In a pair's group."""
-
-_dist: Any = torch.distributed
-"""Untyped: torch's stubs lack half of what is used here."""
 
 _BYTES_TAG, _CLOSE_TAG = 1, 2
 _MAX_POSTED = 4
@@ -55,60 +51,24 @@ OPERATION_TIMEOUT_S = 60.0
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-class StoreHost:
-    """The TCPStore in which all pairs of a D meet. `host` is an IPv4 address or a name of one; nothing else is
-    listened on.
-
-    Raises:
-        OSError: if it cannot listen there.
-    """
-
-    def __init__(self, host: str) -> None:
-        listener = socket.create_server((host, 0), backlog=128)
-        port = listener.getsockname()[1]
-        self.address = f"{host}:{port}"
-        # The store owns the descriptor from here on.
-        self._store: Any = _dist.TCPStore(
-            host,
-            port,
-            None,
-            is_master=True,
-            timeout=datetime.timedelta(seconds=SET_UP_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    def check_open(self) -> None:
-        """Raises:
-        TransportError: after `close`.
-        """
-        if self._store is None:
-            raise TransportError("the rendezvous is closed")
-
-    def close(self) -> None:
-        """Stop listening; who waits here fails."""
-        self._store = None
-
-
-def meet(pair_name: str, address: str, rank: int, timeout_s: float) -> Any:
+def meet_pair(pair_name: str, address: str, rank: int, timeout_s: float) -> Any:
     """Wait in the store at `address` until the other rank is there too; the pair's own part of the store.
 
     Raises:
         TransportError: if it does not come in time, or there is no store.
     """
-    host, _, port = address.rpartition(":")
-    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        # A store's client tries again until its time is up; nobody listening is known at once.
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-        # A client of its own: a wait in the store blocks all others that use the same client.
-        client = _dist.TCPStore(host, int(port), None, is_master=False, timeout=timeout, wait_for_workers=False)
-        store = _dist.PrefixStore(pair_name, client)
-        store.set(f"here/{rank}", "1")
-        store.wait([f"here/{1 - rank}"], timeout)
+        return meet(pair_name, address, rank, 2, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
-    return store
+
+
+def check_open(store: StoreHost) -> None:
+    """Raises:
+    TransportError: if nobody can meet there any more.
+    """
+    if not store.is_open:
+        raise TransportError("the rendezvous is closed")
 
 
 class GlooRendezvous:
@@ -126,7 +86,7 @@ class GlooRendezvous:
 
     def accept(self, pair_name: str) -> GlooTransport:
         """See `Rendezvous.accept`."""
-        self._store.check_open()
+        check_open(self._store)
         return _join(pair_name, self._store.address, self._host, "receiver", self._timeout_s)
 
     def close(self) -> None:
@@ -149,13 +109,9 @@ class GlooConnector:
 
 def _join(pair_name: str, address: str, host: str, side: Side, timeout_s: float) -> GlooTransport:
     rank = RANK_OF[side]
-    store = meet(pair_name, address, rank, timeout_s)
+    store = meet_pair(pair_name, address, rank, timeout_s)
     try:
-        options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._threads = 1
-        options._timeout = datetime.timedelta(seconds=timeout_s)
-        group = _dist.ProcessGroupGloo(store, rank, 2, options)
+        group = gloo_group(store, rank, 2, host, timeout_s)
     except RuntimeError as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
     return GlooTransport(group, 1 - rank)
@@ -265,10 +221,7 @@ class GlooTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-
-        def received(ok: bool, error: str) -> None:
-            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
-
+        received = with_checksum(done, buffer, nbytes)
         self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
@@ -22,6 +21,7 @@ from disagg.engine.kv_transfer.transport import (
     Received,
     TransportError,
     nobody_waits,
+    with_checksum,
 )
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Side
@@ -66,10 +66,7 @@ class LocalTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-
-        def received(ok: bool, error: str) -> None:
-            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
-
+        received = with_checksum(done, buffer, nbytes)
         self._meet(_Operation(buffer, nbytes, received, posted), self._incoming.recvs, self._incoming)
 
     def close(self) -> None:

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.gloo import RANK_OF, StoreHost, meet
+from disagg.engine.kv_transfer.gloo import RANK_OF, check_open, meet_pair
 from disagg.engine.kv_transfer.last_resort import return_or_exit
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
@@ -35,8 +34,10 @@ from disagg.engine.kv_transfer.transport import (
     Received,
     TransportError,
     nobody_waits,
+    with_checksum,
 )
 from disagg.engine.plan import Buffer
+from disagg.engine.process_groups import StoreHost
 from disagg.proto.handover import Side
 
 _dist: Any = torch.distributed
@@ -68,7 +69,7 @@ class NcclRendezvous:
 
     def accept(self, pair_name: str) -> NcclTransport:
         """See `Rendezvous.accept`."""
-        self._store.check_open()
+        check_open(self._store)
         return _join(pair_name, self._store.address, "receiver")
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class NcclConnector:
 
 def _join(pair_name: str, address: str, side: Side) -> NcclTransport:
     rank = RANK_OF[side]
-    store = meet(pair_name, address, rank, SET_UP_TIMEOUT_S)
+    store = meet_pair(pair_name, address, rank, SET_UP_TIMEOUT_S)
     try:
         group = _new_group(store, rank)
     except RuntimeError as error:
@@ -203,10 +204,7 @@ class NcclTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-
-        def received(ok: bool, error: str) -> None:
-            done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
-
+        received = with_checksum(done, buffer, nbytes)
         if self.group is not None:
             posted()
         self._thread.submit(_Operation(self, buffer[:nbytes], False, received))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from disagg.engine.config import TransportName
+from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Side
 
@@ -30,6 +31,12 @@ Received = Callable[[bool, str, int], None]
 Posted = Callable[[], None]
 """The receive is posted, so the peer may send. Called at most once, before the receive's `done`, from any thread and
 perhaps before `recv` returns; not where the receive fails before. Must not raise and must not block."""
+
+
+def with_checksum(done: Received, buffer: Buffer, nbytes: int) -> Done:
+    """Answers a receive of `nbytes` bytes into `buffer` with their checksum."""
+    return lambda ok, error: done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
+
 
 SET_UP_TIMEOUT_S = 20.0
 """How long `accept` and `connect` wait for the other side."""

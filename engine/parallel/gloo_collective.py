@@ -1,6 +1,6 @@
 """The ranks' exchange over TCP, by gloo: one process group of all ranks, without a world.
 
-    rank 0      store = kv_transfer.gloo.StoreHost(host), which listens on that address only; tells all store.address
+    rank 0      store = process_groups.StoreHost(host), which listens on that address only; tells all store.address
     all ranks   collective = make_collective(device, store_address, shard, host)      blocks until all are there
 
 A rank that is lost fails the others' exchange at once where its connection ends, and after `OPERATION_TIMEOUT_S` where
@@ -9,8 +9,6 @@ it stands still; rank 0 sees it sooner, on its line to that rank.
 
 from __future__ import annotations
 
-import datetime
-import socket
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import Shard
-from disagg.proto.addresses import split_address
+from disagg.engine.process_groups import gloo_group, meet
 
 _dist: Any = torch.distributed
 """Untyped: torch's stubs lack half of what is used here."""
@@ -50,21 +48,45 @@ def meet_all(store_address: str, shard: Shard, timeout_s: float) -> Any:
     Raises:
         RuntimeError: if they do not all come in time, or there is no store.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        host, port = split_address(store_address)
-        # A store's client tries again until its time is up; nobody listening is known at once.
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-        client = _dist.TCPStore(host, int(port), None, is_master=False, timeout=timeout, wait_for_workers=False)
-        store = _dist.PrefixStore(STORE_PREFIX, client)
-        store.set(f"here/{shard.rank}", "1")
-        store.wait([f"here/{rank}" for rank in range(shard.size)], timeout)
+        return meet(STORE_PREFIX, store_address, shard.rank, shard.size, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise RuntimeError(f"the {shard.size} ranks did not all meet at {store_address!r}: {error}") from error
-    return store
 
 
-class GlooCollective:
+class GroupCollective:
+    """A `Collective` over a process group of all ranks."""
+
+    def __init__(self, shard: Shard, group: Any) -> None:
+        self.shard = shard
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Collective.all_reduce`; in place."""
+        self._open_group().allreduce([tensor]).wait()
+        return tensor
+
+    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
+        """See `Collective.gather_columns`; rank 0 is the root."""
+        group, shard = self._open_group(), self.shard
+        if shard.rank > 0:
+            group.gather([], [tensor_RC], _root_0()).wait()
+            return None
+        parts = [torch.empty_like(tensor_RC) for _ in range(shard.size)]
+        group.gather([parts], [tensor_RC], _root_0()).wait()
+        return torch.cat(parts, dim=1)
+
+    def close(self) -> None:
+        """See `Collective.close`; idempotent. To be called on the thread that makes the exchanges."""
+        self._group = None
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("this rank has left the exchange")
+        return self._group
+
+
+class GlooCollective(GroupCollective):
     """See `Collective`. Construction blocks until all ranks are there.
 
     Raises:
@@ -79,41 +101,8 @@ class GlooCollective:
         set_up_timeout_s: float = SET_UP_TIMEOUT_S,
         operation_timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> None:
-        self.shard = shard
         store = meet_all(store_address, shard, set_up_timeout_s)
-        options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._threads = 1
-        options._timeout = datetime.timedelta(seconds=operation_timeout_s)
-        self._group: Any = _dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Collective.all_reduce`; in place."""
-        self._open_group().allreduce([tensor]).wait()
-        return tensor
-
-    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
-        """See `Collective.gather_columns`."""
-        return gather_columns(self._open_group(), self.shard, tensor_RC)
-
-    def close(self) -> None:
-        """See `Collective.close`; idempotent. To be called on the thread that makes the exchanges."""
-        self._group = None
-
-    def _open_group(self) -> Any:
-        if self._group is None:
-            raise RuntimeError("this rank has left the exchange")
-        return self._group
-
-
-def gather_columns(group: Any, shard: Shard, tensor_RC: Tensor) -> Tensor | None:
-    """`Collective.gather_columns` over a process group; rank 0 is its root."""
-    if shard.rank > 0:
-        group.gather([], [tensor_RC], _root_0()).wait()
-        return None
-    parts = [torch.empty_like(tensor_RC) for _ in range(shard.size)]
-    group.gather([parts], [tensor_RC], _root_0()).wait()
-    return torch.cat(parts, dim=1)
+        super().__init__(shard, gloo_group(store, shard.rank, shard.size, host, operation_timeout_s))
 
 
 def _root_0() -> Any:

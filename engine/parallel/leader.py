@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,11 +24,13 @@ from disagg.engine.kv_transfer.checksum import combined
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Followers
 from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Question, ScatterPart
+from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.slices import HeadSlice, head_slices, heads_sent
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.steps import encode_step
 from disagg.engine.plan import StepPlan, StepResult
+
+_CopyOrder = TypeVar("_CopyOrder", GatherPart, ScatterPart)
 
 COPY_TIMEOUT_S = 60.0
 """How long a follower may take for one copy; it may be in the middle of the step before."""
@@ -98,25 +101,15 @@ class GroupRunner:
                 cover `end`.
             RankLostError: a follower could not do its part, or is gone.
         """
-        slices = head_slices(self.layout.num_kv_heads, self.tp, peer_tp)
-        self._check(slices, block_table, start, end, out)
-        order = GatherPart(
-            call=0,
-            buffer=out.number,
-            buffer_bytes=out.local.nbytes,
-            block_table=self._table(block_table, end),
-            start=start,
-            end=end,
-            peer_tp=peer_tp,
-        )
-        senders = {each.sender for each in slices}
+        plan = plan_pair(self.layout, self.tp, peer_tp)
+        order = self._order(GatherPart, plan, block_table, start, end, out, peer_tp)
+        senders = plan.ranks("sender")
         checksums = self._copy(
-            sorted(senders - {0}),
+            [rank for rank in senders if rank != 0],
             order,
             lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp) if 0 in senders else (),
         )
-        parts = {rank: iter(of_rank) for rank, of_rank in checksums.items()}
-        return combined([next(parts[each.sender]) for each in slices])
+        return combined(plan.in_order("sender", checksums))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1) -> None:
         """See `ModelRunner.scatter`.
@@ -125,17 +118,8 @@ class GroupRunner:
             ValueError: as `gather`.
             RankLostError: a follower could not do its part, or is gone.
         """
-        slices = head_slices(self.layout.num_kv_heads, peer_tp, self.tp)
-        self._check(slices, block_table, start, end, data)
-        order = ScatterPart(
-            call=0,
-            buffer=data.number,
-            buffer_bytes=data.local.nbytes,
-            block_table=self._table(block_table, end),
-            start=start,
-            end=end,
-            peer_tp=peer_tp,
-        )
+        plan = plan_pair(self.layout, peer_tp, self.tp)
+        order = self._order(ScatterPart, plan, block_table, start, end, data, peer_tp)
 
         def scatter_own() -> Seq[int]:
             self._local.scatter_part(block_table, start, end, data.local, peer_tp)
@@ -143,20 +127,32 @@ class GroupRunner:
 
         self._copy(list(range(1, self.tp)), order, scatter_own)
 
-    def _check(
-        self, slices: tuple[HeadSlice, ...], block_table: Seq[int], start: int, end: int, buffer: GroupBuffer
-    ) -> None:
+    def _order(
+        self,
+        kind: type[_CopyOrder],
+        plan: PairPlan,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        buffer: GroupBuffer,
+        peer_tp: int,
+    ) -> _CopyOrder:
         """What is wrong on every rank is refused before any of them is told: a copy that fails there is no fault of
         one request's."""
-        head_bytes = self.layout.bytes_per_token // self.layout.num_kv_heads
-        nbytes = head_bytes * heads_sent(slices) * (end - start)
+        nbytes = plan.bytes_per_token * (end - start)
         if buffer.nbytes < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
         if len(block_table) * self.block_size < end:
             raise ValueError(f"a table of {len(block_table)} blocks does not cover token {end - 1}")
-
-    def _table(self, block_table: Seq[int], end: int) -> bytes:
-        return np.array(block_table[: -(-end // self.block_size)], dtype="<i4").tobytes()
+        return kind(
+            call=0,
+            buffer=buffer.number,
+            buffer_bytes=buffer.local.nbytes,
+            block_table=np.array(block_table[: -(-end // self.block_size)], dtype="<i4").tobytes(),
+            start=start,
+            end=end,
+            peer_tp=peer_tp,
+        )
 
     def _copy(self, ranks: list[int], order: Question, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
         """Have `ranks` carry out `order` while rank 0 does its `own` part; the checksums of each rank. Returns, or

@@ -33,7 +33,7 @@ def open_meeting_place(config: WorkerConfig) -> MeetingPlace | None:
     """
     if config.is_fake:
         return None
-    from disagg.engine.kv_transfer.gloo import StoreHost
+    from disagg.engine.process_groups import StoreHost
 
     return StoreHost(config.host)
 

@@ -52,9 +52,8 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """int64 rows whose logits are wanted; None for all rows."""
 
 
-class GatherPart(Message, frozen=True, kw_only=True, tag=True):
-    """Copy this rank's heads of tokens [start, end) into its part of a staging buffer; `Done.checksums` has one for
-    each of its slices."""
+class _CopyPart(Message, frozen=True, kw_only=True):
+    """What both copies between cache and staging say."""
 
     call: int
     buffer: int
@@ -68,16 +67,13 @@ class GatherPart(Message, frozen=True, kw_only=True, tag=True):
     peer_tp: int
 
 
-class ScatterPart(Message, frozen=True, kw_only=True, tag=True):
-    """Copy this rank's part of a staging buffer into the blocks of tokens [start, end)."""
+class GatherPart(_CopyPart, frozen=True, kw_only=True, tag=True):
+    """Copy this rank's heads of tokens [start, end) into its part of a staging buffer; `Done.checksums` has one for
+    each of its slices."""
 
-    call: int
-    buffer: int
-    buffer_bytes: int
-    block_table: bytes
-    start: int
-    end: int
-    peer_tp: int
+
+class ScatterPart(_CopyPart, frozen=True, kw_only=True, tag=True):
+    """Copy this rank's part of a staging buffer into the blocks of tokens [start, end)."""
 
 
 class ClearBuffer(Message, frozen=True, kw_only=True, tag=True):

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
 
-from disagg.engine.parallel.gloo_collective import OPERATION_TIMEOUT_S, SET_UP_TIMEOUT_S, gather_columns, meet_all
+from disagg.engine.parallel.gloo_collective import OPERATION_TIMEOUT_S, SET_UP_TIMEOUT_S, GroupCollective, meet_all
 from disagg.engine.parallel.shards import Shard
 
 _dist: Any = torch.distributed
 
 
-class NcclCollective:
+class NcclCollective(GroupCollective):
     """See `Collective`. Construction blocks until all ranks are there. `device` is this rank's.
 
     Raises:
@@ -32,30 +31,15 @@ class NcclCollective:
     def __init__(self, store_address: str, shard: Shard, device: str) -> None:
         if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
             raise RuntimeError("ranks on GPUs need a CUDA device and a torch that was built with NCCL")
-        self.shard = shard
         store = meet_all(store_address, shard, SET_UP_TIMEOUT_S)
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
-        self._group: Any = _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+        super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options))
         # The communicator is made now, not within the first step.
         self._group.eager_connect_single_device(torch.device(device))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Collective.all_reduce`; in place."""
-        self._open_group().allreduce([tensor]).wait()
-        return tensor
-
-    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
-        """See `Collective.gather_columns`."""
-        return gather_columns(self._open_group(), self.shard, tensor_RC)
 
     def close(self) -> None:
         """See `Collective.close`: the communicator is aborted, so that nothing hangs in it."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-
-    def _open_group(self) -> Any:
-        if self._group is None:
-            raise RuntimeError("this rank has left the exchange")
-        return self._group

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disagg.engine.kv_transfer.gloo import StoreHost
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.gloo_collective import GlooCollective, make_collective
 from disagg.engine.parallel.shards import Shard
+from disagg.engine.process_groups import StoreHost
 
 HOST = "127.0.0.1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

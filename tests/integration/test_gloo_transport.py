@@ -27,8 +27,9 @@ import torch
 
 from disagg.engine.kv_transfer import gloo
 from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport, StoreHost
+from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport
 from disagg.engine.kv_transfer.transport import TransportError
+from disagg.engine.process_groups import StoreHost
 
 HOST = "127.0.0.1"
 SIZES = [1, 2, 7, 4095, 4097, 65_537, 1_000_003, (4 << 20) - 1]

@@ -165,7 +165,7 @@ def give_up(name: str) -> None:
     """End an actor in a way after which Ray does not start it again."""
     import ray
 
-    from disagg.cluster.ray_launcher import find_actor
+    from disagg.cluster.ray_store import find_actor
 
     ray.kill(find_actor(name), no_restart=True)
 
@@ -228,7 +228,8 @@ def test_the_ranks_of_a_worker_end_and_come_back_together(temp_dir: Path) -> Non
 
 def ranks_of(name: str) -> list[ProcessRef]:
     """The processes of a worker of two ranks, rank 0 first."""
-    from disagg.cluster.ray_launcher import actor_info, find_actor
+    from disagg.cluster.ray_launcher import actor_info
+    from disagg.cluster.ray_store import find_actor
 
     return [ProcessRef.of(actor_info(find_actor(rank_name(name, rank)))["Pid"]) for rank in range(2)]
 

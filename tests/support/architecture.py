@@ -46,6 +46,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/logprobs.py",
         "engine/model/*",
         "engine/model_runner.py",
+        "engine/process_groups.py",
         "engine/sampler.py",
         "engine/weights.py",
         "engine/kv_transfer/gloo.py",
