@@ -86,7 +86,7 @@ class ControllerLink:
         self._metadata = secret.metadata
         self._known = {info.worker_id: info for info in known}
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
-        self._outbox: asyncio.Queue[GatewayToController] = asyncio.Queue()
+        self._outbox: asyncio.Queue[GatewayToController | None] = asyncio.Queue()
         self._line = ""
         """The controller's address while the line stands: asking where it is may take a minute without Ray's head."""
         self._task: asyncio.Task[None] | None = None
@@ -155,6 +155,8 @@ class ControllerLink:
                     finally:
                         self._line = ""
                         beats.cancel()
+                        # gRPC waits for our next frame for good when the controller ended the call.
+                        self._outbox.put_nowait(None)
             except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
                 logger.info("the line to the controller broke: %s", error)
             except Exception:
@@ -166,10 +168,10 @@ class ControllerLink:
     async def _frames(self, hello: GatewayHello) -> AsyncIterator[bytes]:
         outbox = self._outbox
         yield encode(hello)
-        while True:
-            yield encode(await outbox.get())
+        while (message := await outbox.get()) is not None:
+            yield encode(message)
 
-    async def _beat(self, outbox: asyncio.Queue[GatewayToController]) -> None:
+    async def _beat(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
         """On the loop that serves clients, so that silence means that it serves nobody."""
         while True:
             await asyncio.sleep(BEAT_S)

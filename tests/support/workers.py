@@ -99,18 +99,18 @@ class GatewayStub:
     def __init__(self) -> None:
         self.answers: dict[AttemptKey, Answer] = {}
         self.infos: dict[str, WorkerInfo] = {}
-        self._queues: dict[str, asyncio.Queue[GatewayToWorker]] = {}
+        self._queues: dict[str, asyncio.Queue[GatewayToWorker | None]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._calls: list[grpc.aio.StreamStreamCall[bytes, bytes]] = []
         self._readers: list[asyncio.Task[None]] = []
 
     async def connect(self, info: WorkerInfo) -> None:
-        queue: asyncio.Queue[GatewayToWorker] = asyncio.Queue()
+        queue: asyncio.Queue[GatewayToWorker | None] = asyncio.Queue()
         channel = grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS)
 
         async def frames() -> AsyncIterator[bytes]:
-            while True:
-                yield encode(await queue.get())
+            while (message := await queue.get()) is not None:
+                yield encode(message)
 
         call = channel.stream_stream(SESSION, None, None)(
             frames(), metadata=((GATEWAY_ID_METADATA, GATEWAY), *SECRET.metadata)
@@ -127,6 +127,8 @@ class GatewayStub:
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
+        for queue in self._queues.values():
+            queue.put_nowait(None)  # gRPC waits for our next frame, also when the worker ended the call
         for call in self._calls:
             call.cancel()
             await call.code()
