@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import http.client
 import logging
 import ssl
@@ -311,11 +312,19 @@ async def test_silent_grpc_connections_are_closed(folder: Path, keys: str) -> No
             assert (await client.generate("hello")).reason == "length"
 
 
+async def first_answer(client: AsyncClient) -> str:
+    """The server may see a moment later that the connections before this one have gone."""
+    while True:
+        with contextlib.suppress(UnavailableError):
+            return (await client.generate("hello")).reason
+        await asyncio.sleep(0.05)
+
+
 async def test_more_grpc_connections_than_allowed_are_closed(folder: Path, keys: str) -> None:
     async with keyed(folder, keys, max_connections=3) as (server, _):
         assert sorted(await closed_by_server(server.address, 5)) == [False] * 3 + [True] * 2
-        async with AsyncClient(server.address, KEY_A) as client:
-            assert (await client.generate("hello")).reason == "length"
+        async with asyncio.timeout(10), AsyncClient(server.address, KEY_A) as client:
+            assert await first_answer(client) == "length"
 
 
 async def test_an_idle_client_is_served_again(folder: Path, keys: str) -> None:

@@ -25,7 +25,6 @@ from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
 from disagg.engine.role import RoleContext
 from disagg.engine.worker import Worker
 from disagg.proto.handover import PairHello
-from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import RoleName, WorkerInfo, encode
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 from tests.support.secret import SECRET
@@ -68,9 +67,6 @@ async def gateway_to(*infos: WorkerInfo) -> AsyncIterator[GatewayStub]:
         yield stub
     finally:
         await stub.close()
-        # What feeds a stream that the worker broke off waits for one more frame before it sees that.
-        stub.cancel(AttemptKey(RequestId("nobody"), 1))
-        await asyncio.sleep(0.02)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -224,14 +220,15 @@ async def test_what_comes_for_a_gateway_without_a_session_is_ended() -> None:
 
 
 async def test_bad_dispatches_end_alone() -> None:
-    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
+    patient = {"lease_timeout_s": 10.0}  # on a busy machine half a second may pass in silence
+    with running_workers(config("prefill-0", **patient), config("decode-0", **patient)) as (prefill, decode):
         async with gateway_to(prefill, decode) as gateway:
             key, good = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
             await until(lambda: bool(good.handed_over))
             empty = await gateway.run([], worker="prefill-0", to="decode-0")
             assert (empty.reason, empty.ends[0].detail) == ("failed", "the prompt is empty")
             endless = await gateway.run(prompt_of(3000), worker="prefill-0", to="decode-0", timeout_s=float("inf"))
-            assert endless.reason == "length"
+            assert (endless.reason, endless.ends[0].detail) == ("length", "")
             alien = await gateway.run([1, 2, 10**9], worker="prefill-0", to="decode-0")
             assert alien.reason == "refused"
             await offer_a_key_twice(gateway)
