@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"
+"""Triton reads this when it is imported, which transformers does: so here, before any test's imports."""
 
 REAL_TIME_SLEEP = time.sleep
 REAL_ASYNCIO_SLEEP = asyncio.sleep

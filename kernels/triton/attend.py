@@ -1,0 +1,163 @@
+"""The inner loop of both attention kernels: rows of one KV head attend to a range of tiles of a paged context.
+
+The softmax is computed online (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; its use for
+attention tiles: Dao et al. 2022, "FlashAttention"). Scores are kept in base 2, so that `exp2` needs no product.
+
+Slots that no token was written to may hold NaN. They lie behind the context's end, where K and V are loaded as zeros.
+
+Shapes: M rows (query heads of one KV head x tokens), C tokens of a tile, D head dim padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from disagg.kernels.triton.jit import jit
+
+
+@jit
+def _tile_rows(
+    table_ptr: tl.tensor,
+    tokens_C: tl.tensor,
+    first_token: tl.tensor,
+    length: tl.tensor,
+    block_stride: tl.tensor,
+    TILE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Where the tokens' rows start in the cache of one head, in elements (int64: caches pass 2**31 elements)."""
+    if KV_BLOCK % TILE == 0:
+        block = tl.load(table_ptr + first_token // KV_BLOCK).to(tl.int64)
+        return block * block_stride + (first_token % KV_BLOCK + tl.arange(0, TILE)) * DIM
+    if MASKED:
+        blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK, mask=tokens_C < length, other=0).to(tl.int64)
+    else:
+        blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK).to(tl.int64)
+    return blocks_C * block_stride + (tokens_C % KV_BLOCK) * DIM
+
+
+@jit
+def _add_tile(
+    q_MD: tl.tensor,
+    k_CD: tl.tensor,
+    v_CD: tl.tensor,
+    sums_MD: tl.tensor,
+    mass_M: tl.tensor,
+    top_M: tl.tensor,
+    limit_M: tl.tensor,
+    tokens_C: tl.tensor,
+    score_scale: tl.tensor,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax; an fp8 tile becomes the dtype of q here."""
+    scores_MC = tl.dot(q_MD, tl.trans(k_CD.to(q_MD.dtype)), input_precision="ieee")
+    if MASKED:
+        scores_MC = tl.where(tokens_C[None, :] < limit_M[:, None], scores_MC, float("-inf"))
+    new_top_M = tl.maximum(top_M, tl.max(scores_MC, 1) * score_scale)
+    weights_MC = tl.exp2(scores_MC * score_scale - new_top_M[:, None])
+    shrink_M = tl.exp2(top_M - new_top_M)
+    mass_M = mass_M * shrink_M + tl.sum(weights_MC, 1)
+    sums_MD *= shrink_M[:, None]
+    sums_MD = tl.dot(weights_MC.to(q_MD.dtype), v_CD.to(q_MD.dtype), sums_MD, input_precision="ieee")
+    return sums_MD, mass_M, new_top_M
+
+
+@jit
+def nothing_yet(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(sums, mass, top) of rows that have attended to nothing."""
+    sums_MD = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    return sums_MD, tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+
+
+@jit
+def attend(
+    q_MD: tl.tensor,
+    sums_MD: tl.tensor,
+    mass_M: tl.tensor,
+    top_M: tl.tensor,
+    limit_M: tl.tensor,
+    first_tile: tl.tensor,
+    end_tile: tl.tensor,
+    length: tl.tensor,
+    table_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    block_stride: tl.tensor,
+    score_scale: tl.tensor,
+    TILE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add tiles [first_tile, end_tile) to the running (weighted sums of V, sum of weights, largest score).
+
+    `score_scale` is positive and has log2(e) in it; `table_ptr` is at the sequence's table, the cache pointers at the
+    head. With MASKED a row sees only tokens < its limit, and nothing is read at or behind `length`; without it all
+    tiles must be full and visible to all rows. Every row must see a token of the first tile it is ever given.
+    """
+    dims_D = tl.arange(0, DIM_PADDED)
+    for tile in range(first_tile, end_tile):
+        tokens_C = tile * TILE + tl.arange(0, TILE)
+        rows_C = _tile_rows(table_ptr, tokens_C, tile * TILE, length, block_stride, TILE, KV_BLOCK, DIM, MASKED)
+        at_CD = rows_C[:, None] + dims_D[None, :]
+        if MASKED:
+            held_CD = (tokens_C < length)[:, None] & (dims_D < DIM)[None, :]
+            k_CD = tl.load(key_ptr + at_CD, mask=held_CD, other=0.0)
+            v_CD = tl.load(value_ptr + at_CD, mask=held_CD, other=0.0)
+        elif DIM_PADDED != DIM:
+            k_CD = tl.load(key_ptr + at_CD, mask=(dims_D < DIM)[None, :], other=0.0)
+            v_CD = tl.load(value_ptr + at_CD, mask=(dims_D < DIM)[None, :], other=0.0)
+        else:
+            k_CD = tl.load(key_ptr + at_CD)
+            v_CD = tl.load(value_ptr + at_CD)
+        sums_MD, mass_M, top_M = _add_tile(
+            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, limit_M, tokens_C, score_scale, MASKED
+        )
+    return sums_MD, mass_M, top_M
+
+
+@jit
+def attend_boxes(
+    q_MD: tl.tensor,
+    sums_MD: tl.tensor,
+    mass_M: tl.tensor,
+    top_M: tl.tensor,
+    end_tile: tl.tensor,
+    table_ptr: tl.tensor,
+    key_boxes: tl.tensor,
+    value_boxes: tl.tensor,
+    head: tl.tensor,
+    rows_per_block: tl.tensor,
+    score_scale: tl.tensor,
+    TILE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`attend` without MASKED for tiles [0, end_tile), each fetched by the copy engine as one box of one block.
+
+    The descriptors see the cache as rows of D from the view's start; a block is `rows_per_block` of them away from
+    the next. The address arithmetic of `attend`, and the registers it needs, fall away.
+    """
+    for tile in range(0, end_tile):
+        token = tile * TILE
+        row = tl.load(table_ptr + token // KV_BLOCK) * rows_per_block + head * KV_BLOCK + token % KV_BLOCK
+        k_CD = key_boxes.load([row, 0])
+        v_CD = value_boxes.load([row, 0])
+        sums_MD, mass_M, top_M = _add_tile(q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, top_M, token, score_scale, False)
+    return sums_MD, mass_M, top_M
+
+
+@jit
+def write_rows(
+    out_ptr: tl.tensor,
+    at_MD: tl.tensor,
+    held_MD: tl.tensor,
+    sums_MD: tl.tensor,
+    mass_M: tl.tensor,
+    value_scale: tl.tensor,
+) -> None:
+    """The weighted means of V, in the dtype of `out_ptr`; zeros for rows that attended to nothing."""
+    share_M = value_scale / tl.where(mass_M > 0.0, mass_M, 1.0)
+    tl.store(out_ptr + at_MD, (sums_MD * share_M[:, None]).to(out_ptr.dtype.element_ty), mask=held_MD)

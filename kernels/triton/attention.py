@@ -1,0 +1,160 @@
+"""Paged attention on the GPU: which kernel serves a call, and which tensors are taken at all.
+
+Signatures are those of `disagg.kernels.reference`, with the scales of an fp8 cache behind them. A call returns None
+when it does not take the tensors: another dtype than those below, a layout that the kernels do not read.
+
+The cache has the dtype of q (fp32, fp16, bf16), or is fp8 (e4m3) with one scale per tensor: the stored value times
+`key_scale` or `value_scale` is the value. It becomes the dtype of q in registers; scales are applied to the scores and
+to the result.
+
+No call reads anything from the device, so all of them can be captured in a CUDA graph. The decode kernel's grid depends
+on the device alone; `paged_attention` has a grid for the longest chunk it is told of.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
+from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+"""Query heads of a KV head."""
+MAX_SEQUENCES = 4096
+"""Of one decode call: every program holds all lengths."""
+
+_QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INTERPRETER_MULTIPROCESSORS = 4
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETER_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _takes(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tables: Tensor, scale: float) -> bool:
+    """Whether dtypes and layouts are those that the kernels read."""
+    _, N, D = q_TND.shape
+    _, K, block_size, _ = shape = key_cache_NKBD.shape
+    strides = key_cache_NKBD.stride()
+    return (
+        q_TND.dtype in _QUERY_DTYPES
+        and key_cache_NKBD.dtype in (q_TND.dtype, torch.float8_e4m3fn)
+        and value_cache_NKBD.dtype == key_cache_NKBD.dtype
+        and value_cache_NKBD.shape == shape
+        and value_cache_NKBD.stride() == strides
+        and strides[1:] == (block_size * D, D, 1)
+        and q_TND.stride()[1:] == (D, 1)
+        and tables.dtype == torch.int32
+        and tables.stride(-1) == 1
+        and D == shape[3] <= MAX_HEAD_DIM
+        and N % K == 0
+        and N // K <= MAX_GROUP
+        and scale > 0.0
+    )
+
+
+def _are_int32(*vectors: Tensor) -> bool:
+    return all(vector.dtype == torch.int32 and vector.is_contiguous() for vector in vectors)
+
+
+def _prefill_shape(q_TND: Tensor, cache_NKBD: Tensor, max_query_len: int) -> PrefillShape:
+    _, K, block_size, D = cache_NKBD.shape
+    return prefill_shape(q_TND.dtype, cache_NKBD.dtype, D, block_size, q_TND.shape[1] // K, max_query_len)
+
+
+def paged_decode_attention(
+    q_SND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_tables_SM: Tensor,
+    context_lens_S: Tensor,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor | None:
+    """Attention of one query row per sequence over its cached context; [S, N, D], zeros for a context of 0.
+
+    Table entries behind a context are not read. At most `MAX_SEQUENCES` sequences.
+    """
+    S, _, D = q_SND.shape
+    if not (
+        _takes(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
+        and _are_int32(context_lens_S)
+        and 0 < S <= MAX_SEQUENCES
+    ):
+        return None
+    shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), _num_multiprocessors(q_SND.device))
+    score_scale = scale * key_scale * math.log2(math.e)
+    return decode_attention(
+        q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, score_scale, value_scale, shape
+    )
+
+
+def paged_prefill_attention(
+    q_TND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_table_M: Tensor,
+    start: int,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor | None:
+    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D]."""
+    T = q_TND.shape[0]
+    if T == 0 or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, scale):
+        return None
+    shape = _prefill_shape(q_TND, key_cache_NKBD, T)
+    score_scale = scale * key_scale * math.log2(math.e)
+    return prefill_attention(
+        q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M[None], start + T, T, score_scale, value_scale, shape
+    )
+
+
+def paged_attention(
+    q_TND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_tables_SM: Tensor,
+    query_starts_S1: Tensor,
+    context_lens_S: Tensor,
+    scale: float,
+    max_query_len: int,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor | None:
+    """Causal attention of several sequences at once, each with the last tokens of its context as queries; [T, N, D].
+
+    Sequence i has the rows [query_starts[i], query_starts[i + 1]): a chunk behind a cached prefix, or one row of a
+    decode. `max_query_len` is the longest of them or more. Rows behind the last start are left as they are in memory.
+    """
+    if (
+        block_tables_SM.shape[0] == 0
+        or max_query_len < 1
+        or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
+        or not _are_int32(query_starts_S1, context_lens_S)
+    ):
+        return None
+    shape = _prefill_shape(q_TND, key_cache_NKBD, max_query_len)
+    score_scale = scale * key_scale * math.log2(math.e)
+    sequences = (query_starts_S1, context_lens_S)
+    return prefill_attention(
+        q_TND,
+        key_cache_NKBD,
+        value_cache_NKBD,
+        block_tables_SM,
+        sequences,
+        max_query_len,
+        score_scale,
+        value_scale,
+        shape,
+    )

@@ -1,0 +1,164 @@
+"""The Triton kernels as methods with the names and signatures of `disagg.kernels.reference`.
+
+A method answers None when it does not take the tensors: another device or dtype, a layout that the kernel does not
+read. Then nothing was written. Those that only write answer True or False.
+
+No method reads anything from the device, so a step made of them can be captured in a CUDA graph. Tensors are those of
+the current CUDA device; under `TRITON_INTERPRET=1`, which is for tests, they are on the CPU. The linear layers are
+torch's (cuBLAS): no kernel here multiplies matrices but attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, silu
+from disagg.kernels.triton.jit import INTERPRETED
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class TritonOps:
+    """Stateless."""
+
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
+        """An id outside the table gives zeros, since a kernel cannot raise."""
+        if _runs(token_ids_T, embedding_VH) and _are_vectors(token_ids_T) and _are_rows(embedding_VH):
+            return embed.embed(token_ids_T, embedding_VH)
+        return None
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
+        """[T, H] or [T, heads, D]."""
+        fits = x_TH.dim() in (2, 3) and x_TH.stride(-1) == 1 and x_TH.shape[-1] <= norm.MAX_ROW
+        if fits and _runs(x_TH, weight_H) and _are_floats(x_TH, weight_H):
+            return norm.rms_norm(x_TH, weight_H, eps)
+        return None
+
+    def add_rms_norm(
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """[T, H]."""
+        tensors = (x_TH, residual_TH, weight_H)
+        fits = _are_rows(x_TH, residual_TH) and x_TH.shape[1] <= norm.MAX_ROW
+        if fits and _runs(*tensors) and _are_floats(*tensors):
+            return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+        return None
+
+    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
+        """[T, 2F]."""
+        if _are_rows(gate_up_T2F) and _runs(gate_up_T2F) and _are_floats(gate_up_T2F):
+            return silu.silu_mul(gate_up_T2F)
+        return None
+
+    def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:
+        """Of the first `vocab_size` columns."""
+        if _are_rows(logits_TV) and _runs(logits_TV) and _are_floats(logits_TV):
+            return argmax.argmax_rows(logits_TV, vocab_size)
+        return None
+
+    def qkv_rope_write(
+        self,
+        qkv_TQ: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        positions_T: Tensor,
+        cos_PD: Tensor,
+        sin_PD: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> Tensor | None:
+        """The cache has the dtype of the rows, or is fp8 (e4m3) that stores values as they are."""
+        norms = tuple(weight_D for weight_D in (q_norm_D, k_norm_D) if weight_D is not None)
+        rows = (qkv_TQ, cos_PD, sin_PD, *norms)
+        caches = (key_cache_NKBD, value_cache_NKBD)
+        vectors = (positions_T, slot_mapping_T)
+        fits = (
+            _are_rows(qkv_TQ)
+            and _are_vectors(*vectors)
+            and cos_PD.is_contiguous()
+            and sin_PD.is_contiguous()
+            and all(_is_cache(cache_NKBD, qkv_TQ.dtype) for cache_NKBD in caches)
+        )
+        if fits and _runs(*rows, *caches, *vectors) and _are_floats(*rows):
+            return rope_write.qkv_rope_write(
+                qkv_TQ, q_norm_D, k_norm_D, eps, positions_T, cos_PD, sin_PD, *caches, slot_mapping_T
+            )
+        return None
+
+    def paged_decode_attention(
+        self,
+        q_SND: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        block_tables_SM: Tensor,
+        context_lens_S: Tensor,
+        scale: float,
+    ) -> Tensor | None:
+        """Split-KV."""
+        if not _runs(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S):
+            return None
+        return attention.paged_decode_attention(
+            q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale
+        )
+
+    def paged_prefill_attention(
+        self,
+        q_TND: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        block_table_M: Tensor,
+        start: int,
+        scale: float,
+    ) -> Tensor | None:
+        """One chunk of one sequence."""
+        if not _runs(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M):
+            return None
+        return attention.paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
+
+    def gather_kv(self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> bool:
+        """False: not taken. ValueError when the range or the size of `out` does not fit."""
+        taken = _runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)
+        if taken:
+            copy.gather_kv(cache_NL2KBD, block_ids, start, end, out)
+        return taken
+
+    def scatter_kv(self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> bool:
+        """False: not taken. ValueError when the range or the size of `data` does not fit."""
+        taken = _runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)
+        if taken:
+            copy.scatter_kv(cache_NL2KBD, block_ids, start, end, data)
+        return taken
+
+
+def _runs(*tensors: Tensor) -> bool:
+    """Whether kernels run where all of these are."""
+    device = tensors[0].device
+    return device.type == ("cpu" if INTERPRETED else "cuda") and all(tensor.device == device for tensor in tensors)
+
+
+def _are_floats(*tensors: Tensor) -> bool:
+    """All of one dtype, which the kernels know."""
+    return tensors[0].dtype in _DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
+
+
+def _are_rows(*tensors: Tensor) -> bool:
+    """Rows with any stride, each contiguous."""
+    return all(tensor.dim() == 2 and tensor.stride(1) == 1 for tensor in tensors)
+
+
+def _are_vectors(*tensors: Tensor) -> bool:
+    """Contiguous integers."""
+    return all(tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in _INTEGERS for tensor in tensors)
+
+
+def _is_cache(cache_NKBD: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cache of one layer can be written to from this dtype: heads of even size, contiguous in a block."""
+    block_size, D = cache_NKBD.shape[2:]
+    is_contiguous = cache_NKBD.stride()[1:] == (block_size * D, D, 1)
+    return is_contiguous and D % 2 == 0 and cache_NKBD.dtype in (dtype, torch.float8_e4m3fn)

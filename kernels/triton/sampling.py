@@ -1,0 +1,317 @@
+"""One token per row, drawn on the device: the next step can read it there, and the host reads it a step later.
+
+The draw is that of `engine.sampler`: an inverse CDF over tokens ranked by (probability descending, id ascending),
+behind top-k, top-p and min-p, each over what the one before left, with one uniform number per (seed, output index).
+Three launches follow the four of `ranking.rank_top`:
+
+1. The uniform numbers: `engine.randomness`, SplitMix64 in 64-bit integers.
+2. The draw from the first `NUM_RANKED` tokens, which decides nearly every row with a filter or a peaked distribution.
+3. For rows that these do not decide, a search over all keys of the row, by the sum of the weights above a key. Other
+   rows' programs return at once. Slow (16 passes over the row for each filter, and for the draw), and right for every
+   filter.
+
+What is exact: the uniform number, bit for bit; the order of the tokens; greedy rows; top-k. What is not: sums of
+weights, which differ from the host's by about 1e-6 (fp32 exponentials), so a draw or a top-p cut that falls so close to
+the border between two tokens may take the neighbour. About one token in a million differs between sampler and kernel;
+the same kernel on the same device repeats itself always.
+
+Bias, masks, penalties and log-probabilities are not here: who needs them edits the logits before.
+
+Shapes: R rows, V vocabulary, C ranked tokens, E chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.triton.jit import jit
+from disagg.kernels.triton.ranking import GREEDY_BELOW, LOWEST, Ranking, id_of, key_of, rank_top, scaled
+
+NUM_RANKED = 256
+
+BAD_ROW: tl.constexpr = tl.constexpr(-1)
+"""In place of a token: the row has NaN, +inf or nothing finite."""
+
+_UNDECIDED: tl.constexpr = tl.constexpr(-2)
+"""Between the second launch and the third."""
+
+_CHUNK = 512
+"""Columns that the search reads at a time; it has a sum for each of them and each key that it tries."""
+
+_WAYS = 16
+
+_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+_UNIT: tl.constexpr = tl.constexpr(2.0**-53)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filters:
+    """How each row is sampled; all tensors on the logits' device, so that a captured graph reads new values."""
+
+    temperatures_R: Tensor
+    """fp32; below 1e-5 is greedy."""
+    top_k_R: Tensor
+    """int32; 0 keeps all."""
+    top_p_R: Tensor
+    """fp64; 1 keeps all."""
+    min_p_R: Tensor
+    """fp64; 0 keeps all."""
+    seeds_R: Tensor
+    """int64, the bits of the seed modulo 2^64."""
+    indices_R: Tensor
+    """int64, from 0: how many tokens the row's sequence has drawn."""
+
+
+def sample(logits_RV: Tensor, vocab_size: int, filters: Filters, num_ranked: int = NUM_RANKED) -> Tensor:
+    """Token ids, int64 [R]; -1 for a row that nothing can be drawn from.
+
+    Columns are contiguous; those from `vocab_size` on are padding.
+    """
+    ranking = rank_top(logits_RV, num_ranked, filters.temperatures_R, vocab_size)
+    return draw(logits_RV, ranking, filters, uniform(filters.seeds_R, filters.indices_R))
+
+
+@jit
+def _mix(z: tl.tensor) -> tl.tensor:
+    z = (z ^ (z >> 30)) * _MIX_1
+    z = (z ^ (z >> 27)) * _MIX_2
+    return z ^ (z >> 31)
+
+
+@partial(jit, do_not_specialize=["num"])
+def _uniform_kernel(
+    seeds_ptr: tl.tensor, indices_ptr: tl.tensor, out_ptr: tl.tensor, num: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num
+    seeds = tl.load(seeds_ptr + rows, mask=mask, other=0).to(tl.uint64, bitcast=True)
+    indices = tl.load(indices_ptr + rows, mask=mask, other=0).to(tl.uint64, bitcast=True)
+    bits = _mix(_mix(seeds + _GOLDEN) + (indices + 1) * _GOLDEN)
+    # 53 bits fit into a signed number, whose conversion every device has; it and the product are exact.
+    tl.store(out_ptr + rows, (bits >> 11).to(tl.int64, bitcast=True).to(tl.float64) * _UNIT, mask=mask)
+
+
+def uniform(seeds_R: Tensor, indices_R: Tensor) -> Tensor:
+    """`engine.randomness.uniform` of each row, fp64."""
+    out_R = torch.empty(seeds_R.shape, dtype=torch.float64, device=seeds_R.device)
+    if (num := seeds_R.numel()) != 0:
+        _uniform_kernel[(triton.cdiv(num, 128),)](seeds_R, indices_R, out_R, num, BLOCK=128, num_warps=4)
+    return out_R
+
+
+@jit
+def _draw_kernel(
+    ids_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    uniform_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    KNOWN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    IS_ALL: tl.constexpr,
+) -> None:
+    """From the ranked tokens: a token, BAD_ROW or _UNDECIDED."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    known = columns < KNOWN
+    values = tl.load(values_ptr + row * KNOWN + columns, mask=known, other=0.0).to(tl.float64)
+    chunks = tl.arange(0, CHUNKS)
+    mass = tl.sum(tl.load(masses_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0), axis=0)
+    largest = tl.load(values_ptr + row * KNOWN).to(tl.float64)
+    weights = tl.where(known, tl.exp(values - largest), 0.0)
+    sums = tl.cumsum(weights, axis=0)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    limits_k = (top_k > 0) & (top_k < vocab_size)
+    undecided = limits_k & (top_k > KNOWN)
+    kept = tl.where(limits_k, tl.minimum(top_k, KNOWN), KNOWN)
+    cut = limits_k | IS_ALL
+    total = tl.where(limits_k, tl.sum(tl.where(columns == kept - 1, sums, 0.0), axis=0), mass)
+    below = tl.sum(((columns < kept) & (sums < top_p * total)).to(tl.int32), axis=0)
+    cuts_p = (top_p < 1.0) & (below < kept)
+    kept = tl.where(cuts_p, below + 1, kept)
+    likely = tl.sum(((columns < kept) & (weights >= min_p)).to(tl.int32), axis=0)
+    cuts_min_p = (min_p > 0.0) & (likely < kept)
+    kept = tl.where(cuts_min_p, tl.maximum(likely, 1), kept)
+    cut = cut | cuts_p | cuts_min_p
+    undecided = undecided | ((cut == 0) & ((top_p < 1.0) | (min_p > 0.0)))
+    total = tl.where(cut, tl.sum(tl.where(columns == kept - 1, sums, 0.0), axis=0), mass)
+    at = tl.sum((known & (sums <= tl.load(uniform_ptr + row) * total)).to(tl.int32), axis=0)
+    at = tl.where(cut, tl.minimum(at, kept - 1), at)
+    is_greedy = tl.load(temperatures_ptr + row) < GREEDY_BELOW
+    at = tl.where(is_greedy, 0, at)
+    undecided = (undecided | (at >= KNOWN)) & (is_greedy == 0)
+    token = tl.load(ids_ptr + row * KNOWN + tl.minimum(at, KNOWN - 1))
+    token = tl.where(undecided, _UNDECIDED, token)
+    is_finite = (mass == mass) & (mass < float("inf"))
+    tl.store(out_ptr + row, tl.where(is_finite, token, BAD_ROW))
+
+
+@jit
+def _above(
+    logits_ptr: tl.tensor,
+    temperature: tl.tensor,
+    top: tl.tensor,
+    key: tl.tensor,
+    min_p: tl.tensor,
+    vocab_size: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of the row's tokens whose keys are at least `key`: the sum of their weights, their number, and how many have a
+    weight of at least `min_p`. fp64 and int32."""
+    sums = tl.zeros([CHUNK], tl.float64)
+    counts = tl.zeros([CHUNK], tl.int32)
+    likely = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, vocab_size, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        mask = columns < vocab_size
+        values = scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), temperature)
+        chosen = mask & (key_of(values, columns) >= key)
+        weights = tl.exp(values - top)
+        sums += tl.where(chosen, weights, 0.0).to(tl.float64)
+        counts += chosen.to(tl.int32)
+        likely += (chosen & (weights >= min_p)).to(tl.int32)
+    return tl.sum(sums, axis=0), tl.sum(counts, axis=0), tl.sum(likely, axis=0)
+
+
+@jit
+def _search(
+    logits_ptr: tl.tensor,
+    temperature: tl.tensor,
+    top: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    goal: tl.tensor,
+    vocab_size: tl.tensor,
+    BY_COUNT: tl.constexpr,
+    STRICT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WAYS: tl.constexpr,
+) -> tl.tensor:
+    """The largest key in [low, high) with a sum (or number) above it that reaches the goal, or passes it; `low` if
+    none does. It is the key of a token, or `low`.
+
+    Each pass over the row tries `WAYS` keys between the two. The range may have more than 2^63 keys: it is unsigned.
+    """
+    ways = tl.arange(0, WAYS).to(tl.int64) + 1
+    span = (high - low).to(tl.uint64, bitcast=True)
+    while span > 1:
+        step = tl.maximum(span // WAYS, 1).to(tl.int64, bitcast=True)
+        tried = (ways * step).to(tl.uint64, bitcast=True) < span
+        keys = low + ways * step
+        sums = tl.zeros([CHUNK, WAYS], tl.float64)
+        for first in range(0, vocab_size, CHUNK):
+            columns = first + tl.arange(0, CHUNK)
+            mask = columns < vocab_size
+            values = scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), temperature)
+            chosen = mask[:, None] & (key_of(values, columns)[:, None] >= keys[None, :])
+            weights = tl.full([CHUNK], 1.0, tl.float64) if BY_COUNT else tl.exp(values - top).to(tl.float64)
+            sums += tl.where(chosen, weights[:, None], 0.0)
+        totals = tl.sum(sums, axis=0)
+        reaches = tried & ((totals > goal) if STRICT else (totals >= goal))
+        num = tl.sum(reaches.to(tl.int64), axis=0)
+        low += num * step
+        left = span - (num * step).to(tl.uint64, bitcast=True)
+        span = tl.minimum(left, step.to(tl.uint64, bitcast=True))
+    return low
+
+
+@jit
+def _search_kernel(
+    logits_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    uniform_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    row_stride: tl.tensor,
+    KNOWN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WAYS: tl.constexpr,
+) -> None:
+    """Rows that are undecided: the keys at which each filter cuts, then the draw over what they leave."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out_ptr + row) == _UNDECIDED:
+        logits_ptr += row * row_stride
+        temperature = tl.load(temperatures_ptr + row)
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        top = tl.load(values_ptr + row * KNOWN)
+        high = key_of(top, tl.load(ids_ptr + row * KNOWN)) + 1
+        cut = _lowest(logits_ptr, temperature, vocab_size, CHUNK)
+        if (top_k > 0) & (top_k < vocab_size):
+            cut = _search(logits_ptr, temperature, top, cut, high, top_k, vocab_size, True, False, CHUNK, WAYS)
+        total, count, likely = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
+        if top_p < 1.0:
+            cut = _search(logits_ptr, temperature, top, cut, high, top_p * total, vocab_size, False, False, CHUNK, WAYS)
+        if (min_p > 0.0) & (likely < count):
+            at_least = tl.maximum(likely, 1)
+            cut = _search(logits_ptr, temperature, top, cut, high, at_least, vocab_size, True, False, CHUNK, WAYS)
+        total, _, _ = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
+        goal = tl.load(uniform_ptr + row) * total
+        token = _search(logits_ptr, temperature, top, cut, high, goal, vocab_size, False, True, CHUNK, WAYS)
+        tl.store(out_ptr + row, id_of(token))
+
+
+@jit
+def _lowest(logits_ptr: tl.tensor, temperature: tl.tensor, vocab_size: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """The smallest key of the row."""
+    lowest = tl.full([CHUNK], -(LOWEST + 1), tl.int64)
+    for first in range(0, vocab_size, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        mask = columns < vocab_size
+        keys = key_of(scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), temperature), columns)
+        lowest = tl.minimum(lowest, tl.where(mask, keys, -(LOWEST + 1)))
+    return tl.min(lowest, axis=0)
+
+
+def draw(logits_RV: Tensor, ranking: Ranking, filters: Filters, uniform_R: Tensor) -> Tensor:
+    """The token at `uniform_R` (fp64, in [0, 1)) of each row's filtered distribution, int64; -1 for a bad row."""
+    R, known = ranking.ids_RC.shape
+    out_R = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
+    if R == 0:
+        return out_R
+    vocab_size, chunks = ranking.vocab_size, ranking.masses_RE.shape[1]
+    rules = (filters.temperatures_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, uniform_R, out_R, vocab_size)
+    _draw_kernel[(R,)](
+        ranking.ids_RC,
+        ranking.values_RC,
+        ranking.masses_RE,
+        *rules,
+        chunks,
+        KNOWN=known,
+        COLUMNS=triton.next_power_of_2(known),
+        CHUNKS=triton.next_power_of_2(chunks),
+        IS_ALL=known == vocab_size,
+        num_warps=4,
+    )
+    if known < vocab_size:
+        _search_kernel[(R,)](
+            logits_RV,
+            ranking.values_RC,
+            ranking.ids_RC,
+            *rules,
+            logits_RV.stride(0),
+            KNOWN=known,
+            CHUNK=_CHUNK,
+            WAYS=_WAYS,
+            num_warps=16,
+        )
+    return out_R

@@ -1,0 +1,137 @@
+"""Attention against the torch reference at the sizes of an 8B model, on the GPU; without one, small, interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference
+from tests.support.paged import PagedCase
+
+pytest.importorskip("triton")
+from disagg.kernels.triton import attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2.0**-6}
+"""Of means of values of size 1 to 4; the weights are rounded to the dtype."""
+
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+FP8 = torch.float8_e4m3fn
+HEADS, DIM = (32, 8), 128
+
+
+def assert_close(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[found.dtype])
+
+
+def build(device: torch.device, lens: list[int], small: list[int], **options: Any) -> PagedCase:
+    """Contexts of `lens` on a GPU, of `small` in the interpreter."""
+    on_gpu = device.type == "cuda"
+    heads, dim = (HEADS, DIM) if on_gpu else ((4, 2), 32)
+    return PagedCase(lens if on_gpu else small, heads=options.pop("heads", heads), dim=dim, device=device, **options)
+
+
+def decode(case: PagedCase, q_SND: Tensor, **scales: float) -> Tensor | None:
+    return attention.paged_decode_attention(
+        q_SND, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, **scales
+    )
+
+
+def decode_reference(case: PagedCase, q_SND: Tensor) -> Tensor:
+    keys, values = case.keys_NKBD.to(case.dtype), case.values_NKBD.to(case.dtype)
+    return reference.paged_decode_attention(q_SND, keys, values, case.tables_SM, case.lens_S, case.scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_of_uneven_contexts(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
+    case = build(device, [4096, 1, 17, 0, 1025, 8191, 300, 2], [40, 0, 17], block_size=block_size, dtype=dtype)
+    q = case.queries(len(case.lens_S))
+    assert_close(decode(case, q), decode_reference(case, q))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "context"), [(1, 32768), (1, 100), (64, 1000), (256, 200)])
+def test_decode_at_many_batches(device: torch.device, batch: int, context: int) -> None:
+    case = build(device, [context] * batch, [], dtype=torch.bfloat16)
+    q = case.queries(batch)
+    assert_close(decode(case, q), decode_reference(case, q))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 32), (9, 3), (8, 1), (64, 4)])
+def test_decode_of_other_groups(device: torch.device, heads: tuple[int, int]) -> None:
+    case = build(device, [700, 3, 64], [], heads=heads, dtype=torch.bfloat16)
+    q = case.queries(3)
+    assert_close(decode(case, q), decode_reference(case, q))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_of_an_fp8_cache(device: torch.device, block_size: int) -> None:
+    lens = [4096, 1, 0, 777]
+    case = build(device, lens, [], block_size=block_size, dtype=torch.bfloat16, cache_dtype=FP8)
+    q = case.queries(4)
+    assert_close(decode(case, q), decode_reference(case, q))
+    scaled = decode(case, q, key_scale=1.0, value_scale=0.5)
+    assert_close(scaled, decode_reference(case, q) * 0.5)
+
+
+@pytest.mark.gpu
+def test_a_captured_decode_serves_other_lengths(device: torch.device) -> None:
+    """The grid does not depend on the lengths, so a graph is replayed with those that are in the tensor then."""
+    case = build(device, [2000, 50, 900, 3000], [], dtype=torch.bfloat16)
+    q, full = case.queries(4), case.lens_S.clone()
+    decode(case, q)
+    graph = torch.cuda.CUDAGraph()
+    case.lens_S.copy_(torch.tensor([1, 1, 0, 0]))
+    with torch.cuda.graph(graph):
+        found = decode(case, q)
+    for lens_S in (full, full // 2, torch.zeros_like(full), full):
+        case.lens_S.copy_(lens_S)
+        graph.replay()
+        assert_close(found, decode_reference(case, q))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("prefix", [0, 77])
+def test_prefill(device: torch.device, prefix: int, block_size: int, dtype: torch.dtype) -> None:
+    case = build(device, [prefix + 1500], [prefix + 9], block_size=block_size, dtype=dtype)
+    q, caches = case.queries(int(case.lens_S[0]) - prefix), (case.keys_NKBD, case.values_NKBD)
+    found = attention.paged_prefill_attention(q, *caches, case.poisoned_tables_SM[0], prefix, case.scale)
+    expected = reference.paged_prefill_attention(q, *caches, case.tables_SM[0], prefix, case.scale)
+    assert_close(found, expected.contiguous())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block_size", "cache_dtype"), [(16, None), (64, None), (64, FP8)])
+@pytest.mark.parametrize("counts", [[1500, 1, 40, 600], [3, 1, 5, 1]])
+def test_chunks_and_decodes_in_one_launch(
+    device: torch.device, counts: list[int], block_size: int, cache_dtype: torch.dtype | None
+) -> None:
+    lens = [1500, 3000, 2048, 800]
+    case = build(device, lens, [], block_size=block_size, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    starts = torch.tensor([sum(counts[:i]) for i in range(5)], dtype=torch.int32, device=device)
+    q = case.queries(sum(counts))
+    found = attention.paged_attention(
+        q,
+        case.keys_NKBD,
+        case.values_NKBD,
+        case.poisoned_tables_SM,
+        starts,
+        case.lens_S,
+        case.scale,
+        max_query_len=max(counts),
+    )
+    assert found is not None
+    keys, values = case.keys_NKBD.to(case.dtype), case.values_NKBD.to(case.dtype)
+    for i, count in enumerate(counts):
+        rows = slice(int(starts[i]), int(starts[i]) + count)
+        expected = reference.paged_prefill_attention(
+            q[rows], keys, values, case.tables_SM[i], lens[i] - count, case.scale
+        )
+        assert_close(found[rows], expected.contiguous())

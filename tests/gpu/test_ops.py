@@ -1,0 +1,225 @@
+"""The other Triton kernels against the torch reference at the sizes of an 8B model, on the GPU; without one, small and
+interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference
+
+pytest.importorskip("triton")
+from disagg.kernels.triton import rope_write, sampling
+from disagg.kernels.triton.ops import TritonOps
+from disagg.kernels.triton.ranking import rank_top
+
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Relative to max(1, |expected|): one rounding of the result."""
+
+OPS = TritonOps()
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+
+
+def assert_close(found: Tensor | None, expected: Tensor) -> None:
+    """Nearly all equal to a rounding. Where a sum in another order rounds a factor the other way, a few differ by more,
+    since the rotation multiplies that by up to 4 and may then cancel."""
+    assert found is not None
+    assert found.dtype == expected.dtype
+    error = (found.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0)
+    assert (error > ROUNDING[found.dtype]).double().mean().item() < 1e-3
+    assert error.max().item() <= 32 * ROUNDING[found.dtype]
+
+
+def random(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def of(device: torch.device, gpu: int, small: int) -> int:
+    """A size on a GPU, and in the interpreter."""
+    return gpu if device.type == "cuda" else small
+
+
+@DTYPES
+def test_norms_and_silu(device: torch.device, dtype: torch.dtype) -> None:
+    T, H = of(device, 777, 3), of(device, 4096, 200)
+    x, residual, weight = (random(device, *shape, dtype=dtype) for shape in ((T, H), (T, H), (H,)))
+    assert_close(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    found = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    assert found is not None
+    for got, wanted in zip(found, reference.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        assert_close(got, wanted)
+    gate_up = random(device, T, 2 * of(device, 14336, 96), dtype=dtype) * 4
+    assert_close(OPS.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def rope_arguments(device: torch.device, T: int, cache: Tensor, dtype: torch.dtype, normed: bool) -> tuple[Any, ...]:
+    """Of `qkv_rope_write`: every seventh token is padding, the others have slots in any order."""
+    K, block_size, D = cache.shape[3:]
+    cos, sin = (random(device, 64, D // 2, dtype=dtype).repeat(1, 2) * size for size in (1.0, 0.5))
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(cache.shape[0] * block_size, generator=generator)[:T]
+    slots[::7] = -1
+    positions = torch.randint(0, 64, (T,), generator=generator)
+    norms = (random(device, D, dtype=dtype), random(device, D, dtype=dtype) * 2) if normed else (None, None)
+    qkv = random(device, T, (4 * K + 2 * K) * D, dtype=dtype)
+    return qkv, *norms, 1e-6, positions.to(device), cos, sin, cache[:, 1, 0], cache[:, 1, 1], slots.to(device)
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True])
+def test_qkv_rope_write(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
+    T, K, D = of(device, 1000, 8), of(device, 8, 2), of(device, 128, 32)
+    cache = torch.zeros((of(device, 100, 3), 2, 2, K, 16, D), dtype=dtype, device=device)
+    expected_cache = cache.clone()
+    expected = reference.qkv_rope_write(*rope_arguments(device, T, expected_cache, dtype, normed))
+    assert_close(OPS.qkv_rope_write(*rope_arguments(device, T, cache, dtype, normed)), expected)
+    assert_close(cache, expected_cache)
+
+
+@pytest.mark.gpu
+def test_fp8_cache(device: torch.device) -> None:
+    cache = torch.zeros((100, 2, 2, 8, 16, 128), dtype=torch.float8_e4m3fn, device=device)
+    expected_cache = torch.zeros(cache.shape, dtype=torch.bfloat16, device=device)
+    reference.qkv_rope_write(*rope_arguments(device, 1000, expected_cache, torch.bfloat16, False))
+    arguments = rope_arguments(device, 1000, cache, torch.bfloat16, False)
+    rope_write.qkv_rope_write(*(*arguments, 0.5, 2.0**-8))
+    for side, scale in ((0, 0.5), (1, 2.0**-8)):
+        expected = (expected_cache[:, :, side].float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        error = (cache[:, :, side].float() - expected.float()).abs()
+        assert (error <= expected.float().abs() / 8 + 2.0**-9).all()
+        assert (error > 0).float().mean() < 0.01
+
+
+@DTYPES
+def test_embed_and_argmax(device: torch.device, dtype: torch.dtype) -> None:
+    V, H, T = of(device, 128256, 5000), of(device, 4096, 100), of(device, 64, 3)
+    table = random(device, of(device, 32000, 50), H, dtype=dtype)
+    ids = torch.arange(T, device=device) * 7
+    assert torch.equal(OPS.embed(ids, table), table[ids])  # type: ignore[arg-type]
+    logits = random(device, T, V + 8, dtype=dtype)
+    logits[0, V - 1] = float("inf")
+    logits[1, V // 2] = float("nan")
+    found = OPS.argmax_rows(logits, V)
+    assert found is not None
+    assert found[:2].tolist() == [-1, -1]
+    assert torch.equal(found, reference.argmax_rows(logits, V))
+
+
+@pytest.mark.parametrize(("start", "spare"), [(0, 0), (5, 3)])
+def test_gather_and_scatter(device: torch.device, start: int, spare: int) -> None:
+    layers, heads, D = of(device, 32, 2), of(device, 8, 2), of(device, 128, 8)
+    cache = random(device, of(device, 300, 5), layers, 2, heads, 16, D, dtype=torch.float16)
+    blocks = list(range(of(device, 280, 4), 0, -1))
+    end = len(blocks) * 16 - spare
+    view = cache[:, :, :, 1:heads]
+    nbytes = layers * 2 * (heads - 1) * (end - start) * D * 2
+    found, expected = torch.zeros((2, nbytes), dtype=torch.uint8, device=device).unbind()
+    assert OPS.gather_kv(view, blocks, start, end, found)
+    reference.gather_kv(view, blocks, start, end, expected)
+    assert torch.equal(found, expected)
+    found_cache, expected_cache = torch.zeros_like(cache), torch.zeros_like(cache)
+    assert OPS.scatter_kv(found_cache[:, :, :, 1:heads], blocks, start, end, found)
+    reference.scatter_kv(expected_cache[:, :, :, 1:heads], blocks, start, end, found)
+    assert torch.equal(found_cache, expected_cache)
+
+
+@pytest.mark.gpu
+def test_gather_into_pinned_memory(device: torch.device) -> None:
+    cache = random(device, 9, 4, 2, 2, 16, 64, dtype=torch.float16)
+    on_host = torch.zeros(4 * 2 * 2 * 30 * 64 * 2, dtype=torch.uint8, pin_memory=True)
+    expected = torch.zeros_like(on_host, device=device)
+    assert OPS.gather_kv(cache, [3, 1], 1, 31, on_host)
+    reference.gather_kv(cache, [3, 1], 1, 31, expected)
+    assert torch.equal(on_host, expected.cpu())
+
+
+def filters(device: torch.device, R: int) -> sampling.Filters:
+    """Of row 0 without filters, and of the others with every filter by turns."""
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([values[row % len(values)] for row in range(R)], dtype=dtype, device=device)
+
+    return sampling.Filters(
+        temperatures_R=column([1.0, 0.7, 0.0, 2.0], torch.float32),
+        top_k_R=column([0, 50, 0, 400, 0], torch.int32),
+        top_p_R=column([1.0, 0.9, 1.0], torch.float64),
+        min_p_R=column([0.0, 0.0, 0.01, 0.0, 0.0, 0.05, 0.0], torch.float64),
+        seeds_R=torch.arange(R, device=device) * 12345 - 7,
+        indices_R=torch.arange(R, device=device),
+    )
+
+
+def test_ranking(device: torch.device) -> None:
+    R, V, num = of(device, 64, 2), of(device, 128256, 4200), of(device, 256, 8)
+    logits = random(device, R, V, dtype=torch.float16) * 3
+    temperatures = filters(device, R).temperatures_R
+    found = rank_top(logits, num, temperatures, V)
+    divisors = torch.where(temperatures < 1e-5, 1.0, temperatures)
+    expected = (logits.float() / divisors[:, None]).sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.ids_RC, expected.indices[:, :num])
+    assert torch.equal(found.values_RC, expected.values[:, :num])
+
+
+@pytest.mark.gpu
+def test_the_device_draws_what_the_host_would(device: torch.device) -> None:
+    """All filters, decided by the ranked tokens or by the search; sums are rounded differently, so nearly all rows."""
+    R, V = 64, 128256
+    logits = random(device, R, V, dtype=torch.bfloat16) * 3
+    rules = filters(device, R)
+    found = sampling.sample(logits, V, rules).tolist()
+    expected = [draw_on_host(logits[row].float().cpu(), rules, row) for row in range(R)]
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
+
+
+def draw_on_host(logits_V: Tensor, rules: sampling.Filters, row: int) -> int:
+    """One row, in fp64 over the whole vocabulary."""
+    temperature = float(rules.temperatures_R[row])
+    divisor = rules.temperatures_R[row].cpu() if temperature >= 1e-5 else torch.tensor(1.0)
+    values, ids = (logits_V / divisor).sort(descending=True, stable=True)
+    if temperature < 1e-5:
+        return int(ids[0])
+    weights = (values.double() - values[0].double()).exp()
+    kept = int(rules.top_k_R[row]) or len(weights)
+    sums = weights.cumsum(0)
+    kept = min(kept, int((sums[:kept] < float(rules.top_p_R[row]) * sums[kept - 1]).sum()) + 1)
+    kept = max(1, min(kept, int((weights >= float(rules.min_p_R[row])).sum())))
+    u = float(sampling.uniform(rules.seeds_R[row : row + 1], rules.indices_R[row : row + 1]))
+    return int(ids[min(int((sums[:kept] <= u * sums[kept - 1]).sum()), kept - 1)])
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_every_op_with_new_inputs(device: torch.device) -> None:
+    """Nothing reads from the device or allocates outside the graph's pool; the copies are not part of a step."""
+    logits = random(device, 8, 32000, dtype=torch.bfloat16)
+    rules = filters(device, 8)
+    rows, weight = random(device, 8, 4096, dtype=torch.bfloat16), random(device, 4096, dtype=torch.bfloat16)
+    cache = torch.zeros((9, 2, 2, 8, 16, 128), dtype=torch.bfloat16, device=device)
+    arguments = rope_arguments(device, 8, cache, torch.bfloat16, True)
+    ids = torch.zeros(8, dtype=torch.int64, device=device)
+    steps: list[Callable[[], Any]] = [
+        lambda: sampling.sample(logits, 32000, rules),
+        lambda: OPS.argmax_rows(logits, 32000),
+        lambda: OPS.rms_norm(rows, weight, 1e-5),
+        lambda: OPS.silu_mul(rows),
+        lambda: OPS.embed(ids, logits),
+        lambda: OPS.qkv_rope_write(*arguments),
+    ]
+    for step in steps:  # compile outside the capture
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [step() for step in steps]
+    logits.copy_(random(device, 8, 32001, dtype=torch.bfloat16)[:, :32000] * 2)
+    rows.mul_(-1.5)
+    ids.copy_(torch.arange(8))
+    rules.indices_R.add_(5)
+    graph.replay()
+    for found, step in zip(captured, steps, strict=True):
+        assert torch.equal(found, step())

@@ -1,0 +1,170 @@
+"""Triton's attention in the interpreter against the torch reference: lengths around a block, groups, head dims.
+
+What the real compiler makes of the kernels: test_attention_compiles.py; bf16: tests/gpu/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference
+from disagg.kernels.triton import attention
+from disagg.kernels.triton.decode_attention import DecodeShape, decode_attention
+from disagg.kernels.triton.prefill_attention import prefill_shape
+from tests.support.paged import PagedCase
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+"""Of results that are means of values of size 1 to 4; fp16 also rounds the weights."""
+
+LENGTHS = [129, 1, 0, 15, 16, 17]
+
+
+def assert_close(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    assert found.dtype == expected.dtype
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[found.dtype])
+
+
+def expected_decode(case: PagedCase, q_SND: Tensor) -> Tensor:
+    return reference.paged_decode_attention(
+        q_SND, case.keys_NKBD, case.values_NKBD, case.tables_SM, case.lens_S, case.scale
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_size", "dtype"),
+    [
+        ((2, 2), 64, 16, torch.float32),
+        ((3, 1), 80, 32, torch.float32),
+        ((8, 2), 128, 64, torch.float16),
+        ((8, 1), 64, 48, torch.float16),
+    ],
+)
+def test_decode(heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype) -> None:
+    case = PagedCase(LENGTHS, heads=heads, dim=dim, block_size=block_size, dtype=dtype)
+    q = case.queries(len(LENGTHS))
+    found = attention.paged_decode_attention(
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale
+    )
+    assert_close(found, expected_decode(case, q))
+
+
+@pytest.mark.parametrize("num_programs", [1, 4, 40])
+def test_decode_is_the_same_however_many_programs_share_the_contexts(num_programs: int) -> None:
+    """With 40 the long context is in 34 pieces, and 16 are joined at once; with 1 none is cut."""
+    case = PagedCase([5, 531, 0, 17], heads=(2, 1), dim=16)
+    q = case.queries(4)
+    shape = DecodeShape(tile=16, num_programs=num_programs, num_warps=4, num_stages=3)
+    score_scale = case.scale * math.log2(math.e)
+    found = decode_attention(
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, score_scale, 1.0, shape
+    )
+    assert_close(found, expected_decode(case, q))
+
+
+def test_decode_of_padded_rows_alone_gives_zeros() -> None:
+    case = PagedCase([0, 0], heads=(2, 1), dim=16)
+    found = attention.paged_decode_attention(
+        case.queries(2), case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale
+    )
+    assert_close(found, torch.zeros(2, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_size", "start", "end", "dtype"),
+    [
+        ((2, 2), 64, 16, 0, 1, torch.float32),
+        ((3, 1), 80, 16, 0, 33, torch.float32),
+        ((3, 1), 64, 32, 17, 49, torch.float32),
+        ((4, 1), 64, 16, 127, 160, torch.float16),
+        ((16, 2), 128, 64, 5, 134, torch.float16),
+    ],
+)
+def test_prefill(heads: tuple[int, int], dim: int, block_size: int, start: int, end: int, dtype: torch.dtype) -> None:
+    case = PagedCase([end], heads=heads, dim=dim, block_size=block_size, dtype=dtype)
+    q, caches = case.queries(end - start), (case.keys_NKBD, case.values_NKBD)
+    found = attention.paged_prefill_attention(q, *caches, case.poisoned_tables_SM[0], start, case.scale)
+    assert_close(found, reference.paged_prefill_attention(q, *caches, case.tables_SM[0], start, case.scale))
+
+
+@pytest.mark.parametrize(
+    ("dim", "block_size", "max_query_len", "boxes"),
+    [(128, 64, 32, True), (64, 128, 32, True), (128, 16, 32, False), (80, 64, 32, False), (128, 64, 8, False)],
+)
+def test_the_copy_engine_fetches_tiles_that_are_parts_of_a_block(
+    dim: int, block_size: int, max_query_len: int, boxes: bool
+) -> None:
+    shape = prefill_shape(torch.float16, torch.float16, dim, block_size, 4, max_query_len)
+    assert shape.boxes == boxes
+    assert not boxes or block_size % shape.tile == 0
+
+
+def test_chunks_and_decodes_of_several_sequences_in_one_launch() -> None:
+    """A whole prompt, a decode, a padded row, a sequence without queries, a chunk behind a prefix; then unused rows."""
+    lens, counts = [20, 40, 0, 7, 70], [20, 1, 1, 0, 21]
+    case = PagedCase(lens, heads=(6, 2), dim=32)
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    q, caches = case.queries(starts[-1] + 3), (case.keys_NKBD, case.values_NKBD)
+    found = attention.paged_attention(
+        q,
+        *caches,
+        case.poisoned_tables_SM,
+        torch.tensor(starts, dtype=torch.int32),
+        case.lens_S,
+        case.scale,
+        max_query_len=21,
+    )
+    assert found is not None
+    for i in (0, 1, 4):
+        rows = slice(starts[i], starts[i + 1])
+        expected = reference.paged_prefill_attention(
+            q[rows], *caches, case.tables_SM[i], lens[i] - counts[i], case.scale
+        )
+        assert_close(found[rows], expected.contiguous())
+    assert_close(found[starts[2] : starts[3]], torch.zeros(1, 6, 32))
+
+
+def test_an_fp8_cache_is_read_with_its_scales() -> None:
+    case = PagedCase([100, 31], heads=(4, 2), dim=64, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    q, scales = case.queries(2), {"key_scale": 0.5, "value_scale": 3.0}
+    keys, values = case.keys_NKBD.to(torch.float16) * 0.5, case.values_NKBD.to(torch.float16) * 3.0
+    decode = attention.paged_decode_attention(
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, **scales
+    )
+    assert_close(decode, reference.paged_decode_attention(q, keys, values, case.tables_SM, case.lens_S, case.scale))
+    prefill = attention.paged_prefill_attention(
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM[0], 98, case.scale, **scales
+    )
+    expected = reference.paged_prefill_attention(q, keys, values, case.tables_SM[0], 98, case.scale)
+    assert_close(prefill, expected.contiguous())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda case, q: (q.double(), case.keys_NKBD, case.values_NKBD, case.tables_SM),
+        lambda case, q: (q, case.keys_NKBD.half(), case.values_NKBD.half(), case.tables_SM),
+        lambda case, q: (q, case.keys_NKBD, case.values_NKBD, case.tables_SM.long()),
+        lambda case, q: (q, case.keys_NKBD, case.values_NKBD.contiguous(), case.tables_SM),
+        lambda case, q: (
+            q.transpose(0, 1).contiguous().transpose(0, 1),
+            case.keys_NKBD,
+            case.values_NKBD,
+            case.tables_SM,
+        ),
+    ],
+    ids=["dtype of q", "dtype of the cache", "dtype of the table", "strides of the caches", "strides of q"],
+)
+def test_declines_what_it_cannot_read(change: Callable[[PagedCase, Tensor], tuple[Tensor, ...]]) -> None:
+    case = PagedCase([3, 4], heads=(2, 1), dim=16)
+    q, keys, values, tables = change(case, case.queries(2))
+    assert attention.paged_decode_attention(q, keys, values, tables, case.lens_S, case.scale) is None
+    assert attention.paged_prefill_attention(q, keys, values, tables[0], 1, case.scale) is None
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert attention.paged_attention(q, keys, values, tables, starts, case.lens_S, case.scale, 1) is None

@@ -1,0 +1,36 @@
+"""`dispatch` with DISAGG_KERNELS=triton: CPU tensors take the Triton kernels."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from disagg.kernels import dispatch, reference
+
+pytestmark = pytest.mark.usefixtures("fresh_choice")
+
+
+def test_tensors_take_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", "triton")
+    assert dispatch.describe() == "triton (DISAGG_KERNELS=triton)"
+    assert dispatch.embed(torch.tensor([5, 1]), torch.ones(3, 4)).tolist() == [[0.0] * 4, [1.0] * 4]
+    cache = torch.arange(2 * 2 * 4 * 2, dtype=torch.float32).view(2, 1, 2, 1, 4, 2)
+    found, expected = torch.zeros((2, 3 * 2 * 2 * 4), dtype=torch.uint8).unbind()
+    dispatch.gather_kv(cache, [1, 0], 2, 5, found)
+    reference.gather_kv(cache, [1, 0], 2, 5, expected)
+    assert torch.equal(found, expected)
+    copy = torch.zeros_like(cache)
+    dispatch.scatter_kv(copy, [1, 0], 2, 5, found)
+    assert copy[[0, 1], 0, 0, 0].sum(dim=-1).tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 41.0, 45.0]]
+
+
+def test_what_triton_does_not_take_goes_to_the_reference_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", "triton")
+    x, weight = torch.randn(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    assert torch.equal(dispatch.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["rms_norm: the kernel does not take these tensors (torch.float64); using the torch reference"]

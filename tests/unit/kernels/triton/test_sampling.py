@@ -1,0 +1,126 @@
+"""Triton's ranking and draw in the interpreter, against a sort, and against the engine's sampler token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.engine.randomness import uniform
+from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.sampler import Sampler
+from disagg.kernels.triton import sampling
+from disagg.kernels.triton.ranking import rank_top
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 150
+NUM_RANKED = 32
+
+
+def sequence(index: int, **rules: Any) -> Sequence:
+    """A sequence that has drawn `index` tokens."""
+    spec = SequenceSpec(
+        request_id=RequestId("r"),
+        attempt=1,
+        gateway_id=GatewayId("g"),
+        prompt_token_ids=(0,),
+        sampling=Sampling(**rules),
+    )
+    return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * (1 + index))
+
+
+def signed(seed: int) -> int:
+    """The int64 with the bits of an unsigned seed."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def filters_of(sequences: list[Sequence]) -> sampling.Filters:
+    rules = [sequence.spec.sampling for sequence in sequences]
+    return sampling.Filters(
+        temperatures_R=torch.tensor([rule.temperature for rule in rules], dtype=torch.float32),
+        top_k_R=torch.tensor([rule.top_k for rule in rules], dtype=torch.int32),
+        top_p_R=torch.tensor([rule.top_p for rule in rules], dtype=torch.float64),
+        min_p_R=torch.tensor([rule.min_p for rule in rules], dtype=torch.float64),
+        seeds_R=torch.tensor([signed(rule.seed) for rule in rules]),
+        indices_R=torch.tensor([sequence.num_output_tokens for sequence in sequences]),
+    )
+
+
+def logits(rows: int, columns: int, step: float) -> Tensor:
+    """Random fp16 logits that are multiples of `step`, so that some are equal."""
+    generator = torch.Generator().manual_seed(rows)
+    return (torch.randn((rows, columns), generator=generator) * 2 / step).round().mul(step).half()
+
+
+def test_uniform_numbers_are_those_of_the_engine() -> None:
+    draws = [(0, 0), (1, 5), (2**63, 2**20), (2**64 - 1, 1), (12345678901234567890, 3)]
+    seeds, indices = (torch.tensor([signed(number) for number in numbers]) for numbers in zip(*draws, strict=True))
+    assert sampling.uniform(seeds, indices).tolist() == [uniform(seed, index) for seed, index in draws]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num", "step"),
+    [(4200, 16, 0.25), (100, 256, 0.5), (300, 2, 100.0)],
+    ids=["bounded by groups", "all tokens", "all logits equal"],
+)
+def test_ranks_the_first_tokens_by_value_then_id(vocab_size: int, num: int, step: float) -> None:
+    logits_RV = logits(2, vocab_size + 3, step)
+    logits_RV[:, vocab_size:] = 1000.0
+    temperatures = torch.tensor([0.7, 0.0])
+    found = rank_top(logits_RV, num, temperatures, vocab_size)
+    values_RV = logits_RV[:, :vocab_size].float() / torch.tensor([[0.7], [1.0]])
+    expected = values_RV.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.ids_RC, expected.indices[:, :num])
+    assert torch.equal(found.values_RC, expected.values[:, :num])
+    masses = (values_RV - expected.values[:, :1]).exp().sum(dim=1, dtype=torch.float64)
+    torch.testing.assert_close(found.masses_RE.sum(dim=1), masses, rtol=1e-6, atol=0)
+
+
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 3.0},
+    {"top_k": 5, "top_p": 0.8},
+    {"top_k": 100},
+    {"top_p": 0.3},
+    {"top_p": 0.95, "temperature": 2.0},
+    {"min_p": 0.1},
+    {"min_p": 0.001, "top_k": 120, "top_p": 0.97, "temperature": 1.5},
+]
+
+
+def test_draws_the_tokens_of_the_engine() -> None:
+    """With every filter, decided by the ranked tokens or not."""
+    sequences = [sequence(index, seed=2**64 - 7 * index - 1, **rules) for index, rules in enumerate(RULES)]
+    logits_RV = logits(len(RULES), VOCAB_SIZE + 5, 0.5)
+    filters = filters_of(sequences)
+    expected = Sampler(VOCAB_SIZE).sample(logits_RV, sequences)
+    assert sampling.sample(logits_RV, VOCAB_SIZE, filters, NUM_RANKED).tolist() == expected
+
+
+def test_the_last_draw_goes_to_the_last_token_that_is_left() -> None:
+    """At the largest uniform number, with and without a search behind the ranked tokens."""
+    logits_RV = logits(4, VOCAB_SIZE, 0.5)
+    rules: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_k": 20}, {"top_k": 1, "temperature": 5.0}]
+    filters = filters_of([sequence(0, **rule) for rule in rules])
+    ranking = rank_top(logits_RV, NUM_RANKED, filters.temperatures_R, VOCAB_SIZE)
+    found = sampling.draw(logits_RV, ranking, filters, torch.full((4,), 1.0 - 2.0**-53, dtype=torch.float64))
+    order = logits_RV.float().sort(dim=1, descending=True, stable=True).indices
+    assert found.tolist() == [int(order[row, last]) for row, last in enumerate((VOCAB_SIZE - 1, 99, 19, 0))]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rows_that_nothing_can_be_drawn_from() -> None:
+    logits_RV = logits(4, VOCAB_SIZE, 0.5)
+    logits_RV[0, 3] = math.nan
+    logits_RV[1, 149] = math.inf
+    logits_RV[2] = -math.inf
+    logits_RV[3, :149] = -math.inf
+    filters = filters_of([sequence(0, top_k=3) for _ in range(4)])
+    assert sampling.sample(logits_RV, VOCAB_SIZE, filters, NUM_RANKED).tolist() == [-1, -1, -1, 149]
