@@ -17,25 +17,33 @@ import msgspec
 import yaml
 
 from disagg.cluster.config_reader import parse_yaml, read_struct
+from disagg.cluster.config_sections import (
+    MAX_PORT,
+    Bytes,
+    ControllerConfig,
+    Core,
+    Count,
+    LoggingConfig,
+    MetricsConfig,
+    Name,
+    NetworkConfig,
+    PlacementConfig,
+    Port,
+    RayConfig,
+    RecoveryConfig,
+    SloConfig,
+    TransferConfig,
+)
 from disagg.cluster.models import DEFAULT_MODEL
-from disagg.engine.config import Dtype, Scheduling, TransportName
+from disagg.engine.config import Dtype, KvCacheDtype, Quantization, Scheduling, check_quantization
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
-from disagg.router.config import PolicyName
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = Annotated[int, msgspec.Meta(ge=1)]
-Millis = Annotated[float, msgspec.Meta(gt=0, le=86_400_000)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-MAX_PORT = 65_535
-Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
-Core = Annotated[int, msgspec.Meta(ge=0)]
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +56,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint folder; `fake` runs the deterministic model without weights."""
     dtype: Dtype = "bfloat16"
     """Of weights, activations and KV."""
+    quantization: Quantization = "none"
+    """`int8` keeps the weights of linear layers in 8 bits: faster decoding on CPU, for dtype bfloat16; `fp8` on GPU."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """`auto` is `dtype`; `fp8` keeps KV in 8-bit floats, on GPU."""
     max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
 
@@ -79,6 +91,9 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     """Connections at a time, of gRPC and of HTTP each; further ones are closed at once."""
     max_queued: Count = 1024
     """Requests that wait for a worker; one more is refused as overload."""
+    token_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
+    """Tokens of an answer that come within this time are sent together, the first one at once; 0 sends each at once.
+    Some milliseconds spare processor time where gateway, clients and workers share cores and steps are short."""
     insecure: bool = False
     """Let others reach `host` without TLS, or without keys and client certificates. Without keys they may ask
     everything and change nothing."""
@@ -137,99 +152,6 @@ class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     colocated: PoolConfig = PoolConfig()
-
-
-class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`placement`: how the router chooses workers."""
-
-    local_prefill: Literal["auto", "never"] = "auto"
-    """`auto`: a decode worker computes an uncached suffix itself where that is cheaper. `never`: every prompt goes
-    through a prefill worker."""
-    policy: PolicyName = "joint"
-    """`joint` takes the pair of least cost in milliseconds; the others are there to be compared with."""
-    admission: bool = True
-    """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
-
-
-class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`slo`: targets of requests that do not bring their own."""
-
-    ttft_ms: Millis | None = None
-    tpot_ms: Millis | None = None
-
-
-class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`network`: how our own processes reach each other. Nothing there is encrypted, and KV is not authenticated."""
-
-    bind: Literal["loopback", "node"] = "loopback"
-    """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must
-    be on a trusted network."""
-
-
-class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`controller`: holds the desired and the observed state of the cluster."""
-
-    port: Port = 0
-    """0 takes any free port."""
-    drain_timeout_s: Seconds = 300.0
-    """How long a worker that leaves may finish its sequences; what still runs then goes on elsewhere."""
-
-
-class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`transfer`: the hand-over of KV from prefill to decode workers."""
-
-    transport: TransportName | Literal["auto"] = "auto"
-    """`auto` is gloo on CPU and nccl on CUDA. `shm` is memory that processes share: faster than gloo where all workers
-    are on one host, and only there."""
-    chunk_bytes: Bytes = 4 << 20
-    """Largest payload of one KV message, and the size of a staging slot."""
-    staging_bytes: Bytes = 64 << 20
-    """Most staging memory of each pair of workers, on each side."""
-    lease_timeout_s: Seconds = 5.0
-    """A reservation on a decode worker ends when its prefill worker was silent for this long."""
-    heartbeat_s: Seconds = 0.5
-    timeout_s: Seconds = 30.0
-    """How long a worker that answers may owe its peer a message or bytes before it counts as stuck."""
-
-
-class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`recovery`: when a process counts as hung, though its connections stand. `null` is never."""
-
-    suspect_after_s: Seconds | None = 2.5
-    """A worker was silent for so long: gateways continue elsewhere what it had."""
-    kill_after_s: Seconds | None = 4.0
-    """A worker or the gateway was silent for so long: it is killed, and started again."""
-    stuck_after_s: Seconds | None = 30.0
-    """A worker's engine has been in one step for so long: both. Must be longer than the longest honest step."""
-
-
-class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`ray`: used by the Ray launcher."""
-
-    address: Name = "local"
-    """`local` starts a private Ray on this machine; anything else joins that cluster, whose nodes need a
-    `disagg_slot` resource."""
-    temp_dir: str | None = None
-    """Where a private Ray keeps sockets and logs; a short path. A fresh private folder, removed at the end, when
-    unset."""
-
-
-class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`metrics`: what `/metrics` and `disagg explain` know."""
-
-    vllm_aliases: bool = True
-    """Show the numbers under the names of vLLM too, for dashboards that read these."""
-    num_traces: Count = 1000
-    """Ended requests that can still be explained."""
-
-
-class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`logging`: of workers, gateway and controller, on standard error. Prompts and answers are never logged."""
-
-    format: Literal["text", "json"] = "text"
-    """`json`: one object a line."""
-    level: Literal["debug", "info", "warning", "error"] = "warning"
-    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,8 +238,10 @@ def active_pools(config: ClusterConfig) -> list[tuple[PoolName, PoolConfig]]:
 
 def check(config: ClusterConfig) -> None:
     """What no single key can tell; raises `ConfigError`."""
+    model = config.model
     for name, pool in active_pools(config):
         _check_pool(f"pools.{name}", pool)
+        check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, "model.")
         if name != "colocated" and pool.scheduling != "decode_first":
             raise ConfigError(
                 f"pools.{name}.scheduling: {pool.scheduling} is for workers with both roles (mode colocated); "
@@ -337,11 +261,9 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
         )
-    if transfer.chunk_bytes > transfer.staging_bytes:
-        raise ConfigError(
-            f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than "
-            f"transfer.staging_bytes ({transfer.staging_bytes})"
-        )
+    chunk, staging = transfer.chunk_bytes, transfer.staging_bytes
+    if chunk > staging:
+        raise ConfigError(f"transfer.chunk_bytes: {chunk} is larger than transfer.staging_bytes ({staging})")
     if transfer.heartbeat_s * 2 > transfer.lease_timeout_s:
         raise ConfigError(
             f"transfer.heartbeat_s: {transfer.heartbeat_s} must be at most half of transfer.lease_timeout_s "
@@ -383,9 +305,8 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
         raise ConfigError(f"{path}.block_size: {pool.block_size} is not a multiple of {HASH_BLOCK_TOKENS}")
     if isinstance(pool.cores, tuple):
         if len(set(pool.cores)) != len(pool.cores) or not pool.cores:
-            raise ConfigError(
-                f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
-            )
+            given = list(pool.cores)
+            raise ConfigError(f"{path}.cores: expected auto, none, or a list of different cores; got {given}")
         if pool.tp > len(pool.cores):
             raise ConfigError(f"{path}.tp: {pool.tp} ranks do not fit on {len(pool.cores)} cores")
         if pool.num_threads * pool.tp > len(pool.cores):

@@ -124,6 +124,8 @@ def worker_config(
         model_path=model_path,
         device=pool.device,
         dtype=config.model.dtype,
+        quantization=config.model.quantization,
+        kv_cache_dtype=config.model.kv_cache_dtype,
         cores=worker_cores(config, name, index, available),
         num_threads=pool.num_threads,
         tp=pool.tp,
@@ -144,6 +146,7 @@ def worker_config(
         lease_timeout_s=transfer.lease_timeout_s,
         heartbeat_s=transfer.heartbeat_s,
         transfer_timeout_s=transfer.timeout_s,
+        token_interval_s=config.gateway.token_interval_ms / 1000,
     )
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from disagg.cluster import changes
-from disagg.cluster.config import ClusterConfig, LoggingConfig
+from disagg.cluster.config import ClusterConfig
+from disagg.cluster.config_sections import LoggingConfig
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import (
     GATEWAY,

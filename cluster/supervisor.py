@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from disagg.cluster.config import RecoveryConfig
+from disagg.cluster.config_sections import RecoveryConfig
 from disagg.cluster.launcher import Launcher
 from disagg.router.vigil import SWEEP_S, Vigil, limit
 

@@ -326,20 +326,20 @@ def _header_bytes(file: Path) -> bytes:
 # ---------------------------------------------------------------- fingerprint
 
 
-def model_fingerprint(folder: str | Path, dtype: str) -> str:
+def model_fingerprint(folder: str | Path, dtype: str, quantization: str = "none") -> str:
     """32 hex characters that name what a model computes: workers with equal ones may share KV.
 
-    SHA-256 over the decoder's configuration (end tokens left out), `dtype`, and of every weight file its name, size,
-    header and an XXH3-128 of its bytes. The bytes are hashed whole up to 512 MiB for the checkpoint; of a larger one,
-    1 MiB windows evenly spread, so that another fine-tune differs, but a change of a few small tensors may go unseen.
-    Equal weights in other shards have another fingerprint. It is no defence against forged weights.
+    SHA-256 over the decoder's configuration (end tokens left out), `dtype`, `quantization`, and of every weight file
+    its name, size, header and an XXH3-128 of its bytes. The bytes are hashed whole up to 512 MiB for the checkpoint; of
+    a larger one, 1 MiB windows evenly spread, so that another fine-tune differs, but a change of a few small tensors
+    may go unseen. Equal weights in other shards have another fingerprint. It is no defence against forged weights.
 
     Raises:
         ConfigError: as `read_model_config`, `weight_files` and `read_header`.
     """
     essentials = asdict(read_model_config(folder))
     del essentials["eos_token_ids"]
-    digest = hashlib.sha256(json.dumps([essentials, dtype], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([essentials, dtype, quantization], sort_keys=True).encode())
     files = weight_files(folder)
     share = min(1.0, FINGERPRINT_SAMPLE_BYTES / max(1, sum(file.stat().st_size for file in files)))
     for file in files:

@@ -6,9 +6,12 @@ from typing import Literal
 
 import msgspec
 
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["gloo", "shm", "nccl", "local"]
 Scheduling = Literal["decode_first", "prefill_first", "static"]
 
@@ -27,6 +30,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "cpu"
     """A torch device."""
     dtype: Dtype = "bfloat16"
+    quantization: Quantization = "none"
+    """Of the weights of linear layers, the LM head among them, done at load; see `check_quantization`."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on a GPU."""
     cores: tuple[int, ...] = ()
     """CPU cores to pin to; empty leaves the scheduler free."""
     num_threads: int = 1
@@ -67,6 +74,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_timeout_s: float = 30.0
     """How long a peer that beats may owe an answer or bytes before it counts as stuck."""
     heartbeat_s: float = 0.5
+    token_interval_s: float = 0.0
+    """Tokens that steps within this time make are sent together, an answer's first one at once; 0 sends each step's at
+    once. See `pacing.py`."""
     report_interval_s: float = 0.02
     """Reports to the router are merged over this time."""
     report_idle_s: float = 0.25
@@ -81,3 +91,33 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def num_staging_slots(self) -> int:
         """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
         return max(1, self.staging_bytes // self.chunk_bytes)
+
+
+def check_quantization(
+    quantization: Quantization,
+    dtype: Dtype,
+    device: str,
+    tp: int,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    path: str = "",
+) -> None:
+    """Refuse what would make a model worse and not faster, or another on each number of ranks. `path` leads to the
+    field in the user's file.
+
+    Raises:
+        ConfigError: KV in fp8 on another device than a GPU, whose kernels alone read it. Weights with another dtype
+            than bfloat16, int8 on another device than a CPU, fp8 on another than a GPU, or with several ranks: the
+            scale of a row whose inputs they share would not be the whole row's.
+    """
+    kind = device.partition(":")[0]
+    if kv_cache_dtype == "fp8" and kind != "cuda":
+        raise ConfigError(f"{path}kv_cache_dtype: fp8 is for device cuda, not {device}")
+    if quantization == "none":
+        return
+    if dtype != "bfloat16":
+        raise ConfigError(f"{path}quantization: {quantization} needs dtype bfloat16, not {dtype}")
+    wanted = "cuda" if quantization == "fp8" else "cpu"
+    if kind != wanted:
+        raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
+    if tp > 1:
+        raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")

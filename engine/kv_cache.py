@@ -16,6 +16,7 @@ from disagg.engine.checkpoint import ModelConfig
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
 from disagg.engine.parallel.shards import WHOLE, Shard
+from disagg.kernels.cpu.memory import HugePages
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -58,7 +59,7 @@ class KvCache:
     that it holds. `layout` is the whole model's.
 
     All of it is written once here, so that no transfer pays for the first use of a page: that costs ten times the
-    copy.
+    copy. On a CPU it is on huge pages: attention reads a block here and a block there, and is a fifth faster so.
     """
 
     def __init__(
@@ -70,7 +71,11 @@ class KvCache:
         self.block_size = block_size
         num_heads = len(shard.kv_heads(layout.num_kv_heads))
         shape = (num_blocks, layout.num_layers, 2, num_heads, block_size, layout.head_dim)
-        self.tensor_NL2KBD = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device).zero_()
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        if device.type == "cpu":
+            self.tensor_NL2KBD = HugePages().new(shape, dtype).zero_()
+        else:
+            self.tensor_NL2KBD = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = tuple(
             (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(layout.num_layers)
         )

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WorkerConfig, check_quantization
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.kv_transfer.checksum import combined
 from disagg.engine.logprobs import sampled_logprobs
-from disagg.engine.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.model.batch import to_batch
 from disagg.engine.model.decoder import Decoder
 from disagg.engine.model.parameters import pack_parameters
+from disagg.engine.model.replay import ReplayedDecoder
 from disagg.engine.model.rope import RopeTable
 from disagg.engine.model.sharding import rank_model
 from disagg.engine.parallel.collective import Collective
@@ -48,10 +49,12 @@ class TorchModelRunner:
     the whole model's, whatever the rank holds.
 
     Raises:
-        ConfigError: the checkpoint, the device, the cache size, `max_model_len` or the number of ranks cannot work.
+        ConfigError: the checkpoint, the device, the quantization, the cache size, `max_model_len` or the number of
+            ranks cannot work.
     """
 
     def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
+        check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         set_num_threads(config.num_threads)
         self._device = _device(config.device)
         if self._device.type == "cpu":
@@ -65,12 +68,12 @@ class TorchModelRunner:
         self.tp = shard.size
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
-        self.layout = kv_layout(model, config.dtype)
+        self.layout = kv_layout(model, "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype)
         self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks, shard)
         self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
-        self.fingerprint = model_fingerprint(config.model_path, config.dtype)
+        self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
         self._parameters = load_parameters(config.model_path, model, self._dtype, self._device, shard)
-        pack_parameters(self._parameters)
+        pack_parameters(self._parameters, config.quantization)
         self._sampler = Sampler(model.vocab_size)
         if shard.size == 1:
             self.join(None, self.num_blocks)
@@ -83,6 +86,10 @@ class TorchModelRunner:
         self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard)
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
+        self._replayed: ReplayedDecoder | None = None
+        if collective is None:  # ranks meet in every layer
+            max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
+            self._replayed = ReplayedDecoder(self._decoder, self._config.max_num_seqs, max_blocks, self._device)
         self._batches = BatchBuilder(self.block_size, self.max_model_len)
 
     # ------------------------------------------------------------ steps
@@ -91,12 +98,18 @@ class TorchModelRunner:
         """Compute the plan and sample."""
         return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
 
+    def capture_steps(self) -> None:
+        """Capture what is captured at start: on a GPU, the decode steps of every bucket size."""
+        if self._replayed is not None:
+            self._replayed.capture_all()
+
     def forward(self, plan: StepPlan) -> Tensor:
-        """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype. KV is written.
+        """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype; the caller's own.
+        KV is written.
 
         Token ids must be within the vocabulary: the engine core checked them.
         """
-        return self._logits(self.arrays(plan))
+        return self._logits(self.arrays(plan)).clone()
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """See `ShardRunner.arrays`."""
@@ -114,6 +127,9 @@ class TorchModelRunner:
         self._decoder.forward(to_batch(arrays, self._device))
 
     def _logits(self, arrays: BatchArrays) -> Tensor:
+        """Good until the next step."""
+        if self._replayed is not None:
+            return self._replayed.forward(arrays)
         logits_SV = self._decoder.forward(to_batch(arrays, self._device))
         assert logits_SV is not None, "rank 0 samples"
         return logits_SV
@@ -158,6 +174,8 @@ def warm_up(runner: ModelRunner) -> None:
     To be called before any sequence: it overwrites the first tokens of block 0.
     """
     num_tokens = min(WARM_UP_TOKENS, runner.max_model_len - 1)
+    if isinstance(runner, TorchModelRunner):
+        runner.capture_steps()
     if num_tokens < 1:
         return
     sequence = stand_in(num_tokens, 0, runner.block_size)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
+from disagg.kernels.dispatch import argmax_rows
 from disagg.proto.errors import InternalError
 from disagg.proto.messages import Sampling
 
@@ -56,23 +58,46 @@ class Sampler:
             )
         if not sequences:
             return []
-        logits = _edit(logits_SV[:, : self._vocab_size], sequences)
-        drawn = [row for row, sequence in enumerate(sequences) if not is_greedy(sequence.spec.sampling)]
-        if not drawn:
-            return _argmax(logits, sequences)
+        plain, edited, drawn = _by_kind(sequences)
+        if len(plain) == len(sequences):
+            return _argmax(logits_SV, self._vocab_size, sequences)
         tokens = [0] * len(sequences)
-        greedy = sorted(set(range(len(sequences))) - set(drawn))
-        for rows, choose in ((greedy, _argmax), (drawn, _draw_rows)):
+        for rows, choose in ((plain, self._choose_plain), (edited, self._choose_edited), (drawn, self._draw)):
             if rows:
-                chosen = choose(logits[rows], [sequences[row] for row in rows])
+                chosen = choose(logits_SV[rows], [sequences[row] for row in rows])
                 for row, token in zip(rows, chosen, strict=True):
                     tokens[row] = token
         return tokens
+
+    def _choose_plain(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+        return _argmax(logits_RV, self._vocab_size, sequences)
+
+    def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+        return _argmax(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size, sequences)
+
+    def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+        return _draw_rows(_edit(logits_RV[:, : self._vocab_size], sequences), sequences)
 
 
 def is_greedy(sampling: Sampling) -> bool:
     """Whether the most probable token is taken."""
     return sampling.temperature < GREEDY_BELOW
+
+
+def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]:
+    """Rows that take the largest logit as it is, those that take it of edited logits, and those that are drawn."""
+    plain: list[int] = []
+    edited: list[int] = []
+    drawn: list[int] = []
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.spec.sampling
+        if not is_greedy(sampling):
+            drawn.append(row)
+        elif sampling.logit_bias or _penalizes(sampling) or _masks_stops(sequence):
+            edited.append(row)
+        else:
+            plain.append(row)
+    return plain, edited, drawn
 
 
 # ---------------------------------------------------------------- masks and penalties
@@ -83,7 +108,7 @@ def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
     edited = logits_SV.float()
     for row, sequence in enumerate(sequences):
         sampling = sequence.spec.sampling
-        masks_stops = bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
+        masks_stops = _masks_stops(sequence)
         if sampling.logit_bias or masks_stops or _penalizes(sampling):
             if edited is logits_SV:
                 edited = edited.clone()
@@ -102,6 +127,11 @@ def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
     ids, values = zip(*sampling.logit_bias, strict=True)
     device = logits_V.device
     logits_V.index_add_(0, torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _masks_stops(sequence: Sequence) -> bool:
+    sampling = sequence.spec.sampling
+    return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
 
 
 def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
@@ -134,11 +164,11 @@ def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
 # ---------------------------------------------------------------- the choice
 
 
-def _argmax(logits_SV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+def _argmax(logits_SV: Tensor, vocab_size: int, sequences: Seq[Sequence]) -> list[int]:
     """The largest logit of each row, the smallest id among equals."""
-    ids_S = logits_SV.argmax(dim=-1)
-    _check(logits_SV.gather(1, ids_S[:, None])[:, 0], sequences)
-    chosen: list[int] = ids_S.tolist()
+    chosen: list[int] = argmax_rows(logits_SV, vocab_size).tolist()
+    if min(chosen) < 0:
+        _refuse([row for row, token in enumerate(chosen) if token < 0], sequences)
     return chosen
 
 
@@ -242,8 +272,11 @@ def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling
 
 
 def _check(finite_S: Tensor, sequences: Seq[Sequence]) -> None:
-    """Each row's largest logit or sum is finite exactly when the row can be sampled from."""
-    bad = (~torch.isfinite(finite_S)).nonzero()[:, 0].tolist()
-    if bad:
-        keys = ", ".join(f"{sequences[row].key}" for row in bad)
-        raise BadLogitsError(f"the model's logits are not finite for {keys}")
+    """Each row's sum is finite exactly when the row can be sampled from."""
+    if bad := (~torch.isfinite(finite_S)).nonzero()[:, 0].tolist():
+        _refuse(bad, sequences)
+
+
+def _refuse(rows: Seq[int], sequences: Seq[Sequence]) -> NoReturn:
+    keys = ", ".join(f"{sequences[row].key}" for row in rows)
+    raise BadLogitsError(f"the model's logits are not finite for {keys}")

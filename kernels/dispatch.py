@@ -1,9 +1,10 @@
 """The ops that the engine calls; each call goes to the fastest implementation there is for its tensors.
 
-CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; where no compiler is, or for tensors that
-they do not take, the torch reference. Tensors of other devices take the torch reference. The environment variable
-`DISAGG_KERNELS` is read here, once, at first use: `auto` (or unset) is the above, `reference` forces the torch
-reference everywhere.
+CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; CUDA tensors take the Triton kernels
+(`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch reference. The
+environment variable `DISAGG_KERNELS` is read here, once, at first use: `auto` (or unset) is the above, `reference`
+forces the torch reference everywhere, `triton` lets CPU tensors take the Triton kernels as well, which then need
+Triton's interpreter (`TRITON_INTERPRET=1`); that is for tests.
 
 Which path is in use is logged once; `describe` says it, and makes the choice if none was made yet: call it at start,
 so that no request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
@@ -11,10 +12,13 @@ so that no request waits for the compiler. Shapes and numerics of the ops: `disa
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,22 +28,27 @@ from disagg.kernels import reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.fp8 import pack_fp8
 from disagg.kernels.linear import PackedWeight, linear
-from disagg.kernels.reference import gather_kv, scatter_kv
+from disagg.kernels.quantize import Quantization, quantize_int8
+
+if TYPE_CHECKING:
+    from disagg.kernels.triton.ops import TritonOps
 
 __all__ = [
     "PackedWeight",
     "add_rms_norm",
-    "apply_rope",
+    "argmax_rows",
     "describe",
+    "embed",
     "gather_kv",
-    "kv_write",
     "linear",
     "linear_add_rms_norm",
     "linear_silu_mul",
     "pack_weight",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "qkv_rope_write",
     "rms_norm",
     "scatter_kv",
     "silu_mul",
@@ -53,25 +62,49 @@ class _Choice:
     ops: NativeOps | None
     linear: NativeLinear | None
     description: str
+    triton: TritonOps | None = None
 
 
 @functools.cache
 def _choice() -> _Choice:
     mode = os.environ.get("DISAGG_KERNELS", "auto")
-    if mode not in ("auto", "reference"):
-        raise ValueError(f"DISAGG_KERNELS: {mode!r} is not one of 'auto', 'reference'")
+    if mode not in ("auto", "reference", "triton"):
+        raise ValueError(f"DISAGG_KERNELS: {mode!r} is not one of 'auto', 'reference', 'triton'")
     if mode == "reference":
         choice = _Choice(None, None, "torch reference (DISAGG_KERNELS=reference)")
         logger.warning("CPU kernels: %s", choice.description)
         return choice
+    if mode == "triton":
+        return _Choice(None, None, "triton (DISAGG_KERNELS=triton)", _load_triton())
+    triton = _load_triton() if torch.cuda.is_available() else None
     try:
         library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
-        choice = _Choice(NativeOps(library.path), NativeLinear.load(library.path), f"cpu-c++ {library.simd}")
+        products = NativeLinear.load(library.path)
+        multiplies = "C++" if products is not None and products.packs_bf16 else "oneDNN"
+        description = f"cpu-c++ {library.simd}, bf16 products by {multiplies}"
+        choice = _Choice(NativeOps(library.path), products, description, triton)
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
-        return _Choice(None, None, f"torch reference ({error})")
+        return _Choice(None, None, f"torch reference ({error})", triton)
     logger.info("CPU kernels: %s", choice.description)
     return choice
+
+
+def _load_triton() -> TritonOps | None:
+    """The Triton kernels; imported only where they can run, since Triton is not installed everywhere."""
+    try:
+        from disagg.kernels.triton.ops import TritonOps
+    except ImportError as error:
+        logger.warning("CUDA kernels: torch reference, which is slower, because Triton cannot be used: %s", error)
+        return None
+    logger.info("CUDA kernels: triton")
+    return TritonOps()
+
+
+def _ops(tensor: Tensor) -> NativeOps | TritonOps | None:
+    """The kernels for tensors that are where this one is."""
+    choice = _choice()
+    return choice.ops if tensor.is_cpu and choice.ops is not None else choice.triton
 
 
 def describe() -> str:
@@ -79,9 +112,15 @@ def describe() -> str:
     return _choice().description
 
 
+def native_library() -> ctypes.CDLL | None:
+    """The C++ kernels, where CPU tensors take them; its calls give the GIL away."""
+    ops = _choice().ops
+    return None if ops is None else ops.library
+
+
 @functools.cache
 def _warn_declined(op: str, dtype: torch.dtype) -> None:
-    logger.warning("%s: the C++ kernel does not take these tensors (%s); using the torch reference", op, dtype)
+    logger.warning("%s: the kernel does not take these tensors (%s); using the torch reference", op, dtype)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -97,21 +136,59 @@ def set_num_threads(num_threads: int) -> None:
         ops.set_num_threads(num_threads)
 
 
-def pack_weight(weight_OI: Tensor) -> Tensor | PackedWeight:
+def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tensor | PackedWeight:
     """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
-    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 where the processor
-    has the instructions; else oneDNN's.
+    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 and int8 where the
+    processor has the instructions; else oneDNN's. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); where the
+    C++ product does not take these, the rounded weight is packed as a plain one: the same model, no faster.
+
+    `fp8` is for GPUs that multiply 8-bit floats (`kernels/fp8.py`).
+
+    Raises:
+        ValueError: `int8` or `fp8` of a weight that is not finite.
     """
+    if quantization == "fp8":
+        return pack_fp8(weight_OI)
     native = _choice().linear if weight_OI.is_cpu else None
+    if quantization == "int8":
+        quantized = quantize_int8(weight_OI)
+        rounded = native.pack_int8(quantized) if native is not None and weight_OI.dtype == torch.bfloat16 else None
+        if rounded is not None:
+            return rounded
+        _warn_not_int8()
+        weight_OI = quantized.dequantized(weight_OI.dtype)
     packed = native.pack(weight_OI) if native is not None else None
     return onednn.pack_weight(weight_OI) if packed is None else packed
 
 
+@functools.cache
+def _warn_not_int8() -> None:
+    logger.warning("int8 weights: this processor has no C++ product for them; computing with their values in full size")
+
+
+def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+    """The rows of the embedding, [T, H]."""
+    if (ops := _ops(token_ids_T)) is not None:
+        if (out := ops.embed(token_ids_T, embedding_VH)) is not None:
+            return out
+        _warn_declined("embed", embedding_VH.dtype)
+    return reference.embed(token_ids_T, embedding_VH)
+
+
+def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
+    """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
+    if (ops := _ops(logits_TV)) is not None:
+        if (out := ops.argmax_rows(logits_TV, vocab_size)) is not None:
+            return out
+        _warn_declined("argmax_rows", logits_TV.dtype)
+    return reference.argmax_rows(logits_TV, vocab_size)
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
-    if x_TH.is_cpu and (ops := _choice().ops) is not None:
+    if (ops := _ops(x_TH)) is not None:
         if (out := ops.rms_norm(x_TH, weight_H, eps)) is not None:
             return out
         _warn_declined("rms_norm", x_TH.dtype)
@@ -120,25 +197,16 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
-    if x_TH.is_cpu and (ops := _choice().ops) is not None:
+    if (ops := _ops(x_TH)) is not None:
         if (out := ops.add_rms_norm(x_TH, residual_TH, weight_H, eps)) is not None:
             return out
         _warn_declined("add_rms_norm", x_TH.dtype)
     return reference.add_rms_norm(x_TH, residual_TH, weight_H, eps)
 
 
-def apply_rope(q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of q and k, Llama's half rotation."""
-    if q_TND.is_cpu and (ops := _choice().ops) is not None:
-        if (out := ops.apply_rope(q_TND, k_TKD, cos_TD, sin_TD)) is not None:
-            return out
-        _warn_declined("apply_rope", q_TND.dtype)
-    return reference.apply_rope(q_TND, k_TKD, cos_TD, sin_TD)
-
-
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up, [T, F]; gate is the first half."""
-    if gate_up_T2F.is_cpu and (ops := _choice().ops) is not None:
+    if (ops := _ops(gate_up_T2F)) is not None:
         if (out := ops.silu_mul(gate_up_T2F)) is not None:
             return out
         _warn_declined("silu_mul", gate_up_T2F.dtype)
@@ -166,15 +234,27 @@ def linear_add_rms_norm(
     return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)
 
 
-def kv_write(
-    k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
-) -> None:
-    """Write each token's K and V at its slot, block * B + offset."""
-    if k_TKD.is_cpu and (ops := _choice().ops) is not None:
-        if ops.kv_write(k_TKD, v_TKD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T):
-            return
-        _warn_declined("kv_write", k_TKD.dtype)
-    reference.kv_write(k_TKD, v_TKD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T)
+def qkv_rope_write(
+    qkv_TQ: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    positions_T: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    slot_mapping_T: Tensor,
+) -> Tensor:
+    """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+    args = (
+        qkv_TQ, q_norm_D, k_norm_D, eps, positions_T, cos_PD, sin_PD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T
+    )  # fmt: skip
+    if (ops := _ops(qkv_TQ)) is not None:
+        if (out := ops.qkv_rope_write(*args)) is not None:
+            return out
+        _warn_declined("qkv_rope_write", qkv_TQ.dtype)
+    return reference.qkv_rope_write(*args)
 
 
 def paged_decode_attention(
@@ -187,7 +267,7 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attention of one query row per sequence over its cached context; [S, N, D]."""
     args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale)
-    if q_SND.is_cpu and (ops := _choice().ops) is not None:
+    if (ops := _ops(q_SND)) is not None:
         if (out := ops.paged_decode_attention(*args)) is not None:
             return out
         _warn_declined("paged_decode_attention", q_SND.dtype)
@@ -204,8 +284,22 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D]."""
     args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
-    if q_TND.is_cpu and (ops := _choice().ops) is not None:
+    if (ops := _ops(q_TND)) is not None:
         if (out := ops.paged_prefill_attention(*args)) is not None:
             return out
         _warn_declined("paged_prefill_attention", q_TND.dtype)
     return reference.paged_prefill_attention(*args)
+
+
+def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
+    """Copy the KV of tokens [start, end) of a sequence into a flat uint8 tensor."""
+    triton = _choice().triton
+    if triton is None or not triton.gather_kv(cache_NL2KBD, block_ids, start, end, out):
+        reference.gather_kv(cache_NL2KBD, block_ids, start, end, out)
+
+
+def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
+    """Copy what `gather_kv` wrote into tokens [start, end) of a sequence."""
+    triton = _choice().triton
+    if triton is None or not triton.scatter_kv(cache_NL2KBD, block_ids, start, end, data):
+        reference.scatter_kv(cache_NL2KBD, block_ids, start, end, data)

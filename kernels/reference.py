@@ -19,6 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+    """The rows of the embedding, [T, H]. Ids (int64) must be within the vocabulary."""
+    return F.embedding(token_ids_T, embedding_VH)
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dim (any leading dims), then times the weight.
 
@@ -61,12 +66,54 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 def kv_write(
     k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
 ) -> None:
-    """Write each token's K and V at its slot (block * B + offset, int64). Slots must be valid and distinct."""
+    """Write each token's K and V at its slot (block * B + offset, int64). Slots must be valid and distinct; a token
+    whose slot is -1 is skipped."""
+    keep_T = slot_mapping_T >= 0
+    k_TKD, v_TKD, slot_mapping_T = k_TKD[keep_T], v_TKD[keep_T], slot_mapping_T[keep_T]
     block_size = key_cache_NKBD.shape[2]
     block_T = slot_mapping_T // block_size
     offset_T = slot_mapping_T % block_size
     key_cache_NKBD[block_T, :, offset_T] = k_TKD
     value_cache_NKBD[block_T, :, offset_T] = v_TKD
+
+
+def qkv_rope_write(
+    qkv_TQ: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    positions_T: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    slot_mapping_T: Tensor,
+) -> Tensor:
+    """What lies between the product of q, k, v and attention; the rotated q, contiguous [T, N, D].
+
+    A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is
+    normed. Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V
+    are written as by `kv_write`.
+    """
+    _, K, _, D = key_cache_NKBD.shape
+    T, N = qkv_TQ.shape[0], qkv_TQ.shape[1] // D - 2 * K
+    q_TND, k_TKD, v_TKD = torch.split(qkv_TQ.reshape(T, N + 2 * K, D), [N, K, K], dim=1)
+    if q_norm_D is not None:
+        q_TND = rms_norm(q_TND, q_norm_D, eps)
+    if k_norm_D is not None:
+        k_TKD = rms_norm(k_TKD, k_norm_D, eps)
+    q_TND, k_TKD = apply_rope(q_TND, k_TKD, cos_PD[positions_T], sin_PD[positions_T])
+    kv_write(k_TKD, v_TKD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T)
+    return q_TND.contiguous()
+
+
+def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
+    """The first index of the largest of each row's first `vocab_size` logits, int64; -1 for a row that nothing can be
+    chosen from: it holds NaN, +inf, or nothing finite."""
+    logits_TV = logits_TV[:, :vocab_size]
+    ids_T = logits_TV.argmax(dim=-1)
+    largest_T = logits_TV.gather(1, ids_T[:, None])[:, 0]
+    return torch.where(largest_T.isfinite(), ids_T, -1)
 
 
 def paged_decode_attention(

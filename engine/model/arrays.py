@@ -60,6 +60,8 @@ class BatchBuilder:
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """The batch of a plan with at least one token. The arrays are the caller's."""
+        if not plan.prefills:
+            return self._decode_arrays(plan.decodes)
         decodes, prefills = plan.decodes, plan.prefills
         positions_S = np.array([entry.start for entry in decodes], dtype=np.int64)
         num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if decodes else 0
@@ -81,6 +83,24 @@ class BatchBuilder:
                 for entry, table_M in zip(prefills, tables, strict=True)
             ),
             sample_rows=None if sample_rows is None else np.array(sample_rows, dtype=np.int64),
+        )
+
+    def _decode_arrays(self, decodes: tuple[ScheduledSequence, ...]) -> BatchArrays:
+        """The same without prompts, as most steps are: Python's integers are quicker than small arrays."""
+        size = self._block_size
+        positions = [entry.start for entry in decodes]
+        slots = [
+            entry.sequence.block_table[start // size] * size + start % size
+            for entry, start in zip(decodes, positions, strict=True)
+        ]
+        return BatchArrays(
+            token_ids_T=np.array([entry.sequence.token_ids[entry.start] for entry in decodes], dtype=np.int64),
+            positions_T=np.array(positions, dtype=np.int64),
+            slot_mapping_T=np.array(slots, dtype=np.int64),
+            block_tables_SM=self._tables.update(decodes, max(positions) // size + 1),
+            context_lens_S=np.array([start + 1 for start in positions], dtype=np.int32),
+            prefills=(),
+            sample_rows=None,
         )
 
     def _slots(self, block_T: I32, position_T: I64) -> I64:

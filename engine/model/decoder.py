@@ -15,7 +15,6 @@ dim, A = N * D, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig
@@ -28,13 +27,13 @@ from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import WHOLE
 from disagg.kernels.dispatch import (
     add_rms_norm,
-    apply_rope,
-    kv_write,
+    embed,
     linear,
     linear_add_rms_norm,
     linear_silu_mul,
     paged_decode_attention,
     paged_prefill_attention,
+    qkv_rope_write,
     rms_norm,
 )
 
@@ -77,12 +76,11 @@ class Decoder:
             RuntimeError: if another rank is lost.
         """
         parameters = self._parameters
-        cos_TD, sin_TD = self._rope.rows(batch.positions_T)
         residual_TH = self._embed(batch.token_ids_T)
         normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended_TA = layer.attend(normed_TH, cos_TD, sin_TD, batch)
+            attended_TA = layer.attend(normed_TH, self._rope, batch)
             if index == last and batch.sample_rows is not None:
                 # From here on rows do not meet any more: the others are done once their KV is written.
                 attended_TA, residual_TH = attended_TA[batch.sample_rows], residual_TH[batch.sample_rows]
@@ -97,10 +95,10 @@ class Decoder:
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
         if self._collective is None:
-            return F.embedding(token_ids_T, embedding_VH)
+            return embed(token_ids_T, embedding_VH)
         elsewhere_T = (token_ids_T < part.start) | (token_ids_T >= part.stop)
         local_ids_T = (token_ids_T - part.start).masked_fill_(elsewhere_T, 0)
-        rows_TH = F.embedding(local_ids_T, embedding_VH).masked_fill_(elsewhere_T[:, None], 0.0)
+        rows_TH = embed(local_ids_T, embedding_VH).masked_fill_(elsewhere_T[:, None], 0.0)
         return self._collective.all_reduce(rows_TH)
 
     def _logits(self, normed_TH: Tensor) -> Tensor | None:
@@ -127,19 +125,23 @@ class _Layer:
         self._key_cache_NKBD, self._value_cache_NKBD = cache
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
-        self._head_dim = config.head_dim
-        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._attention_size = config.num_heads * config.head_dim
 
-    def attend(self, normed_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor, batch: Batch) -> Tensor:
+    def attend(self, normed_TH: Tensor, rope: RopeTable, batch: Batch) -> Tensor:
         """Write the tokens' KV, then attend; [T, N * D]."""
         p = self._p
-        qkv = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
-        q_TND, k_TKD, v_TKD = torch.split(qkv.view(qkv.shape[0], -1, self._head_dim), self._heads, dim=1)
-        if p.q_norm_D is not None and p.k_norm_D is not None:
-            q_TND, k_TKD = rms_norm(q_TND, p.q_norm_D, self._eps), rms_norm(k_TKD, p.k_norm_D, self._eps)
-        q_TND, k_TKD = apply_rope(q_TND, k_TKD, cos_TD, sin_TD)
-        kv_write(k_TKD, v_TKD, self._key_cache_NKBD, self._value_cache_NKBD, batch.slot_mapping_T)
+        q_TND = qkv_rope_write(
+            linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q),
+            p.q_norm_D,
+            p.k_norm_D,
+            self._eps,
+            batch.positions_T,
+            rope.cos_PD,
+            rope.sin_PD,
+            self._key_cache_NKBD,
+            self._value_cache_NKBD,
+            batch.slot_mapping_T,
+        )
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
     def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.config import Quantization
 from disagg.kernels.dispatch import PackedWeight, pack_weight
+from disagg.proto.errors import ConfigError
 
 Weight = Tensor | PackedWeight
 """Of a linear layer, [out, in]; a tensor until it is packed."""
@@ -87,24 +89,30 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     )
 
 
-def pack_parameters(parameters: ModelParameters) -> None:
-    """Pack every linear weight in place, one after the other, so that only one is held twice.
+def pack_parameters(parameters: ModelParameters, quantization: Quantization = "none") -> None:
+    """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
 
     Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
+
+    Raises:
+        ConfigError: a weight that is to be quantized is not finite.
     """
+
+    def packed(weight: Weight) -> Weight:
+        try:
+            return pack_weight(plain(weight), quantization)
+        except ValueError as error:
+            raise ConfigError(f"quantization: {error}") from error
+
     for layer in parameters.layers:
-        layer.qkv_weight_QH = _packed(layer.qkv_weight_QH)
-        layer.o_weight_HA = _packed(layer.o_weight_HA)
-        layer.gate_up_weight_2IH = _packed(layer.gate_up_weight_2IH)
-        layer.down_weight_HI = _packed(layer.down_weight_HI)
-    parameters.lm_head_VH = _packed(parameters.lm_head_VH)
+        layer.qkv_weight_QH = packed(layer.qkv_weight_QH)
+        layer.o_weight_HA = packed(layer.o_weight_HA)
+        layer.gate_up_weight_2IH = packed(layer.gate_up_weight_2IH)
+        layer.down_weight_HI = packed(layer.down_weight_HI)
+    parameters.lm_head_VH = packed(parameters.lm_head_VH)
 
 
 def plain(weight: Weight) -> Tensor:
     """The tensor of a weight that is not packed yet."""
     assert isinstance(weight, Tensor), "weights are filled before they are packed"
     return weight
-
-
-def _packed(weight: Weight) -> Weight:
-    return pack_weight(plain(weight))

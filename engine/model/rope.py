@@ -21,12 +21,8 @@ class RopeTable:
         angle_PF = torch.arange(max_len, dtype=torch.float32)[:, None] * frequency_F
         angle_PD = torch.cat((angle_PF, angle_PF), dim=-1)
         factor = config.rope.attention_factor
-        self._cos_PD = (angle_PD.cos() * factor).to(device, dtype)
-        self._sin_PD = (angle_PD.sin() * factor).to(device, dtype)
-
-    def rows(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, head_dim], of int64 positions."""
-        return self._cos_PD[positions_T], self._sin_PD[positions_T]
+        self.cos_PD = (angle_PD.cos() * factor).to(device, dtype)
+        self.sin_PD = (angle_PD.sin() * factor).to(device, dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

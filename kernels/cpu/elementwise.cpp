@@ -1,11 +1,28 @@
-// The small ops between the matrix products, each in one pass and one call: RMS norm (with the residual sum), rotary
-// embedding, silu(gate) * up. They round where the torch references round between two ops, so that bf16 results agree.
-// Plain C ABI: strides in elements, the last dim contiguous, outputs contiguous.
+// The small ops between the matrix products, each in one pass and one call: rows of the embedding, RMS norm (with the residual
+// sum), silu(gate) * up, arg-max. They round where the torch references round between two ops, so that bf16 results agree.
+// Threads take rows where there is enough to do. Strides in elements, the last dim contiguous, outputs contiguous.
 
-#include "vec.h"
+#include "elementwise.h"
+
+#include "calls.h"
+#include "team.h"
 
 namespace disagg {
 namespace {
+
+constexpr int64_t NUMBERS_FOR_A_TEAM = 8192;
+
+// `body(row)` for each row of `size` numbers.
+template <class Body>
+void for_rows(int64_t num_rows, int64_t size, Body body) {
+    if (num_rows < 2 || num_rows * size < NUMBERS_FOR_A_TEAM) {
+        for (int64_t row = 0; row < num_rows; ++row) body(row);
+        return;
+    }
+    in_parts([&](int part, int num_parts) {
+        for (int64_t row = part * num_rows / num_parts; row < (part + 1) * num_rows / num_parts; ++row) body(row);
+    });
+}
 
 inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? static_cast<int>(size - at) : LANES; }
 
@@ -20,129 +37,207 @@ void scale_row(const T* x, const T* weight, T* out, int64_t size, vf squares, fl
 }
 
 template <class T>
-void rms_norm(const T* x, int64_t stride_token, int64_t stride_head, const T* weight, T* out, int64_t num_tokens,
-              int64_t num_heads, int64_t size, float eps) {
-    for (int64_t t = 0; t < num_tokens; ++t)
-        for (int64_t h = 0; h < num_heads; ++h) {
-            const T* row = x + t * stride_token + h * stride_head;
-            vf squares = {};
-            for (int64_t i = 0; i < size; i += LANES) {
-                const vf part = load(row + i, lanes_left(size, i));
-                squares += part * part;
-            }
-            scale_row(row, weight, out + (t * num_heads + h) * size, size, squares, eps);
-        }
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+    vf squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vf part = load(x + i, lanes_left(size, i));
+        squares += part * part;
+    }
+    scale_row(x, weight, out, size, squares, eps);
 }
+
+template <class T>
+void add_rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t size, float eps) {
+    vf squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = lanes_left(size, i);
+        const vf part = rounded<T>(load(x + i, n) + load(residual + i, n));
+        store(total + i, part, n);
+        squares += part * part;
+    }
+    scale_row(total, weight, out, size, squares, eps);
+}
+
+template <class T>
+void silu_mul_row(const T* gate, const T* up, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = lanes_left(size, i);
+        const vf x = load(gate + i, n);
+        store(out + i, rounded<T>(x / (1.0f + exp(-x))) * load(up + i, n), n);
+    }
+}
+
+// The first index of the largest number; -1 where that is infinite or some are NaN. Each lane of each chain keeps its own.
+template <class T>
+int64_t argmax_row(const T* x, int64_t size) {
+    constexpr int CHAINS = 4;
+    vf best[CHAINS];
+    vi first[CHAINS] = {}, nan = {};
+    for (vf& one : best) one = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + CHAINS * LANES <= size; i += CHAINS * LANES)
+        for (int c = 0; c < CHAINS; ++c) {
+            const vf part = load(x + i + c * LANES);
+            const vi larger = part > best[c];
+            best[c] = larger ? part : best[c];
+            first[c] = larger ? vi{} + static_cast<int32_t>(i + c * LANES) : first[c];
+            nan |= part != part;
+        }
+    float top = -INFINITY;
+    int64_t at = -1;
+    for (int c = 0; c < CHAINS; ++c)
+        for (int lane = 0; lane < LANES; ++lane) {
+            if (nan[lane]) return -1;
+            const float one = best[c][lane];
+            const int64_t where = first[c][lane] + lane;
+            if (one > top || (one == top && where < at)) top = one, at = where;
+        }
+    for (; i < size; ++i) {
+        const float one = load(x + i, 1)[0];
+        if (std::isnan(one)) return -1;
+        if (one > top) top = one, at = i;
+    }
+    return std::isfinite(top) ? at : -1;
+}
+
+struct RmsNorm {
+    int32_t is_bf16;
+    const void* x;
+    int64_t stride_token, stride_head;
+    const void* weight;
+    void* out;
+    int64_t num_tokens, num_heads, size;
+    float eps;
+};
+
+template <class T>
+void rms_norm(const RmsNorm& args) {
+    const auto* x = static_cast<const T*>(args.x);
+    const auto* weight = static_cast<const T*>(args.weight);
+    for_rows(args.num_tokens * args.num_heads, args.size, [&](int64_t row) {
+        const int64_t at = row / args.num_heads * args.stride_token + row % args.num_heads * args.stride_head;
+        rms_norm_row(x + at, weight, static_cast<T*>(args.out) + row * args.size, args.size, args.eps);
+    });
+}
+
+struct AddRmsNorm {
+    int32_t is_bf16;
+    const void* x;
+    int64_t x_stride;
+    const void* residual;
+    int64_t residual_stride;
+    const void* weight;
+    void *out, *new_residual;
+    int64_t num_tokens, size;
+    float eps;
+};
 
 template <class T>
 void add_rms_norm(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
                   T* new_residual, int64_t num_tokens, int64_t size, float eps) {
-    for (int64_t t = 0; t < num_tokens; ++t) {
-        T* total = new_residual + t * size;
-        vf squares = {};
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int n = lanes_left(size, i);
-            const vf part = rounded<T>(load(x + t * x_stride + i, n) + load(residual + t * residual_stride + i, n));
-            store(total + i, part, n);
-            squares += part * part;
-        }
-        scale_row(total, weight, out + t * size, size, squares, eps);
-    }
+    for_rows(num_tokens, size, [&](int64_t t) {
+        add_rms_norm_row(x + t * x_stride, residual + t * residual_stride, weight, out + t * size, new_residual + t * size,
+                         size, eps);
+    });
 }
 
-struct Heads {
-    const void* x;
-    int64_t stride_token, stride_head, num_heads;
+template <class T>
+void add_rms_norm(const AddRmsNorm& args) {
+    add_rms_norm(static_cast<const T*>(args.x), args.x_stride, static_cast<const T*>(args.residual), args.residual_stride,
+                 static_cast<const T*>(args.weight), static_cast<T*>(args.out), static_cast<T*>(args.new_residual),
+                 args.num_tokens, args.size, args.eps);
+}
+
+struct SiluMul {
+    int32_t is_bf16;
+    const void* gate_up;
+    int64_t stride;
     void* out;
+    int64_t num_tokens, size;
 };
-
-// out[i] = x[i] cos[i] - x[i + D/2] sin[i];  out[i + D/2] = x[i + D/2] cos[i + D/2] + x[i] sin[i + D/2].
-template <class T>
-void rope_token(const Heads& heads, int64_t token, const T* cos, const T* sin, int64_t half) {
-    for (int64_t h = 0; h < heads.num_heads; ++h) {
-        const T* x = static_cast<const T*>(heads.x) + token * heads.stride_token + h * heads.stride_head;
-        T* out = static_cast<T*>(heads.out) + (token * heads.num_heads + h) * 2 * half;
-        for (int64_t i = 0; i < half; i += LANES) {
-            const int n = lanes_left(half, i);
-            const vf low = load(x + i, n), high = load(x + half + i, n);
-            store(out + i, rounded<T>(low * load(cos + i, n)) - rounded<T>(high * load(sin + i, n)), n);
-            store(out + half + i, rounded<T>(high * load(cos + half + i, n)) + rounded<T>(low * load(sin + half + i, n)), n);
-        }
-    }
-}
-
-template <class T>
-void rope(const Heads& q, const Heads& k, const T* cos, int64_t cos_stride, const T* sin, int64_t sin_stride,
-          int64_t num_tokens, int64_t dim) {
-    for (int64_t t = 0; t < num_tokens; ++t) {
-        rope_token(q, t, cos + t * cos_stride, sin + t * sin_stride, dim / 2);
-        rope_token(k, t, cos + t * cos_stride, sin + t * sin_stride, dim / 2);
-    }
-}
 
 template <class T>
 void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size) {
-    for (int64_t t = 0; t < num_tokens; ++t) {
-        const T* gate = gate_up + t * stride;
-        const T* up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int n = lanes_left(size, i);
-            const vf x = load(gate + i, n);
-            store(out + t * size + i, rounded<T>(x / (1.0f + exp(-x))) * load(up + i, n), n);
-        }
-    }
+    for_rows(num_tokens, size, [&](int64_t t) {
+        silu_mul_row(gate_up + t * stride, gate_up + t * stride + size, out + t * size, size);
+    });
 }
 
 template <class T>
-const T* in(const void* p) {
-    return static_cast<const T*>(p);
+void silu_mul(const SiluMul& args) {
+    silu_mul(static_cast<const T*>(args.gate_up), args.stride, static_cast<T*>(args.out), args.num_tokens, args.size);
 }
 
+struct Embed {
+    const int64_t* token_ids;
+    int64_t num_tokens;
+    const char* rows;
+    int64_t num_rows, stride_bytes, row_bytes;
+    char* out;
+};
+
+struct Argmax {
+    int32_t is_bf16;
+    const void* logits;
+    int64_t stride, num_rows, size;
+    int64_t* out;
+};
+
 template <class T>
-T* to(void* p) {
-    return static_cast<T*>(p);
+void argmax(const Argmax& args) {
+    const auto* logits = static_cast<const T*>(args.logits);
+    for_rows(args.num_rows, args.size, [&](int64_t row) { args.out[row] = argmax_row(logits + row * args.stride, args.size); });
 }
 
 }  // namespace
+
+void silu_mul_rows(const bf16* gate_up, int64_t stride, bf16* out, int64_t num_tokens, int64_t size) {
+    silu_mul(gate_up, stride, out, num_tokens, size);
+}
+
+void add_rms_norm_rows(const bf16* x, int64_t x_stride, const bf16* residual, int64_t residual_stride, const bf16* weight,
+                       bf16* out, bf16* new_residual, int64_t num_tokens, int64_t size, float eps) {
+    add_rms_norm(x, x_stride, residual, residual_stride, weight, out, new_residual, num_tokens, size, eps);
+}
+
 }  // namespace disagg
 
 using namespace disagg;
 
-extern "C" void disagg_rms_norm(int32_t is_bf16, const void* x, int64_t stride_token, int64_t stride_head, const void* weight,
-                                void* out, int64_t num_tokens, int64_t num_heads, int64_t size, float eps) {
-    if (is_bf16)
-        rms_norm(in<bf16>(x), stride_token, stride_head, in<bf16>(weight), to<bf16>(out), num_tokens, num_heads, size, eps);
-    else
-        rms_norm(in<float>(x), stride_token, stride_head, in<float>(weight), to<float>(out), num_tokens, num_heads, size, eps);
+extern "C" {
+
+int64_t disagg_rms_norm(const void* p) {
+    const auto& args = args_as<RmsNorm>(p);
+    args.is_bf16 ? rms_norm<bf16>(args) : rms_norm<float>(args);
+    return DONE;
 }
 
-extern "C" void disagg_add_rms_norm(int32_t is_bf16, const void* x, int64_t x_stride, const void* residual,
-                                    int64_t residual_stride, const void* weight, void* out, void* new_residual,
-                                    int64_t num_tokens, int64_t size, float eps) {
-    if (is_bf16)
-        add_rms_norm(in<bf16>(x), x_stride, in<bf16>(residual), residual_stride, in<bf16>(weight), to<bf16>(out),
-                     to<bf16>(new_residual), num_tokens, size, eps);
-    else
-        add_rms_norm(in<float>(x), x_stride, in<float>(residual), residual_stride, in<float>(weight), to<float>(out),
-                     to<float>(new_residual), num_tokens, size, eps);
+int64_t disagg_add_rms_norm(const void* p) {
+    const auto& args = args_as<AddRmsNorm>(p);
+    args.is_bf16 ? add_rms_norm<bf16>(args) : add_rms_norm<float>(args);
+    return DONE;
 }
 
-extern "C" void disagg_rope(int32_t is_bf16, const void* q, int64_t q_stride_token, int64_t q_stride_head, int64_t num_heads,
-                            void* q_out, const void* k, int64_t k_stride_token, int64_t k_stride_head, int64_t num_kv_heads,
-                            void* k_out, const void* cos, int64_t cos_stride, const void* sin, int64_t sin_stride,
-                            int64_t num_tokens, int64_t dim) {
-    const Heads queries{q, q_stride_token, q_stride_head, num_heads, q_out};
-    const Heads keys{k, k_stride_token, k_stride_head, num_kv_heads, k_out};
-    if (is_bf16)
-        rope(queries, keys, in<bf16>(cos), cos_stride, in<bf16>(sin), sin_stride, num_tokens, dim);
-    else
-        rope(queries, keys, in<float>(cos), cos_stride, in<float>(sin), sin_stride, num_tokens, dim);
+int64_t disagg_silu_mul(const void* p) {
+    const auto& args = args_as<SiluMul>(p);
+    args.is_bf16 ? silu_mul<bf16>(args) : silu_mul<float>(args);
+    return DONE;
 }
 
-extern "C" void disagg_silu_mul(int32_t is_bf16, const void* gate_up, int64_t stride, void* out, int64_t num_tokens,
-                                int64_t size) {
-    if (is_bf16)
-        silu_mul(in<bf16>(gate_up), stride, to<bf16>(out), num_tokens, size);
-    else
-        silu_mul(in<float>(gate_up), stride, to<float>(out), num_tokens, size);
+// Returns -1, or the first token whose id is not a row of the embedding.
+int64_t disagg_embed(const void* p) {
+    const auto& args = args_as<Embed>(p);
+    for (int64_t t = 0; t < args.num_tokens; ++t)
+        if (args.token_ids[t] < 0 || args.token_ids[t] >= args.num_rows) return t;
+    for (int64_t t = 0; t < args.num_tokens; ++t)
+        std::memcpy(args.out + t * args.row_bytes, args.rows + args.token_ids[t] * args.stride_bytes, args.row_bytes);
+    return DONE;
 }
+
+int64_t disagg_argmax(const void* p) {
+    const auto& args = args_as<Argmax>(p);
+    args.is_bf16 ? argmax<bf16>(args) : argmax<float>(args);
+    return DONE;
+}
+
+}  // extern "C"

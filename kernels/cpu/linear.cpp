@@ -1,45 +1,37 @@
-// Linear layers in bf16, for processors that multiply bf16 pairs (AVX512-BF16). Elsewhere this file is empty, and
-// also where there are AMX tiles: those multiply many rows faster, and oneDNN knows how to use them.
+// Linear layers in bf16, for processors that multiply bf16 pairs (AVX512-BF16); elsewhere this file is empty. The weights are
+// bf16, or int8 with a scale for each column (with AVX512-VBMI).
 //
-// The weight [N, K] is packed as [N / 32][K / 2][32][2], padded with zeros: panels of 32 columns, and in a panel two vectors
-// for each pair of inputs. A tile of up to 12 rows by 32 columns stays in registers, so up to 12 rows read the weight once,
-// in order. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
-// Threads take panels.
-// Subnormal numbers count as zero. Plain C ABI: strides in elements, rows of x contiguous, the output contiguous.
+// A tile of up to 12 rows by one panel of 32 columns stays in registers, so up to 12 rows read the weight once, in order.
+// More rows are several tiles on each panel; of an int8 panel the first tile leaves the widened panel to the others, in the
+// cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
+// Threads take panels. Subnormal numbers count as zero. Strides in elements, rows of x contiguous, the output contiguous.
 
+#include "calls.h"
+#include "elementwise.h"
 #include "team.h"
 #include "vec.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef __AVX512BF16__
+
+#include <vector>
+
+#include "panels.h"
 
 namespace disagg {
 namespace {
 
-constexpr int VECS = 2;
-constexpr int64_t COLUMNS = VECS * LANES;
 constexpr int64_t LINE = 64;
 constexpr int64_t STREAM_AHEAD = 8192;
 
 struct Linear {
     const bf16* x;
     int64_t x_stride, num_rows;
-    const bf16* packed;
+    const void* packed;
+    const float* scales;  // null: the panels are bf16
     int64_t num_columns, depth;
-    const bf16* bias;
+    const bf16* bias;  // may be null
     bf16* out;
 };
-
-// What a tile asks for while it computes: `lines` cache lines for each pair of inputs.
-struct Ahead {
-    const char* start;
-    int lines;
-};
-
-inline vu load_pairs(const bf16* p) {
-    vu x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
 
 inline vu splat_pair(const bf16* p, int count) {
     uint32_t pair = 0;
@@ -47,14 +39,27 @@ inline vu splat_pair(const bf16* p, int count) {
     return vu{} + pair;
 }
 
-// Rows [row, row + ROWS) of one panel, whose first column is `column`.
+// Sums of rows [row, row + ROWS) and a panel, whose first column is `column`, become outputs.
 template <int ROWS>
-void tile(const Linear& args, int64_t row, int64_t column, const bf16* panel, Ahead ahead) {
+void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROWS][VECS]) {
+    for (int v = 0; v < VECS; ++v) {
+        const int64_t at = column + v * LANES, left = args.num_columns - at;
+        if (left <= 0) return;
+        const int n = left < LANES ? static_cast<int>(left) : LANES;
+        const vf scale = args.scales ? load(args.scales + at, n) : splat(1.0f);
+        const vf bias = args.bias ? load(args.bias + at, n) : vf{};
+        for (int r = 0; r < ROWS; ++r) store(args.out + (row + r) * args.num_columns + at, acc[r][v] * scale + bias, n);
+    }
+}
+
+// While it computes, a tile asks the memory for AHEAD_LINES cache lines from `ahead` on for each pair of inputs.
+template <int ROWS, int AHEAD_LINES, class Source>
+void tile(const Linear& args, int64_t row, int64_t column, Source source, const char* ahead) {
     const bf16* x = args.x + row * args.x_stride;
     vf acc[ROWS][VECS] = {};
     const auto step = [&](int64_t k, int count) {
         vu weights[VECS];
-        for (int v = 0; v < VECS; ++v) weights[v] = load_pairs(panel + k * COLUMNS + v * 2 * LANES);
+        source.next(weights);
         for (int r = 0; r < ROWS; ++r) {
             const vu pair = splat_pair(x + r * args.x_stride + k, count);
             for (int v = 0; v < VECS; ++v)
@@ -63,82 +68,140 @@ void tile(const Linear& args, int64_t row, int64_t column, const bf16* panel, Ah
     };
     int64_t k = 0;
     for (; k + 2 <= args.depth; k += 2) {
-        for (int line = 0; line < ahead.lines; ++line, ahead.start += LINE) __builtin_prefetch(ahead.start);
+        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) __builtin_prefetch(ahead);
         step(k, 2);
     }
     if (k < args.depth) step(k, 1);
-    for (int v = 0; v < VECS; ++v) {
-        const int64_t at = column + v * LANES, left = args.num_columns - at;
-        if (left <= 0) return;
-        const int n = left < LANES ? static_cast<int>(left) : LANES;
-        const vf bias = args.bias ? load(args.bias + at, n) : vf{};
-        for (int r = 0; r < ROWS; ++r) store(args.out + (row + r) * args.num_columns + at, acc[r][v] + bias, n);
-    }
+    finish<ROWS>(args, row, column, acc);
 }
 
-using Tile = void (*)(const Linear&, int64_t, int64_t, const bf16*, Ahead);
-constexpr Tile TILES[] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
-                          tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
-constexpr int64_t MAX_ROWS = sizeof TILES / sizeof *TILES;
+template <class Source>
+using Tile = void (*)(const Linear&, int64_t, int64_t, Source, const char*);
+
+template <class Source, int AHEAD_LINES>
+constexpr Tile<Source> TILES[] = {
+    tile<1, AHEAD_LINES, Source>, tile<2, AHEAD_LINES, Source>,  tile<3, AHEAD_LINES, Source>,  tile<4, AHEAD_LINES, Source>,
+    tile<5, AHEAD_LINES, Source>, tile<6, AHEAD_LINES, Source>,  tile<7, AHEAD_LINES, Source>,  tile<8, AHEAD_LINES, Source>,
+    tile<9, AHEAD_LINES, Source>, tile<10, AHEAD_LINES, Source>, tile<11, AHEAD_LINES, Source>, tile<12, AHEAD_LINES, Source>};
+constexpr int64_t MAX_ROWS = 12;
+
+// The rows of tile t of `num_tiles`, nearly equal shares.
+struct Rows {
+    int64_t first, count;
+};
+inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
+    const int64_t first = t * num_rows / num_tiles;
+    return {first, (t + 1) * num_rows / num_tiles - first};
+}
 
 // One tile of rows is bound by memory: it asks for its own panel, a little ahead. Of several, the first two ask for half of
 // the next panel each, and all find their own in the cache.
-Ahead ahead_of(const bf16* panel, int64_t panel_size, int64_t tile, int64_t num_tiles) {
+void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
     const char* start = reinterpret_cast<const char*>(panel);
-    if (num_tiles == 1) return {start + STREAM_AHEAD, VECS};
+    if (num_tiles == 1) return TILES<Bf16Source, VECS>[args.num_rows - 1](args, 0, column, {panel}, start + STREAM_AHEAD);
     const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
-    return {start + panel_bytes + tile * panel_bytes / VECS, tile < VECS ? 1 : 0};
+    for (int64_t t = 0; t < num_tiles; ++t) {
+        const Rows rows = rows_of(t, num_tiles, args.num_rows);
+        const Tile<Bf16Source>* tiles = t < VECS ? TILES<Bf16Source, 1> : TILES<Bf16Source, 0>;
+        tiles[rows.count - 1](args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
+    }
 }
 
-void panels(const Linear& args, int64_t first, int64_t end) {
-    const int64_t panel_size = (args.depth + 1) / 2 * 2 * COLUMNS;
+#ifdef __AVX512VBMI__
+
+void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int64_t panel_size, int64_t num_tiles) {
+    thread_local std::vector<bf16> widened;
+    const char* ahead = reinterpret_cast<const char*>(panel) + STREAM_AHEAD;
+    if (num_tiles == 1) return TILES<Int8Source, 1>[args.num_rows - 1](args, 0, column, Int8Source(panel), ahead);
+    if (static_cast<int64_t>(widened.size()) < panel_size) widened.resize(panel_size);
+    const Rows first = rows_of(0, num_tiles, args.num_rows);
+    TILES<KeepingSource, 1>[first.count - 1](args, 0, column, KeepingSource(panel, widened.data()), ahead);
+    for (int64_t t = 1; t < num_tiles; ++t) {
+        const Rows rows = rows_of(t, num_tiles, args.num_rows);
+        TILES<Bf16Source, 0>[rows.count - 1](args, rows.first, column, {widened.data()}, ahead);
+    }
+}
+
+#endif
+
+template <class Element, class Panel>
+void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
+    const int64_t panel_size = (args.depth + 1) / 2 * PAIR;
     const int64_t num_tiles = (args.num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const bf16* panel = args.packed + first * panel_size;
-    for (int64_t column = first * COLUMNS; column < end * COLUMNS; column += COLUMNS, panel += panel_size)
-        for (int64_t t = 0; t < num_tiles; ++t) {
-            const int64_t row = t * args.num_rows / num_tiles, next = (t + 1) * args.num_rows / num_tiles;
-            TILES[next - row - 1](args, row, column, panel, ahead_of(panel, panel_size, t, num_tiles));
-        }
+    const Element* packed = static_cast<const Element*>(args.packed);
+    if (num_tiles == 0) return;
+    for (int64_t p = first; p < end; ++p) panel_of(args, p * COLUMNS, packed + p * panel_size, panel_size, num_tiles);
 }
 
 void linear(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
     in_parts([&](int part, int num_parts) {
-        panels(args, part * num_panels / num_parts, (part + 1) * num_panels / num_parts);
+        const int64_t first = part * num_panels / num_parts, end = (part + 1) * num_panels / num_parts;
+#ifdef __AVX512VBMI__
+        if (args.scales) return panels<int8_t>(args, first, end, panel_of_int8);
+#endif
+        panels<bf16>(args, first, end, panel_of_bf16);
     });
 }
+
+struct LinearSiluMul {
+    Linear product;
+    bf16* out;
+};
+
+struct LinearAddRmsNorm {
+    Linear product;
+    const bf16* residual;
+    int64_t residual_stride;
+    const bf16* norm;
+    float eps;
+    bf16* out;
+};
 
 }  // namespace
 }  // namespace disagg
 
 extern "C" {
 
-void disagg_silu_mul(int32_t is_bf16, const void* gate_up, int64_t stride, void* out, int64_t num_tokens, int64_t size);
-void disagg_add_rms_norm(int32_t is_bf16, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
-                         const void* weight, void* out, void* new_residual, int64_t num_tokens, int64_t size, float eps);
-
-// out = x @ weight.T + bias, all bf16, rounded once; `bias` may be null.
-void disagg_linear(const void* x, int64_t x_stride, int64_t num_rows, const void* packed, int64_t num_columns, int64_t depth,
-                   const void* bias, void* out) {
-    using disagg::bf16;
-    disagg::linear({static_cast<const bf16*>(x), x_stride, num_rows, static_cast<const bf16*>(packed), num_columns, depth,
-                    static_cast<const bf16*>(bias), static_cast<bf16*>(out)});
+// Which weights to pack for this file: 1 for bf16, plus 2 for int8. Where there are AMX tiles, bf16 is left to oneDNN, which
+// knows how to use them.
+int64_t disagg_linear_formats() {
+#ifdef __AMX_BF16__
+    constexpr int64_t BF16 = 0;
+#else
+    constexpr int64_t BF16 = 1;
+#endif
+#ifdef __AVX512VBMI__
+    constexpr int64_t INT8 = 2;
+#else
+    constexpr int64_t INT8 = 0;
+#endif
+    return BF16 + INT8;
 }
 
-// out = silu(gate) * up of the product, which is left in `gate_up`.
-void disagg_linear_silu_mul(const void* x, int64_t x_stride, int64_t num_rows, const void* packed, int64_t num_columns,
-                            int64_t depth, const void* bias, void* gate_up, void* out) {
-    disagg_linear(x, x_stride, num_rows, packed, num_columns, depth, bias, gate_up);
-    disagg_silu_mul(1, gate_up, num_columns, out, num_rows, num_columns / 2);
+// out = x @ weight.T (times the scale of the column) + bias, rounded once.
+int64_t disagg_linear(const void* args) {
+    disagg::linear(disagg::args_as<disagg::Linear>(args));
+    return disagg::DONE;
 }
 
-// new_residual = product + residual; out = its RMS norm. The product is overwritten by the sum, vector by vector.
-void disagg_linear_add_rms_norm(const void* x, int64_t x_stride, int64_t num_rows, const void* packed, int64_t num_columns,
-                                int64_t depth, const void* bias, const void* residual, int64_t residual_stride,
-                                const void* norm, float eps, void* new_residual, void* out) {
-    disagg_linear(x, x_stride, num_rows, packed, num_columns, depth, bias, new_residual);
-    disagg_add_rms_norm(1, new_residual, num_columns, residual, residual_stride, norm, out, new_residual, num_rows,
-                        num_columns, eps);
+// out = silu(gate) * up of the product, which is left where the product says.
+int64_t disagg_linear_silu_mul(const void* p) {
+    const auto& args = disagg::args_as<disagg::LinearSiluMul>(p);
+    const disagg::Linear& product = args.product;
+    disagg::linear(product);
+    disagg::silu_mul_rows(product.out, product.num_columns, args.out, product.num_rows, product.num_columns / 2);
+    return disagg::DONE;
+}
+
+// The product's output becomes product + residual, vector by vector; out = its RMS norm.
+int64_t disagg_linear_add_rms_norm(const void* p) {
+    const auto& args = disagg::args_as<disagg::LinearAddRmsNorm>(p);
+    const disagg::Linear& product = args.product;
+    disagg::linear(product);
+    disagg::add_rms_norm_rows(product.out, product.num_columns, args.residual, args.residual_stride, args.norm, args.out,
+                              product.out, product.num_rows, product.num_columns, args.eps);
+    return disagg::DONE;
 }
 
 }  // extern "C"

@@ -1,37 +1,45 @@
-"""bf16 weights packed for `linear.cpp`: one form serves any number of rows, from one decode to a prefill chunk.
+"""Weights packed for `linear.cpp`, in bf16 or int8: one form serves any number of rows, from one decode to a prefill
+chunk.
 
-Weights [N, K] become [N / 32, K / 2, 32, 2], zeros where N or K does not divide. Products are deterministic, and a
-row's result is the same to the bit whatever rows are computed beside it. Threads take panels of columns. What follows a
-product in the decoder (silu(gate) * up; residual and norm) can be done in the same call.
+Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of an int8 panel is that of
+`panels.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it.
+Threads take panels of columns. What follows a product in the decoder (silu(gate) * up; residual and norm) can be done
+in the same call.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disagg.kernels.cpu.calls import Kernel, new_output
+from disagg.kernels.cpu.memory import HugePages
 from disagg.kernels.linear import PackedWeight
+from disagg.kernels.quantize import Int8Weight
 
 COLUMNS = 32
-_LINEAR: list[Any] = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]
+_PRODUCT = "PqqPPqqPP"
+_BF16, _INT8 = 1, 2
+_GROUP = 4
+"""Columns of a vector whose int8 pairs lie together; see `panels.h`."""
 
 
 class NativeLinear:
-    """The library's products, and the packing of their weights. Stateless; any thread."""
+    """The library's products, and the packing of their weights. Any thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.linear = _bind(library, "disagg_linear", [c_void_p])
-        self.linear_silu_mul = _bind(library, "disagg_linear_silu_mul", [c_void_p, c_void_p])
-        self.linear_add_rms_norm = _bind(
-            library, "disagg_linear_add_rms_norm", [c_void_p, c_int64, c_void_p, c_float, c_void_p, c_void_p]
-        )
+        self.linear = Kernel(library, "disagg_linear", _PRODUCT)
+        self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{_PRODUCT}P")
+        self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfP")
+        formats = library["disagg_linear_formats"]
+        formats.restype, formats.argtypes = ctypes.c_int64, []
+        self.formats: int = formats()
+        self._memory = HugePages()
 
     @classmethod
     def load(cls, path: Path) -> NativeLinear | None:
@@ -39,78 +47,104 @@ class NativeLinear:
         library = ctypes.CDLL(str(path))
         return cls(library) if hasattr(library, "disagg_linear") else None
 
+    @property
+    def packs_bf16(self) -> bool:
+        """Whether `pack` takes bf16 weights; elsewhere oneDNN is the better choice."""
+        return bool(self.formats & _BF16)
+
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
-        """None for a weight that is not a bf16 matrix on the CPU."""
-        if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype != torch.bfloat16:
+        """None for a weight that is not a bf16 matrix on the CPU, and for other processors."""
+        if not self.packs_bf16 or not weight_OI.is_cpu:
+            return None
+        if weight_OI.dim() != 2 or weight_OI.dtype != torch.bfloat16:
             return None
         O, I = weight_OI.shape  # noqa: E741 - the shape letters of the name
-        padded = F.pad(weight_OI.detach(), (0, I % 2, 0, -O % COLUMNS))
-        panels = padded.view(padded.shape[0] // COLUMNS, COLUMNS, padded.shape[1] // 2, 2).transpose(1, 2)
-        return NativeWeight(self, panels.contiguous(), O, I)
+        panels = _panels(weight_OI.detach()).transpose(1, 2)
+        return NativeWeight(self, self._kept(panels), None, O, I)
+
+    def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
+        """For products with bf16 rows. None for a weight that is not on the CPU, and for other processors."""
+        if not self.formats & _INT8 or not weight.quantized_OI.is_cpu:
+            return None
+        O, I = weight.quantized_OI.shape  # noqa: E741
+        sign_OI = weight.quantized_OI.view(torch.uint8) & 0x80
+        panels = _panels(weight.quantized_OI.abs().view(torch.uint8) | sign_OI)
+        split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
+        packed = self._kept(split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2))
+        return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
+
+    def _kept(self, panels: Tensor) -> Tensor:
+        return self._memory.new(panels.shape, panels.dtype).copy_(panels)
 
 
-def _bind(library: ctypes.CDLL, name: str, more: list[Any]) -> Any:
-    function = library[name]
-    function.restype, function.argtypes = None, [*_LINEAR, *more]
-    return function
+def _panels(weight_OI: Tensor) -> Tensor:
+    """[N / 32, 32, K / 2, 2], padded with zeros."""
+    padded = F.pad(weight_OI, (0, weight_OI.shape[1] % 2, 0, -weight_OI.shape[0] % COLUMNS))
+    return padded.view(padded.shape[0] // COLUMNS, COLUMNS, padded.shape[1] // 2, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeWeight(PackedWeight):
     """A packed weight with the functions that read it.
 
-    All tensors are bf16, products are summed in fp32 along I in order. ValueError for what does not fit the weight.
+    All other tensors are bf16, products are summed in fp32 along I in order. ValueError for what does not fit the
+    weight.
     """
 
     functions: NativeLinear
     packed: Tensor
+    scale_O: Tensor | None
+    """float32, of an int8 weight; None of a bf16 one."""
     out_features: int
     in_features: int
 
     def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""
-        operands = self._operands(x_TI, bias_O)
-        out_TO = torch.empty((x_TI.shape[0], self.out_features), dtype=torch.bfloat16)
-        self.functions.linear(*operands, out_TO.data_ptr())
+        self._check(x_TI, bias_O)
+        out_TO = new_output((x_TI.shape[0], self.out_features), torch.bfloat16)
+        self.functions.linear(*self._operands(x_TI, bias_O, out_TO))
         return out_TO
 
     def product_silu_mul(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """silu(gate) * up, [T, O / 2], of the product; gate is its first half."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} columns are not gate and up")
-        operands = self._operands(x_TI, bias_O)
-        product_TO = torch.empty((x_TI.shape[0], self.out_features), dtype=torch.bfloat16)
-        out_TF = torch.empty((x_TI.shape[0], self.out_features // 2), dtype=torch.bfloat16)
-        self.functions.linear_silu_mul(*operands, product_TO.data_ptr(), out_TF.data_ptr())
+        self._check(x_TI, bias_O)
+        product_TO = new_output((x_TI.shape[0], self.out_features), torch.bfloat16)
+        out_TF = new_output((x_TI.shape[0], self.out_features // 2), torch.bfloat16)
+        self.functions.linear_silu_mul(*self._operands(x_TI, bias_O, product_TO), out_TF.data_ptr())
         return out_TF
 
     def product_add_rms_norm(
         self, x_TI: Tensor, bias_O: Tensor | None, residual_TO: Tensor, norm_O: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(product + residual), product + residual), rounded where the separate ops round."""
-        operands = self._operands(x_TI, bias_O)
+        self._check(x_TI, bias_O)
         shape = (x_TI.shape[0], self.out_features)
         if residual_TO.dtype != torch.bfloat16 or residual_TO.shape != shape or residual_TO.stride(1) != 1:
             raise ValueError(f"residual is {residual_TO.dtype} {list(residual_TO.shape)}, not bf16 rows {list(shape)}")
         self._check_vector("norm", norm_O)
-        out_TO, total_TO = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16)
+        out_TO, total_TO = new_output(shape, torch.bfloat16), new_output(shape, torch.bfloat16)
         self.functions.linear_add_rms_norm(
-            *operands, residual_TO.data_ptr(), residual_TO.stride(0), norm_O.data_ptr(), eps, total_TO.data_ptr(),
-            out_TO.data_ptr(),
+            *self._operands(x_TI, bias_O, total_TO), residual_TO.data_ptr(), residual_TO.stride(0), norm_O.data_ptr(),
+            eps, out_TO.data_ptr(),
         )  # fmt: skip
         return out_TO, total_TO
 
-    def _operands(self, x_TI: Tensor, bias_O: Tensor | None) -> tuple[int | None, ...]:
-        """The arguments that all functions begin with; they point into x, which the caller keeps."""
-        shape, stride = x_TI.shape, x_TI.stride()
-        if x_TI.dtype != torch.bfloat16 or len(shape) != 2 or shape[1] != self.in_features or stride[1] != 1:
+    def _operands(self, x_TI: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> tuple[int, ...]:
+        """What all functions begin with. It points into the tensors, which the caller keeps."""
+        return (
+            x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
+            0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,
+            0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(),
+        )  # fmt: skip
+
+    def _check(self, x_TI: Tensor, bias_O: Tensor | None) -> None:
+        shape = x_TI.shape
+        if x_TI.dtype != torch.bfloat16 or len(shape) != 2 or shape[1] != self.in_features or x_TI.stride(1) != 1:
             raise ValueError(f"x is {x_TI.dtype} {list(shape)}; the weight takes bf16 rows of {self.in_features}")
         if bias_O is not None:
             self._check_vector("bias", bias_O)
-        return (
-            x_TI.data_ptr(), stride[0], shape[0], self.packed.data_ptr(), self.out_features, self.in_features,
-            None if bias_O is None else bias_O.data_ptr(),
-        )  # fmt: skip
 
     def _check_vector(self, name: str, vector_O: Tensor) -> None:
         if vector_O.dtype != torch.bfloat16 or vector_O.shape != (self.out_features,) or vector_O.stride(0) != 1:

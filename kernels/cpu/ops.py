@@ -9,38 +9,15 @@ The short ops keep the GIL: they take microseconds, and giving it away costs mor
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu.calls import Kernel, new_output
+
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
-
-P, I, F = c_void_p, c_int64, c_float  # noqa: E741 - pointer, integer, float: one letter per argument of the C functions
-_SHORT: dict[str, tuple[Any, list[Any]]] = {
-    "disagg_rms_norm": (None, [c_int32, P, I, I, P, P, I, I, I, F]),
-    "disagg_add_rms_norm": (None, [c_int32, P, I, P, I, P, P, P, I, I, F]),
-    "disagg_rope": (None, [c_int32, P, I, I, I, P, P, I, I, I, P, P, I, P, I, I, I]),
-    "disagg_silu_mul": (None, [c_int32, P, I, P, I, I]),
-    "disagg_set_num_threads": (None, [I]),
-    "disagg_kv_write": (I, [P, P, I, I, I, I, P, P, I, I, I, I, P, I, I]),
-}
-_LONG: dict[str, tuple[Any, list[Any]]] = {
-    "disagg_decode_attention": (I, [c_int32, P, I, I, P, P, I, I, I, I, P, I, I, P, I, I, I, F, P]),
-    "disagg_prefill_attention": (I, [c_int32, P, I, I, P, P, I, I, I, I, P, I, I, I, I, F, P]),
-}
-
-
-def _bind(library: ctypes.CDLL, table: dict[str, tuple[Any, list[Any]]]) -> dict[str, Any]:
-    functions = {}
-    for name, (result, arguments) in table.items():
-        function = library[name]
-        function.restype, function.argtypes = result, arguments
-        functions[name] = function
-    return functions
 
 
 def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
@@ -50,20 +27,58 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
     return strides[1:] == (B * D, D, 1) and value_cache_NKBD.stride() == strides and value_cache_NKBD.shape == shape
 
 
+def _is_table(table_PD: Tensor, D: int, dtype: torch.dtype) -> bool:
+    """Whether it is what the kernel reads of cosines or sines: rows of D numbers, one behind the other."""
+    return table_PD.dtype == dtype and table_PD.shape[1] == D and table_PD.stride() == (D, 1)
+
+
+def _are_indices(indices_T: Tensor, T: int) -> bool:
+    return indices_T.dtype == torch.int64 and indices_T.shape == (T,) and indices_T.stride() == (1,)
+
+
+def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
+    return weight_D is None or (weight_D.dtype == dtype and weight_D.shape == (D,) and weight_D.stride() == (1,))
+
+
 class NativeOps:
     """The library's functions. Stateless; any thread."""
 
     def __init__(self, path: Path) -> None:
-        short, long = _bind(ctypes.PyDLL(str(path)), _SHORT), _bind(ctypes.CDLL(str(path)), _LONG)
+        short, long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        self.library = long
         self.set_num_threads = short["disagg_set_num_threads"]
-        """How many threads the linear layers and attention use from now on, in this process; at least 1."""
-        self._rms_norm = short["disagg_rms_norm"]
-        self._add_rms_norm = short["disagg_add_rms_norm"]
-        self._rope = short["disagg_rope"]
-        self._silu_mul = short["disagg_silu_mul"]
-        self._kv_write = short["disagg_kv_write"]
-        self._decode_attention = long["disagg_decode_attention"]
-        self._prefill_attention = long["disagg_prefill_attention"]
+        """How many threads the kernels use from now on, in this process; at least 1."""
+        self.set_num_threads.restype, self.set_num_threads.argtypes = None, [ctypes.c_int64]
+        self._embed = Kernel(short, "disagg_embed", "PqPqqqP", "token {}: its id is not in the vocabulary")
+        self._rms_norm = Kernel(short, "disagg_rms_norm", "iPqqPPqqqf")
+        self._add_rms_norm = Kernel(short, "disagg_add_rms_norm", "iPqPqPPPqqf")
+        self._silu_mul = Kernel(short, "disagg_silu_mul", "iPqPqq")
+        self._argmax = Kernel(short, "disagg_argmax", "iPqqqP")
+        self._qkv_rope_write = Kernel(
+            short,
+            "disagg_qkv_rope_write",
+            "iPqqqqqPPfPPPqPPqqqPP",
+            "token {}: its slot or its position is outside the cache",
+        )
+        self._decode_attention = Kernel(
+            long,
+            "disagg_decode_attention",
+            "iPqqPPqqqqPqqPqqqfP",
+            "sequence {}: its length or a block of its table is outside the cache",
+        )
+        self._prefill_attention = Kernel(
+            long, "disagg_prefill_attention", "iiPqqPPqqqqPqqqfP", "the block at place {} is outside the cache"
+        )
+
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
+        """See `reference.embed`. IndexError for an id outside the vocabulary."""
+        dtype, (stride, inner) = embedding_VH.dtype, embedding_VH.stride()
+        if dtype not in _IS_BF16 or inner != 1 or token_ids_T.dtype != torch.int64 or token_ids_T.stride() != (1,):
+            return None
+        (T,), (V, H), size = token_ids_T.shape, embedding_VH.shape, embedding_VH.element_size()
+        out = new_output((T, H), dtype)
+        self._embed(token_ids_T.data_ptr(), T, embedding_VH.data_ptr(), V, stride * size, H * size, out.data_ptr())
+        return out
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
         """See `reference.rms_norm`."""
@@ -74,7 +89,7 @@ class NativeOps:
         if weight_H.shape != shape[-1:] or weight_H.stride(0) != 1:
             return None
         heads, head_stride = (shape[1], stride[1]) if len(shape) == 3 else (1, 0)
-        out = torch.empty(shape, dtype=dtype)
+        out = new_output(shape, dtype)
         self._rms_norm(
             is_bf16, x_TH.data_ptr(), stride[0], head_stride, weight_H.data_ptr(), out.data_ptr(), shape[0], heads,
             shape[-1], eps,
@@ -93,32 +108,12 @@ class NativeOps:
             return None
         if weight_H.shape != shape[1:] or weight_H.stride(0) != 1:
             return None
-        out, total = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        out, total = new_output(shape, dtype), new_output(shape, dtype)
         self._add_rms_norm(
             is_bf16, x_TH.data_ptr(), x_stride[0], residual_TH.data_ptr(), r_stride[0], weight_H.data_ptr(),
             out.data_ptr(), total.data_ptr(), shape[0], shape[1], eps,
         )  # fmt: skip
         return out, total
-
-    def apply_rope(self, q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See `reference.apply_rope`."""
-        dtype = q_TND.dtype
-        is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or k_TKD.dtype != dtype or cos_TD.dtype != dtype or sin_TD.dtype != dtype:
-            return None
-        q_stride, k_stride, cos_stride, sin_stride = q_TND.stride(), k_TKD.stride(), cos_TD.stride(), sin_TD.stride()
-        if not q_stride[2] == k_stride[2] == cos_stride[1] == sin_stride[1] == 1:
-            return None
-        T, N, D = q_TND.shape
-        if D % 2 or not cos_TD.shape == sin_TD.shape == (T, D) or (k_TKD.shape[0], k_TKD.shape[2]) != (T, D):
-            return None
-        q_out, k_out = torch.empty((T, N, D), dtype=dtype), torch.empty(k_TKD.shape, dtype=dtype)
-        self._rope(
-            is_bf16, q_TND.data_ptr(), q_stride[0], q_stride[1], N, q_out.data_ptr(),
-            k_TKD.data_ptr(), k_stride[0], k_stride[1], k_TKD.shape[1], k_out.data_ptr(),
-            cos_TD.data_ptr(), cos_stride[0], sin_TD.data_ptr(), sin_stride[0], T, D,
-        )  # fmt: skip
-        return q_out, k_out
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
         """See `reference.silu_mul`."""
@@ -127,34 +122,59 @@ class NativeOps:
         if is_bf16 is None or len(stride) != 2 or stride[1] != 1 or gate_up_T2F.shape[1] % 2:
             return None
         T, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-        out = torch.empty((T, size), dtype=gate_up_T2F.dtype)
+        out = new_output((T, size), gate_up_T2F.dtype)
         self._silu_mul(is_bf16, gate_up_T2F.data_ptr(), stride[0], out.data_ptr(), T, size)
         return out
 
-    def kv_write(
-        self, k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
-    ) -> bool | None:
-        """See `reference.kv_write`; True when written. IndexError, and nothing written, for a slot outside."""
-        dtype, shape = k_TKD.dtype, k_TKD.shape
-        if not dtype == v_TKD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or v_TKD.shape != shape:
+    def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:
+        """See `reference.argmax_rows`."""
+        is_bf16 = _IS_BF16.get(logits_TV.dtype)
+        (T, V), (stride, inner) = logits_TV.shape, logits_TV.stride()
+        if is_bf16 is None or inner != 1 or not 0 < vocab_size <= V:
             return None
-        k_stride, v_stride = k_TKD.stride(), v_TKD.stride()
-        if k_stride[2] != 1 or v_stride[2] != 1 or slot_mapping_T.dtype != torch.int64:
-            return None
-        if not _are_caches(key_cache_NKBD, value_cache_NKBD) or slot_mapping_T.stride(0) != 1:
-            return None
+        out = new_output((T,), torch.int64)
+        self._argmax(is_bf16, logits_TV.data_ptr(), stride, T, vocab_size, out.data_ptr())
+        return out
+
+    def qkv_rope_write(
+        self,
+        qkv_TQ: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        positions_T: Tensor,
+        cos_PD: Tensor,
+        sin_PD: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> Tensor | None:
+        """See `reference.qkv_rope_write`. IndexError, and nothing written, for a slot or a position outside."""
+        dtype = qkv_TQ.dtype
+        is_bf16 = _IS_BF16.get(dtype)
+        (T, Q), (stride, inner) = qkv_TQ.shape, qkv_TQ.stride()
         num_blocks, K, B, D = key_cache_NKBD.shape
-        if shape != (slot_mapping_T.shape[0], K, D):
+        N, rest = divmod(Q - 2 * K * D, D)
+        if is_bf16 is None or inner != 1 or rest or N < 1 or D % 2 or D > MAX_HEAD_DIM:
             return None
-        size, block_stride = k_TKD.element_size(), key_cache_NKBD.stride(0)
-        invalid = self._kv_write(
-            k_TKD.data_ptr(), v_TKD.data_ptr(), k_stride[0] * size, v_stride[0] * size, k_stride[1] * size,
-            v_stride[1] * size, key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), block_stride * size, num_blocks,
-            K, B, slot_mapping_T.data_ptr(), slot_mapping_T.shape[0], D * size,
+        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or not _are_caches(
+            key_cache_NKBD, value_cache_NKBD
+        ):
+            return None
+        if not (_is_table(cos_PD, D, dtype) and _is_table(sin_PD, D, dtype)) or cos_PD.shape != sin_PD.shape:
+            return None
+        if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T)):
+            return None
+        if not (_is_norm(q_norm_D, D, dtype) and _is_norm(k_norm_D, D, dtype)):
+            return None
+        out = new_output((T, N, D), dtype)
+        self._qkv_rope_write(
+            is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, 0 if q_norm_D is None else q_norm_D.data_ptr(),
+            0 if k_norm_D is None else k_norm_D.data_ptr(), eps, positions_T.data_ptr(), cos_PD.data_ptr(),
+            sin_PD.data_ptr(), cos_PD.shape[0], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
+            key_cache_NKBD.stride(0), num_blocks, B, slot_mapping_T.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        if invalid >= 0:
-            raise IndexError(f"slot {int(slot_mapping_T[invalid])} of token {invalid} is outside the cache")
-        return True
+        return out
 
     def paged_decode_attention(
         self,
@@ -179,14 +199,12 @@ class NativeOps:
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
-        out = torch.empty((S, N, D), dtype=dtype)
-        invalid = self._decode_attention(
+        out = new_output((S, N, D), dtype)
+        self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
             block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, scale, out.data_ptr(),
         )  # fmt: skip
-        if invalid >= 0:
-            raise IndexError(f"sequence {invalid}: its length or a block of its table is outside the cache")
         return out
 
     def paged_prefill_attention(
@@ -212,11 +230,10 @@ class NativeOps:
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not 0 <= start <= block_table_M.shape[0] * B - T:
             return None
-        out = torch.empty((T, N, D), dtype=dtype)
-        invalid = self._prefill_attention(
-            is_bf16, q_TND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
-            key_cache_NKBD.stride(0), num_blocks, K, B, block_table_M.data_ptr(), start, T, N, D, scale, out.data_ptr(),
+        out = new_output((T, N, D), dtype)
+        self._prefill_attention(
+            is_bf16, D, q_TND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(),
+            value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B, block_table_M.data_ptr(), start, T,
+            N, scale, out.data_ptr(),
         )  # fmt: skip
-        if invalid >= 0:
-            raise IndexError(f"block {int(block_table_M[invalid])} at place {invalid} is outside the cache")
         return out

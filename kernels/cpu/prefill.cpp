@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "calls.h"
 #include "team.h"
 #include "vec.h"
 
@@ -93,14 +94,14 @@ void product_rows(int64_t rows, const Word* a, int64_t a_stride, const Word* b, 
 }
 
 struct Prefill {
+    int32_t is_bf16, dim;
     const void* q;
     int64_t q_stride_token, q_stride_head;
     const void* keys;
     const void* values;
-    int64_t block_stride, num_kv_heads, block_size;
+    int64_t block_stride, num_blocks, num_kv_heads, block_size;
     const int32_t* table;
     int64_t start, num_tokens, num_heads;
-    int dim;
     float scale;
     void* out;
 };
@@ -226,21 +227,17 @@ class Attention {
 }  // namespace disagg
 
 // Returns -1, or the index of a block of the table that is outside the cache; then nothing was computed.
-extern "C" int64_t disagg_prefill_attention(int32_t is_bf16, const void* q, int64_t q_stride_token, int64_t q_stride_head,
-                                            const void* keys, const void* values, int64_t block_stride, int64_t num_blocks,
-                                            int64_t num_kv_heads, int64_t block_size, const int32_t* table, int64_t start,
-                                            int64_t num_tokens, int64_t num_heads, int64_t dim, float scale, void* out) {
+extern "C" int64_t disagg_prefill_attention(const void* p) {
     using namespace disagg;
-    for (int64_t b = 0; b * block_size < start + num_tokens; ++b)
-        if (table[b] < 0 || table[b] >= num_blocks) return b;
-    const Prefill args{q,     q_stride_token, q_stride_head, keys,      values,                 block_stride, num_kv_heads, block_size,
-                       table, start,          num_tokens,    num_heads, static_cast<int>(dim), scale,        out};
-    if (num_tokens == 0) return -1;
+    const auto& args = args_as<Prefill>(p);
+    for (int64_t b = 0; b * args.block_size < args.start + args.num_tokens; ++b)
+        if (args.table[b] < 0 || args.table[b] >= args.num_blocks) return b;
+    if (args.num_tokens == 0) return DONE;
     in_parts([&](int part, int num_parts) {
-        if (is_bf16)
+        if (args.is_bf16)
             Attention<bf16, ForBf16>(args).run(part, num_parts);
         else
             Attention<float, Single>(args).run(part, num_parts);
     });
-    return -1;
+    return DONE;
 }

@@ -83,6 +83,30 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
         (
+            "model: {quantization: int4}",
+            "model.quantization: 'int4' is not allowed, did you mean 'int8'?; choose from: none, int8, fp8",
+        ),
+        (
+            "model: {quantization: int8, dtype: float32}",
+            "model.quantization: int8 needs dtype bfloat16, not float32",
+        ),
+        (
+            "{model: {quantization: int8}, pools: {prefill: {device: cuda}, decode: {device: 'cuda:1'}}}",
+            "model.quantization: int8 is for device cpu, not cuda",
+        ),
+        (
+            "{model: {quantization: fp8}}",
+            "model.quantization: fp8 is for device cuda, not cpu",
+        ),
+        (
+            "{model: {kv_cache_dtype: fp8}}",
+            "model.kv_cache_dtype: fp8 is for device cuda, not cpu",
+        ),
+        (
+            "{model: {quantization: int8}, pools: {decode: {tp: 2}}}",
+            "model.quantization: int8 is for workers of one rank, not of 2",
+        ),
+        (
             "transfer: {transport: gluon}",
             "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; "
             "choose from: gloo, shm, nccl, local, auto",

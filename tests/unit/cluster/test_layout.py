@@ -82,10 +82,22 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
         assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "gloo")
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_worker_configs_carry_the_quantization(quantization: str) -> None:
+    config = parse_config({"model": {"quantization": quantization}})
+    assert [worker.quantization for worker in LaunchPlan(config, "/m", (0, 1)).workers] == [quantization] * 2
+
+
 @pytest.mark.parametrize(("pool", "expected"), [({}, 256 << 20), ({"device": "cuda"}, 0), ({"swap_bytes": 5}, 5)])
 def test_host_memory_follows_the_device(pool: dict[str, object], expected: int) -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
     assert layout.swap_bytes(config.pools.colocated) == expected
+
+
+@pytest.mark.parametrize(("gateway", "expected_s"), [({}, 0.0), ({"token_interval_ms": 20}, 0.02)])
+def test_workers_are_told_how_often_clients_get_tokens(gateway: dict[str, object], expected_s: float) -> None:
+    config = parse_config({"gateway": gateway})
+    assert layout.worker_config(config, "decode", 0, "/m", (0,)).token_interval_s == expected_s
 
 
 def test_a_colocated_worker_has_both_roles() -> None:

@@ -290,6 +290,7 @@ def test_the_fingerprint_ignores_what_does_not_change_kv(folder: Path) -> None:
 def test_the_fingerprint_differs_with_all_that_counts(folder: Path) -> None:
     weights = folder / "model.safetensors"
     fingerprints = [model_fingerprint(folder, "float32"), model_fingerprint(folder, "bfloat16")]
+    fingerprints.append(model_fingerprint(folder, "bfloat16", "int8"))
     for changes in ({"rope_theta": 1e4}, {"rms_norm_eps": 1e-6}, {"num_attention_heads": 8, "head_dim": 16}):
         read(folder, {**LLAMA, **changes})
         fingerprints.append(model_fingerprint(folder, "float32"))

@@ -1,4 +1,4 @@
-"""Writing tokens into the paged cache, and copying ranges of tokens out of it and into another one."""
+"""Copying ranges of tokens out of the paged cache and into another one."""
 
 from __future__ import annotations
 
@@ -10,54 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.reference import gather_kv, scatter_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize(("K", "D"), [(3, 64), (1, 80)])
-def test_kv_write(ops: Any, K: int, D: int, block_size: int, dtype: torch.dtype) -> None:
-    cache = torch.zeros(5, 2, 2, K, block_size, D, dtype=dtype)
-    expected = cache.clone()
-    rows = torch.randn(4, 3 * K, D).to(dtype)
-    k, v = rows[:, K : 2 * K], rows[:, 2 * K :]
-    slots = [3 * block_size + 5, 0, 5 * block_size - 1, block_size]
-    for t, slot in enumerate(slots):
-        for head in range(K):
-            expected[slot // block_size, 1, 0, head, slot % block_size] = k[t, head]
-            expected[slot // block_size, 1, 1, head, slot % block_size] = v[t, head]
-    ops.kv_write(k, v, cache[:, 1, 0], cache[:, 1, 1], torch.tensor(slots))
-    assert torch.equal(cache, expected)
-
-
-def test_kv_write_of_no_token_changes_nothing(ops: Any) -> None:
-    cache = torch.ones(2, 1, 2, 1, 16, 16)
-    empty = torch.empty(0, 1, 16)
-    ops.kv_write(empty, empty, cache[:, 0, 0], cache[:, 0, 1], torch.empty(0, dtype=torch.int64))
-    assert torch.equal(cache, torch.ones_like(cache))
-
-
-@pytest.mark.parametrize("slot", [-1, 32])
-def test_cpp_kv_write_refuses_slots_outside_before_it_writes(native: NativeOps, slot: int) -> None:
-    cache = torch.zeros(2, 1, 2, 1, 16, 16)
-    rows = torch.ones(2, 1, 16)
-    with pytest.raises(IndexError, match=f"slot {slot} of token 1 "):
-        native.kv_write(rows, rows, cache[:, 0, 0], cache[:, 0, 1], torch.tensor([3, slot]))
-    assert not cache.any()
-
-
-def test_cpp_kv_write_declines_what_it_does_not_read(native: NativeOps) -> None:
-    cache, rows, slots = torch.zeros(2, 1, 2, 3, 16, 16), torch.ones(2, 3, 16), torch.tensor([1, 2])
-    k, v = cache[:, 0, 0], cache[:, 0, 1]
-    assert native.kv_write(rows.bfloat16(), rows, k, v, slots) is None
-    assert native.kv_write(rows, rows, k, v, slots.int()) is None
-    assert native.kv_write(rows, rows, k, v, slots[:1]) is None
-    assert native.kv_write(rows[:, :2], rows[:, :2], k, v, slots) is None
-    assert native.kv_write(rows, rows, k[:, :, ::2], v[:, :, ::2], slots) is None
-    assert not cache.any()
 
 
 def random_cache(num_blocks: int, block_size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

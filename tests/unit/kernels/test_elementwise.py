@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and silu(gate) * up against the oracle; C++ against the reference, bit for bit in bf16."""
+"""Embedding rows, norms, silu(gate) * up and arg-max against the oracle; C++ against the reference."""
 
 from __future__ import annotations
 
@@ -69,25 +69,6 @@ def test_add_rms_norm(ops: Any, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [2, 16, 64, 80, 128])
-def test_rope(ops: Any, dim: int, dtype: torch.dtype) -> None:
-    T, N, K = 3, 4, 2
-    q, k, _ = torch.split(rows(T, (N + 2 * K) * dim, dtype).view(T, -1, dim), [N, K, K], dim=1)
-    angles = torch.arange(T)[:, None] * torch.linspace(0.1, 1.0, dim // 2)[None]
-    cos, sin = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
-    for found, x in zip(ops.apply_rope(q, k, cos, sin), (q, k), strict=True):
-        expected = [torch.stack([oracle.rope(h, cos[t], sin[t]) for h in heads]) for t, heads in enumerate(x)]
-        oracle.assert_close(found, torch.stack(expected))
-        assert torch.equal(found[0], x[0])  # position 0 turns by nothing
-
-
-def test_rope_of_a_quarter_turn_swaps_the_halves(ops: Any) -> None:
-    q = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    found, _ = ops.apply_rope(q, q, torch.zeros(1, 4), torch.ones(1, 4))
-    assert found.tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_silu_mul(ops: Any, size: int, dtype: torch.dtype) -> None:
     gate_up = rows(3, 2 * size, dtype)
@@ -105,15 +86,12 @@ def test_silu_mul_of_extreme_gates(ops: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpp_agrees_with_the_reference(native: NativeOps, dtype: torch.dtype) -> None:
     x, residual, weight = rows(33, 576, dtype), rows(34, 576, dtype)[1:], rows(1, 576, dtype)[0]
-    q, k, cos, sin = x.view(33, 9, 64), x.view(33, 9, 64)[:, :3], residual[:, :64], residual[:, 64:128]
-    found_sum, found_rope = native.add_rms_norm(x, residual, weight, EPS), native.apply_rope(q, k, cos, sin)
+    found_sum = native.add_rms_norm(x, residual, weight, EPS)
     assert found_sum is not None
-    assert found_rope is not None
     pairs = [
         (native.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS)),
         (native.silu_mul(4 * x), reference.silu_mul(4 * x)),
         *zip(found_sum, reference.add_rms_norm(x, residual, weight, EPS), strict=True),
-        *zip(found_rope, reference.apply_rope(q, k, cos, sin), strict=True),
     ]
     for found, expected in pairs:
         assert found is not None
@@ -136,7 +114,11 @@ def test_cpp_declines_what_it_does_not_read(native: NativeOps) -> None:
     assert native.rms_norm(x, torch.ones(32), EPS) is None
     assert native.add_rms_norm(x, x.bfloat16(), weight, EPS) is None
     assert native.silu_mul(x.half()) is None
-    assert native.apply_rope(x[None], x[None], x[:1].bfloat16(), x[:1]) is None
+    assert native.embed(torch.tensor([0], dtype=torch.int32), x) is None
+    assert native.embed(torch.tensor([0]), x.half()) is None
+    assert native.argmax_rows(x.half(), 64) is None
+    assert native.argmax_rows(x.t(), 2) is None
+    assert native.argmax_rows(x, 65) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,3 +127,54 @@ def test_no_rows(ops: Any, dtype: torch.dtype) -> None:
     assert ops.rms_norm(x, weight, EPS).shape == (0, 64)
     assert ops.silu_mul(x).shape == (0, 32)
     assert [t.shape for t in ops.add_rms_norm(x, x, weight, EPS)] == [(0, 64), (0, 64)]
+    assert ops.embed(torch.empty(0, dtype=torch.int64), torch.ones(2, 64, dtype=dtype)).shape == (0, 64)
+    assert ops.argmax_rows(x, 64).shape == (0,)
+
+
+# ---------------------------------------------------------------- the two ends of a step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed(ops: Any, dtype: torch.dtype) -> None:
+    table = rows(7, 40, dtype)[:, 3:36]
+    assert torch.equal(ops.embed(torch.tensor([6, 0, 6, 3]), table), table[[6, 0, 6, 3]])
+
+
+@pytest.mark.parametrize("token_id", [-1, 7])
+def test_cpp_embed_refuses_ids_outside_the_vocabulary(native: NativeOps, token_id: int) -> None:
+    with pytest.raises(IndexError, match=r"^token 1: its id is not in the vocabulary$"):
+        native.embed(torch.tensor([6, token_id]), torch.ones(7, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 15, 64, 65, 200, 333])
+def test_argmax_rows(ops: Any, vocab_size: int, dtype: torch.dtype) -> None:
+    logits = rows(9, vocab_size + 5, dtype)
+    logits[:, vocab_size:] = 100.0  # padding of the vocabulary
+    expected = [max(range(vocab_size), key=lambda i: (float(row[i]), -i)) for row in logits]
+    found = ops.argmax_rows(logits, vocab_size)
+    assert found.dtype == torch.int64
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_rows_takes_the_first_of_equals(ops: Any, dtype: torch.dtype) -> None:
+    logits = torch.full((150, 150), -1.0, dtype=dtype)
+    for row in range(150):
+        logits[row, row:] = 2.0
+    logits[7, 7], logits[7, 8:] = -0.0, 0.0
+    assert ops.argmax_rows(logits, 150).tolist() == list(range(150))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 63, 64, 129])
+def test_argmax_rows_of_what_nothing_can_be_chosen_from(ops: Any, place: int, dtype: torch.dtype) -> None:
+    logits = rows(6, 130, dtype)
+    logits[1, place] = float("nan")
+    logits[2, place] = float("inf")
+    logits[3] = float("-inf")
+    logits[4] = float("-inf")
+    logits[4, place] = -3.0
+    found = ops.argmax_rows(logits, 130).tolist()
+    assert (found[1], found[2], found[3], found[4]) == (-1, -1, -1, place)
+    assert min(found[0], found[5]) >= 0

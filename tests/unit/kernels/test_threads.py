@@ -80,6 +80,23 @@ def test_products_have_the_same_bits(
         assert torch.equal(packed.product(x, bias), alone)
 
 
+def small_ops(native: NativeOps) -> list[Tensor]:
+    x, weight = numbers(9, 33, 15 * DIM), numbers(10, 15 * DIM)
+    (keys, values), table = caches(4), numbers(11, 40, DIM)
+    found = native.add_rms_norm(x, x.flip(0), weight, 1e-5)
+    assert found is not None
+    q = native.qkv_rope_write(x, None, None, 0.0, torch.arange(33), table, table, keys, values, torch.arange(33))
+    outs = [*found, native.rms_norm(x, weight, 1e-5), native.silu_mul(x), native.argmax_rows(x, 900), q, keys, values]
+    return [out for out in outs if out is not None]
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_small_ops_have_the_same_bits(native: NativeOps, num_threads: int) -> None:
+    alone = small_ops(native)
+    native.set_num_threads(num_threads)
+    assert [torch.equal(a, b) for a, b in zip(small_ops(native), alone, strict=True)] == [True] * 8
+
+
 def test_several_callers_share_the_team(native: NativeOps) -> None:
     """One of them has it; the others compute alone. All are right."""
     native.set_num_threads(1)

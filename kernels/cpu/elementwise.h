@@ -1,0 +1,16 @@
+// What other kernels do with their rows once they have computed them; see `elementwise.cpp`.
+
+#pragma once
+
+#include "vec.h"
+
+namespace disagg {
+
+// out[t] = silu(gate) * up, where row t of `gate_up` holds `size` gates, then `size` ups.
+void silu_mul_rows(const bf16* gate_up, int64_t stride, bf16* out, int64_t num_tokens, int64_t size);
+
+// new_residual = x + residual; out = its RMS norm times the weight. `new_residual` may be `x`.
+void add_rms_norm_rows(const bf16* x, int64_t x_stride, const bf16* residual, int64_t residual_stride, const bf16* weight,
+                       bf16* out, bf16* new_residual, int64_t num_tokens, int64_t size, float eps);
+
+}  // namespace disagg

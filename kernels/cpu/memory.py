@@ -1,0 +1,54 @@
+"""Memory for what is read whole at every step: on huge pages where the system gives them.
+
+A core that reads weights one after the other meets a new 4 KiB page every 80 ns, and waits for its address again and
+again; on pages of 2 MiB the same reads are a fifth to a third faster. Tensors are laid one behind the other, in the
+order in which they are asked for: what a product prefetches beyond its weight is the beginning of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 64 << 20
+"""Taken from the system at a time; what is not used of it costs address space only."""
+ALIGNMENT = 64
+
+
+class HugePages:
+    """Hands out memory that is never taken back; a chunk goes back to the system with the last tensor in it. Any
+    thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous CPU tensor on a boundary of 64 bytes; its contents are zeros."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            if self._rest.numel() < nbytes:
+                self._rest = _chunk(max(CHUNK_BYTES, nbytes))
+            part, self._rest = self._rest[:nbytes], self._rest[nbytes + -nbytes % ALIGNMENT :]
+        return part.view(dtype).view(*shape)
+
+
+def _chunk(nbytes: int) -> Tensor:
+    memory = mmap.mmap(-1, nbytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            logger.info("packed weights are on small pages: %s", error)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % PAGE_BYTES
+    return whole[first : first + nbytes]

@@ -1,0 +1,124 @@
+"""Captured decode steps: the bits of the decoder's own, for any number of sequences, tables and lengths."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.engine.model.batch import to_batch
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.plan import StepPlan
+from disagg.engine.request import Sequence
+from disagg.kernels import dispatch
+from tests.support.stepping import chunk, last_token, make_runner, make_sequence, prefill
+from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def new_runner(folder: Path, dtype: str = "bfloat16", **changes: int) -> TorchModelRunner:
+    runner = make_runner(folder, dtype=dtype, **changes)
+    if dtype == "bfloat16" and dispatch.pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16)).__class__ is torch.Tensor:
+        pytest.skip("no C++ products of bf16 here")
+    return runner
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    return [(seed * i * i + 3 * i + seed) % VOCAB_SIZE for i in range(num_tokens)]
+
+
+def sequences(runner: TorchModelRunner) -> list[Sequence]:
+    made = [
+        make_sequence(prompt(1, 18), [9, 2]),
+        make_sequence(prompt(2, 15), [31, 0]),
+        make_sequence(prompt(3, 47), [17, 5, 40, 33]),
+    ]
+    for sequence in made:
+        logits = prefill(runner, sequence)
+        sequence.token_ids.append(int(logits.argmax()))
+    return made
+
+
+def step(runner: TorchModelRunner, batch: list[Sequence]) -> None:
+    """One decode step, captured or replayed, against the decoder's own; each sequence grows."""
+    plan = StepPlan(decodes=tuple(map(last_token, batch)))
+    arrays = runner.arrays(plan)
+    expected = runner._decoder.forward(to_batch(arrays, torch.device("cpu")))
+    assert expected is not None
+    kv = runner._cache.tensor_NL2KBD.clone()
+    found = runner.forward(plan)
+    assert torch.equal(found, expected)
+    assert torch.equal(runner._cache.tensor_NL2KBD, kv)
+    result = runner.run(plan)
+    assert result.token_ids == expected.float().argmax(-1).tolist()
+    for sequence, token in zip(batch, result.token_ids, strict=True):
+        sequence.token_ids.append(token)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_replays_have_the_bits_of_the_decoder(folder: Path, dtype: str) -> None:
+    runner = new_runner(folder, dtype)
+    a, b, c = sequences(runner)
+    for batch in ([a, b, c], [a, b, c], [c], [c, a], [b, c], [a], [c, b, a]):
+        step(runner, batch)
+    assert runner._replayed is not None
+    assert runner._replayed.num_captured == (3 if dtype == "bfloat16" else 0)
+
+
+def test_steps_with_prompts_or_of_too_many_sequences_are_the_decoders(folder: Path) -> None:
+    runner = new_runner(folder, max_num_seqs=2)
+    batch = sequences(runner)
+    step(runner, batch)
+    joining = make_sequence(prompt(4, 20), [50, 51])
+    runner.run(StepPlan(decodes=(last_token(batch[0]),), prefills=(chunk(joining, 0, 20),)))
+    assert runner._replayed is not None
+    assert runner._replayed.num_captured == 0
+    step(runner, batch[:2])
+    assert runner._replayed.num_captured == 1
+
+
+def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = new_runner(folder)
+    batch = sequences(runner)
+    step(runner, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch._choice().ops.__class__, "paged_decode_attention", lambda *_: None)
+        step(runner, batch[:2])  # the reference takes the op: what it does is not on a tape
+        step(runner, batch)
+    warnings = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "is not one of the C++ kernels" in warnings[0]
+    assert runner._replayed is not None
+    assert runner._replayed.num_captured == 0
+
+
+def test_without_the_cpp_kernels_nothing_is_captured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "disagg.engine.model.replay")
+    monkeypatch.setattr(dispatch, "native_library", lambda: None)
+    runner = make_runner(folder)
+    step(runner, sequences(runner))
+    assert [record.getMessage() for record in caplog.records if record.name == "disagg.engine.model.replay"] == [
+        "decode steps are computed op by op: the C++ kernels are not in use"
+    ]
+
+
+def test_a_block_outside_the_cache_is_refused_by_a_replay_too(folder: Path) -> None:
+    runner = new_runner(folder)
+    a, _, _ = sequences(runner)
+    step(runner, [a])
+    a.block_table[:] = [9, 64]
+    for _ in range(2):
+        with pytest.raises(IndexError, match=r"^token 0: its slot or its position is outside the cache$"):
+            runner.run(StepPlan(decodes=(last_token(a),)))
+    a.block_table[:] = [9, 2]
+    step(runner, [a])
