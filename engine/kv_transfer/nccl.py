@@ -1,7 +1,7 @@
 """Bytes between two GPUs, by NCCL: a communicator of two ranks (0 is P, 1 is D) per pair.
 
-NOT VERIFIED: written from the documentation, on a machine without a GPU; no byte was moved by it yet. Importable
-everywhere.
+NOT VERIFIED: written from the documentation, on a machine without a GPU; no byte was moved by it yet (`make gpu-check`
+does). Importable everywhere.
 
 The pair meets as in `gloo.py`. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
 before `send`, and after `done`. NCCL has no tags and wants all calls of a device from one thread, so one thread posts
@@ -9,15 +9,26 @@ the operations of all pairs in order and polls their completion. Each pair has a
 operation would wait for those of other pairs, and workers that serve each other in another order for ever. A receive
 that waits spins on the GPU, so the peer may send when it is on its way to the thread.
 
+NCCL connects two ranks at their first exchange, and the call that starts it blocks until the other side makes its own.
+On the one thread of a device that would hold up all pairs, and two workers that serve each other for ever. So the pair
+exchanges a byte while both sides are in `accept` and `connect`.
+
+A peer that dies, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
+process for either, so it is told not to.
+
 Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time
 the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,18 +108,62 @@ class NcclConnector:
 def _join(pair_name: str, address: str, side: Side) -> NcclTransport:
     rank = RANK_OF[side]
     store = meet_pair(pair_name, address, rank, SET_UP_TIMEOUT_S)
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
         group = _new_group(store, rank)
+        group.eager_connect_single_device(device)
+        _exchange_a_byte(group, rank, device)
     except RuntimeError as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return NcclTransport(group, 1 - rank, _device_thread(torch.cuda.current_device()))
+    return NcclTransport(group, 1 - rank, _device_thread(device.index))
+
+
+_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Torch takes these from the environment only, when a group is made."""
+_environment_lock = threading.Lock()
 
 
 def _new_group(store: Any, rank: int) -> Any:
     options = _dist.ProcessGroupNCCL.Options()
     options.config.blocking = False
     options._timeout = datetime.timedelta(seconds=SET_UP_TIMEOUT_S)
-    return _dist.ProcessGroupNCCL(store, rank, 2, options)
+    with _environment_lock:
+        # How long a call may wait for the peer's half of it; read once in a process, at the first such wait.
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(SET_UP_TIMEOUT_S)))
+        with _environment(_WATCHDOG_OFF):
+            return _dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """With these variables, and as it was again afterwards."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _exchange_a_byte(group: Any, rank: int, device: torch.device) -> None:
+    """From rank 0 to rank 1, in the direction in which KV goes. RuntimeError where it does not arrive in time."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    stream = _cuda.Stream(device)
+    stream.wait_stream(_cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+        event = _cuda.Event()
+        event.record(stream)
+    ends_at = time.monotonic() + SET_UP_TIMEOUT_S
+    while not event.query():
+        if time.monotonic() > ends_at:
+            group.abort()
+            raise RuntimeError(f"no byte came through in {SET_UP_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_S)
 
 
 @dataclass(slots=True, eq=False)

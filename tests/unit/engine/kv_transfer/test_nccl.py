@@ -3,10 +3,13 @@ test plays."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import pytest
 import torch
 
+from disagg.engine.kv_transfer import nccl
 from disagg.engine.kv_transfer.nccl import NcclTransport
 
 
@@ -51,3 +54,12 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything() -> None:
     transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
     transport.send(buffer, 4, lambda *answer: said.append(answer))
     assert said[2:] == [(False, "the channel is closed", 0), (False, "the channel is closed")]
+
+
+def test_the_watchdog_is_off_for_the_groups_of_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    with nccl._environment(nccl._WATCHDOG_OFF):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ

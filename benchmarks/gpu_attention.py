@@ -1,0 +1,192 @@
+"""Attention over the paged cache on a GPU, against FlashAttention-3 and the chip's peak.
+
+32 query heads on 8 KV heads of 128, as in Llama-3-8B; blocks of 64 tokens in random order, and prefill with blocks of
+16 besides; the cache has two layers, so that one of them is strided as it is in the engine.
+
+The figures of FlashAttention-3 were measured by others with vLLM 0.24 on an H200: ai-dynamo/aiconfigurator
+(Apache-2.0), `generation_attention_perf` and `context_attention_perf` of h200_sxm, kernel `vllm_flash_attn_fa3`, bf16,
+same heads, no window. A share is their time over ours, so that 1 is equal and more is better.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_report import RowFile
+from benchmarks.gpu_timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
+from disagg.kernels.dispatch import paged_decode_attention, paged_prefill_attention
+
+FA3_DECODE_US: Mapping[int, Mapping[int, float]] = {
+    1: {1024: 13.6, 4096: 16.6, 16384: 33.5, 65536: 84.3},
+    2: {1024: 15.1, 4096: 18.5, 16384: 49.1, 65536: 152.1},
+    4: {1024: 17.5, 4096: 32.8, 16384: 83.2, 65536: 257.2},
+    8: {1024: 17.4, 4096: 49.4, 16384: 151.2, 65536: 497.6},
+    16: {1024: 31.4, 4096: 82.3, 16384: 271.4},
+    32: {1024: 46.8, 4096: 135.5, 16384: 494.0},
+    64: {1024: 80.7, 4096: 270.9},
+    128: {1024: 148.6, 4096: 492.6},
+    256: {1024: 272.5},
+}
+"""Batch -> context -> microseconds."""
+
+FA3_PREFILL_US: Mapping[int, float] = {1024: 35.3, 2048: 87.4, 4096: 267.7, 8192: 938.3}
+"""Tokens of one prompt without a prefix -> microseconds."""
+
+PEAK_BF16_TFLOP_S: Mapping[str, float] = {"H100": 989.4, "H200": 989.4, "B200": 2250.0, "A100": 312.0}
+"""Dense, by a part of the device's name, from the vendor's data sheets."""
+
+DECODE_TARGET, SMALL_DECODE_TARGET, PREFILL_TARGET = 0.95, 1.0, 0.55
+SMALL_BATCH, SMALL_CONTEXT = 8, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is measured."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    """Whether the cache holds 8-bit floats."""
+    decode_cells: tuple[tuple[int, int], ...] = tuple((b, c) for b, row in FA3_DECODE_US.items() for c in row)
+    prefill_chunks: tuple[tuple[int, int], ...] = ((2048, 0), (8192, 0), (2048, 8192))
+    """(tokens, tokens before them)."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the cache."""
+        return torch.float8_e4m3fn if self.fp8 else self.dtype
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.head_dim**-0.5)
+
+
+FP8_CELLS = ((1, 16384), (8, 16384), (32, 16384), (64, 4096))
+
+TINY = Shape(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    block_size=16,
+    dtype=torch.float32,
+    decode_cells=((1, 32), (2, 40)),
+    prefill_chunks=((32, 0), (16, 16)),
+)
+
+
+class Cache:
+    """Two layers of random KV, of which the second is used, and tables of its blocks."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        most = max(max(b * c for b, c in shape.decode_cells), max(t + s for t, s in shape.prefill_chunks))
+        num_blocks = 2 * -(-most // shape.block_size)
+        size = (num_blocks, 2, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        cache_NL2KBD = torch.empty(size, dtype=shape.dtype, device=device).normal_().to(shape.cache_dtype)
+        self.keys_NKBD, self.values_NKBD = cache_NL2KBD[:, 1, 0], cache_NL2KBD[:, 1, 1]
+        self._order_N = torch.randperm(num_blocks, device=device).to(torch.int32)
+
+    def tables(self, num_seqs: int, context_len: int) -> Tensor:
+        """int32 [num_seqs, blocks of a sequence]; no block is in two tables while there are enough."""
+        width = -(-context_len // self._shape.block_size)
+        places = torch.arange(num_seqs * width, device=self._device) % len(self._order_N)
+        return self._order_N[places].view(num_seqs, width)
+
+    def queries(self, num_rows: int) -> Tensor:
+        """Random queries [rows, heads, head dim]."""
+        shape = self._shape
+        return torch.randn(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+
+
+def measure_decode(rows: RowFile, shape: Shape, cache: Cache, batch: int, context_len: int) -> None:
+    """One query row of each of `batch` sequences."""
+    q_SND, tables_SM = cache.queries(batch), cache.tables(batch, context_len)
+    lens_S = torch.full((batch,), context_len, dtype=torch.int32, device=q_SND.device)
+    keys, values = cache.keys_NKBD, cache.values_NKBD
+
+    def attend() -> Tensor:
+        return paged_decode_attention(q_SND, keys, values, tables_SM, lens_S, shape.scale)
+
+    us = kernel_ms(attend, q_SND.device) * 1e3
+    nbytes = 2 * batch * context_len * shape.num_kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    peer = None if shape.fp8 else FA3_DECODE_US.get(batch, {}).get(context_len)
+    is_small = batch <= SMALL_BATCH and context_len <= SMALL_CONTEXT
+    rows.add(
+        f"decode{', fp8 KV' if shape.fp8 else ''}, batch {batch}, context {context_len}",
+        us,
+        "us",
+        share=peer and peer / us,
+        target=SMALL_DECODE_TARGET if is_small else DECODE_TARGET,
+        detail=f"{nbytes / us / 1e3:.0f} GB/s" + (f"; FlashAttention-3 {peer} us" if peer else ""),
+    )
+
+
+def measure_fp8(rows: RowFile, device: torch.device) -> None:
+    """Decode over a cache of 8-bit floats, in a few cells."""
+    shape = Shape(fp8=True, decode_cells=FP8_CELLS)
+    cache = Cache(shape, device)
+    for batch, context_len in FP8_CELLS:
+        measure_decode(rows, shape, cache, batch, context_len)
+
+
+def measure_prefill(
+    rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings, peak_tflop_s: float
+) -> None:
+    """A chunk of one prompt, causal."""
+    q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
+    keys, values = cache.keys_NKBD, cache.values_NKBD
+
+    def attend() -> Tensor:
+        return paged_prefill_attention(q_TND, keys, values, table_M, start, shape.scale)
+
+    ms = kernel_ms(attend, q_TND.device, calls=3)
+    attended = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    rate = 4.0 * shape.num_heads * shape.head_dim * attended / ms / 1e9
+    peer = FA3_PREFILL_US.get(num_tokens) if start == 0 else None
+    small_blocks = shape.block_size < Shape.block_size
+    rows.add(
+        f"prefill{f', blocks of {shape.block_size}' if small_blocks else ''}, {num_tokens} tokens behind {start}",
+        rate,
+        "TFLOP/s",
+        share=rate / peak_tflop_s,
+        target=None if small_blocks else PREFILL_TARGET,
+        detail=f"{ms * 1e3:.0f} us; {rate / ceilings.gemm_tflop_s:.2f} of the measured matrix product"
+        + (f"; FlashAttention-3 {peer} us" if peer else ""),
+    )
+
+
+def main() -> None:
+    """The section `attention`."""
+    arguments = parse(main.__doc__)
+    device, rows = torch.device(arguments.device), row_file(arguments, "attention")
+    ceilings = read_ceilings(arguments.ceilings)
+    shape = Shape() if device.type == "cuda" else TINY
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = next((rate for part, rate in PEAK_BF16_TFLOP_S.items() if part in device_name), ceilings.gemm_tflop_s)
+    cache = Cache(shape, device)
+    for num_tokens, start in shape.prefill_chunks:
+        name = f"prefill, {num_tokens} tokens behind {start}"
+        attempt(rows, name, functools.partial(measure_prefill, rows, shape, cache, num_tokens, start, ceilings, peak))
+    for batch, context_len in shape.decode_cells:
+        name = f"decode, batch {batch}, context {context_len}"
+        attempt(rows, name, functools.partial(measure_decode, rows, shape, cache, batch, context_len))
+    del cache
+    if device.type == "cuda":
+        small = Shape(block_size=16, decode_cells=((1, 16),), prefill_chunks=((8192, 0),))
+        small_cache = Cache(small, device)
+        measure = functools.partial(measure_prefill, rows, small, small_cache, 8192, 0, ceilings, peak)
+        attempt(rows, "prefill, blocks of 16", measure)
+        attempt(rows, "decode, fp8 KV", functools.partial(measure_fp8, rows, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Whole steps of the engine on a GPU: a model with the shapes of Llama-3-8B and random weights made on the device.
+
+Everything is real but the weights: plans, block tables, the model runner with its captured decode steps, sampling on
+the device, token ids on the host after each step. The limit of a decode step is the time to read its bytes (weights
+without the embedding, KV of the contexts) at the measured bandwidth; that of a prefill the time of its operations at
+the measured rate of matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.gpu_report import RowFile
+from benchmarks.gpu_timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
+from disagg.engine import model_runner
+from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.config import WorkerConfig
+from disagg.engine.model.parameters import ModelParameters, allocate_parameters
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import Sequence, stand_in
+
+DECODE_TARGET, PREFILL_TARGET = 0.80, 0.60
+BLOCK_SIZE = 64
+"""Prefill reads such blocks by the GPU's copy engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is measured."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    vocab_size: int = 128256
+    dtype: str = "bfloat16"
+    decode_batches: tuple[int, ...] = (1, 8, 32, 64)
+    context_len: int = 1024
+    num_steps: int = 30
+    prefill_tokens: tuple[int, ...] = (2048, 8192)
+
+    def write_config(self, folder: Path) -> None:
+        """A checkpoint whose weights nobody reads: config.json, and one file to take a fingerprint of."""
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "eos_token_id": 0,
+        }
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file({"none": torch.zeros(1)}, str(folder / "model.safetensors"))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the KV cache must hold."""
+        decoding = max(self.decode_batches) * (self.context_len + self.num_steps + 2 * BLOCK_SIZE)
+        return max(decoding, *self.prefill_tokens)
+
+
+TINY = Shape(
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=128,
+    dtype="float32",
+    decode_batches=(1, 3),
+    context_len=20,
+    num_steps=3,
+    prefill_tokens=(32,),
+)
+
+
+def random_parameters(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *_: Any
+) -> ModelParameters:
+    """In place of `load_parameters`: weights whose outputs keep their size from layer to layer, norms of one."""
+    parameters = allocate_parameters(config, dtype, device)
+    parameters.embedding_VH.normal_()
+    parameters.final_norm_H.fill_(1.0)
+    weights: list[Any] = [parameters.lm_head_VH]
+    for layer in parameters.layers:
+        layer.input_norm_H.fill_(1.0)
+        layer.post_norm_H.fill_(1.0)
+        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.gate_up_weight_2IH, layer.down_weight_HI]
+    for weight in weights:
+        weight.normal_(0.0, weight.shape[1] ** -0.5)
+    return parameters
+
+
+def make_runner(shape: Shape, device: torch.device, **changes: Any) -> TorchModelRunner:
+    """The engine's own runner on random weights; `changes` are fields of `WorkerConfig`."""
+    with tempfile.TemporaryDirectory() as folder:
+        shape.write_config(Path(folder))
+        fields: dict[str, Any] = {
+            "worker_id": "gpu-check",
+            "roles": ("prefill", "decode"),
+            "model_path": folder,
+            "device": str(device),
+            "dtype": shape.dtype,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": shape.num_cached_tokens // BLOCK_SIZE + 8,
+            "max_num_seqs": max(shape.decode_batches),
+        }
+        config = WorkerConfig(**{**fields, **changes})
+        with mock.patch.object(model_runner, "load_parameters", random_parameters):
+            return TorchModelRunner(config)
+
+
+def weight_bytes(shape: Shape) -> int:
+    """Weights that every step reads: all but the embedding."""
+    head_dim = shape.hidden_size // shape.num_heads
+    attention = shape.hidden_size * head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    numbers = shape.num_layers * (attention + mlp) + shape.hidden_size * shape.vocab_size
+    return numbers * int(getattr(torch, shape.dtype).itemsize)
+
+
+def measure_decode(
+    rows: RowFile,
+    shape: Shape,
+    runner: TorchModelRunner,
+    batch: int,
+    ceilings: Ceilings,
+    *,
+    label: str = "decode step",
+    weight_share: float = 1.0,
+    target: float | None = DECODE_TARGET,
+) -> None:
+    """Steps of `batch` sequences, each of `context_len` tokens at first; their KV is whatever the cache holds."""
+    blocks_each = -(-(shape.context_len + shape.num_steps + 2) // BLOCK_SIZE)
+    sequences = [stand_in(shape.context_len, row * blocks_each, BLOCK_SIZE) for row in range(batch)]
+    for row, sequence in enumerate(sequences):
+        sequence.block_table = list(range(row * blocks_each, (row + 1) * blocks_each))
+
+    def step() -> None:
+        plan = StepPlan(decodes=tuple(_last_token(sequence) for sequence in sequences))
+        for sequence, token_id in zip(sequences, runner.run(plan).token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+
+    ms = wall_ms(step, repeats=shape.num_steps)
+    kv_bytes = batch * (shape.context_len + shape.num_steps // 2) * runner.layout.bytes_per_token
+    limit_ms = (weight_bytes(shape) * weight_share + kv_bytes) / ceilings.read_gb_s / 1e6
+    rows.add(
+        f"{label}, batch {batch}",
+        ms,
+        "ms",
+        share=limit_ms / ms,
+        target=target,
+        detail=f"limit {limit_ms:.3f} ms at {ceilings.read_gb_s:.0f} GB/s; {batch / ms * 1e3:.0f} tokens/s",
+    )
+
+
+def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_tokens: int, ceilings: Ceilings) -> None:
+    """One prompt in one step."""
+    sequence = stand_in(num_tokens, 0, BLOCK_SIZE)
+    plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, samples=True),))
+    ms = wall_ms(lambda: runner.run(plan), repeats=5)
+    head_numbers = shape.hidden_size * shape.vocab_size
+    layer_numbers = weight_bytes(shape) // int(getattr(torch, shape.dtype).itemsize) - head_numbers
+    attention = 4.0 * shape.hidden_size * shape.num_layers * num_tokens * (num_tokens + 1) / 2
+    rate = (2.0 * layer_numbers * num_tokens + 2.0 * head_numbers + attention) / ms / 1e9
+    rows.add(
+        f"prefill, {num_tokens} tokens",
+        rate,
+        "TFLOP/s",
+        share=rate / ceilings.gemm_tflop_s,
+        target=PREFILL_TARGET,
+        detail=f"{ms:.2f} ms, {num_tokens / ms * 1e3:.0f} tokens/s; limit {ceilings.gemm_tflop_s:.0f} TFLOP/s",
+    )
+
+
+def measure_fp8(rows: RowFile, shape: Shape, device: torch.device, ceilings: Ceilings) -> None:
+    """Decode steps with weights in 8 bits, and with weights and KV; against the limit of their own bytes."""
+    for label, changes in (
+        ("decode step, fp8 weights", {"quantization": "fp8"}),
+        ("decode step, fp8 weights and KV", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ):
+        runner = make_runner(shape, device, **changes)
+        model_runner.warm_up(runner)
+        for batch in shape.decode_batches:
+            measure_decode(rows, shape, runner, batch, ceilings, label=label, weight_share=0.5, target=None)
+
+
+def _last_token(sequence: Sequence) -> ScheduledSequence:
+    return ScheduledSequence(sequence, sequence.num_tokens - 1, 1, samples=True)
+
+
+def main() -> None:
+    """The section `model`."""
+    arguments = parse(main.__doc__)
+    device, rows = torch.device(arguments.device), row_file(arguments, "model")
+    ceilings = read_ceilings(arguments.ceilings)
+    shape = Shape() if device.type == "cuda" else TINY
+    try:
+        runner = make_runner(shape, device)
+        model_runner.warm_up(runner)
+    except Exception as error:
+        rows.failed("start", error)
+        sys.exit(1)
+    for batch in shape.decode_batches:
+        name = f"decode step, batch {batch}"
+        attempt(rows, name, functools.partial(measure_decode, rows, shape, runner, batch, ceilings))
+    for num_tokens in shape.prefill_tokens:
+        name = f"prefill, {num_tokens} tokens"
+        attempt(rows, name, functools.partial(measure_prefill, rows, shape, runner, num_tokens, ceilings))
+    del runner
+    if device.type == "cuda":
+        attempt(rows, "fp8", functools.partial(measure_fp8, rows, shape, device, ceilings))
+
+
+if __name__ == "__main__":
+    main()

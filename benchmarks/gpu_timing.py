@@ -1,0 +1,194 @@
+"""Times of GPU work, and the limits of this GPU that they are compared with.
+
+A kernel is timed inside a CUDA graph of several calls, so that the host's launches are not in the figure; what cannot
+be captured is timed call by call. On a CPU the same functions time the same calls with the host's clock, to test the
+programs that use them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_report import RowFile
+
+_cuda: Any = torch.cuda
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this GPU did in this run."""
+
+    read_gb_s: float
+    """Bytes read per second by the best of several reductions, or by a copy (both directions counted)."""
+    gemm_tflop_s: float
+    """bf16 matrix product of 8192 x 8192 x 8192, random numbers."""
+    fp8_gemm_tflop_s: float = 0.0
+    """0 where there is none."""
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The arguments that every section has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rows", type=Path, required=True, help="file that gets a line of JSON for each finding")
+    parser.add_argument("--ceilings", type=Path, required=True, help="file with the measured limits")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, no targets")
+    return parser.parse_args()
+
+
+def row_file(arguments: argparse.Namespace, section: str) -> RowFile:
+    """Where this section's findings go."""
+    return RowFile(arguments.rows, section, with_targets=arguments.device == "cuda")
+
+
+def read_ceilings(path: Path) -> Ceilings:
+    """Of the section that ran first; without them the others have nothing to compare with.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    if not path.exists():
+        sys.exit("the limits of this machine were not measured")
+    return Ceilings(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_ceilings(path: Path, ceilings: Ceilings) -> None:
+    """For the sections that follow."""
+    path.write_text(json.dumps(asdict(ceilings)), encoding="utf-8")
+
+
+def attempt(rows: RowFile, name: str, measure: Callable[[], object]) -> None:
+    """Make one measurement; what it raises is a row, and its memory is given back, so that the next one can try."""
+    try:
+        measure()
+    except Exception as error:
+        rows.failed(name, error)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def kernel_ms(run: Callable[[], object], device: torch.device, *, calls: int = 10, repeats: int = 15) -> float:
+    """Median time of one call of `run`, which asks nothing of the host. It is called several times in a row."""
+    for _ in range(2):
+        run()
+    if device.type != "cuda":
+        return _host_ms(run, repeats=3)
+    torch.cuda.synchronize(device)
+    graph, stream = _cuda.CUDAGraph(), _cuda.Stream(device)
+    stream.wait_stream(_cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+    _cuda.current_stream(device).wait_stream(stream)
+    with _cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            run()
+    return _event_ms(graph.replay, device, repeats) / calls
+
+
+def call_ms(run: Callable[[], object], device: torch.device, *, calls: int = 4, repeats: int = 15) -> float:
+    """Median time of one call of `run`, as a stream sees several in a row: launches count where they are what the GPU
+    waits for."""
+
+    def run_all() -> None:
+        for _ in range(calls):
+            run()
+
+    return _event_ms(run_all, device, repeats) / calls if device.type == "cuda" else _host_ms(run, repeats=3)
+
+
+def wall_ms(run: Callable[[], object], *, repeats: int) -> float:
+    """Median time of one call of `run`, which returns when its result is on the host."""
+    run()
+    return _host_ms(run, repeats=repeats)
+
+
+def _event_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    run()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _host_ms(run: Callable[[], object], *, repeats: int) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def measure_ceilings(device: torch.device) -> tuple[Ceilings, dict[str, float]]:
+    """The limits, and each bandwidth by the op that was timed (GB/s)."""
+    on_gpu = device.type == "cuda"
+    rates = _bandwidths(device, 4 * GIB if on_gpu else 1 << 22)
+    size = 8192 if on_gpu else 256
+    flop = 2.0 * size**3
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    gemm = flop / kernel_ms(lambda: a @ b.T, device) / 1e9
+    ceilings = Ceilings(
+        read_gb_s=max(rates.values()),
+        gemm_tflop_s=gemm,
+        fp8_gemm_tflop_s=_fp8_rate(a, b, flop, device) if on_gpu else 0.0,
+    )
+    return ceilings, rates
+
+
+def _bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
+    """GB/s by op, of `nbytes` bytes that no cache holds."""
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return {
+        "copy": 2 * nbytes / call_ms(lambda: target.copy_(source), device) / 1e6,
+        "sum": nbytes / call_ms(source.sum, device) / 1e6,
+        "max": nbytes / call_ms(source.amax, device) / 1e6,
+    }
+
+
+def _fp8_rate(a: Tensor, b: Tensor, flop: float, device: torch.device) -> float:
+    one = torch.ones((), device=device)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    try:
+        return flop / kernel_ms(lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=torch.bfloat16), device) / 1e9
+    except RuntimeError:
+        return 0.0
+
+
+def main() -> None:
+    """The section `limits`: what the others are compared with."""
+    arguments = parse(main.__doc__)
+    rows, device = row_file(arguments, "limits"), torch.device(arguments.device)
+    ceilings, rates = measure_ceilings(device)
+    write_ceilings(arguments.ceilings, ceilings)
+    for op, rate in rates.items():
+        rows.add(f"bandwidth, {op}", rate, "GB/s", detail="read and written" if op == "copy" else "read")
+    rows.add("bf16 matrix product", ceilings.gemm_tflop_s, "TFLOP/s", detail="8192 x 8192 x 8192")
+    rows.add("fp8 matrix product", ceilings.fp8_gemm_tflop_s, "TFLOP/s", detail="8192 x 8192 x 8192; 0: not there")
+
+
+if __name__ == "__main__":
+    main()

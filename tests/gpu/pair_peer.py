@@ -1,0 +1,149 @@
+"""One side of a pair, as a process: `python -m tests.gpu.pair_peer SIDE SCENARIO DEVICE FOLDER`.
+
+The receiver prints its address first, which the sender reads from its standard input; each side ends with one line of
+JSON that says what it saw. Over NCCL where the device is `cuda`, over gloo on a CPU.
+
+    payloads   three messages arrive to the bit
+    hand-over  the KV of a prompt arrives, and decodes on
+    abort      nothing is sent: the receiver closes the pair, and its receive is answered
+    kill       the same, but the sender is killed while the receive waits
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disagg.engine.config import TransportName
+from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.plan import Buffer
+from tests.support.stepping import decode, make_runner, make_sequence, prefill
+from tests.support.tiny_models import VOCAB_SIZE
+
+PAYLOAD_BYTES = (1, 4096, (8 << 20) + 5)
+PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
+NUM_TOKENS = 12
+ANSWER_S = 30.0
+HOST = "127.0.0.1"
+
+
+class Side:
+    """A transport whose operations are waited for."""
+
+    def __init__(self, transport: PairTransport, device: torch.device) -> None:
+        self.transport = transport
+        self._device = device
+
+    def buffer(self, content: torch.Tensor) -> Buffer:
+        """A staging buffer with this content."""
+        return content.to(self._device) if self._device.type == "cuda" else content.numpy()
+
+    def send(self, buffer: Buffer, nbytes: int) -> list[Any]:
+        """The answer, (ok, error)."""
+        return self._wait(lambda done: self.transport.send(buffer, nbytes, done))
+
+    def recv(self, buffer: Buffer, nbytes: int) -> list[Any]:
+        """The answer, (ok, error, checksum)."""
+        return self._wait(lambda done: self.transport.recv(buffer, nbytes, done))
+
+    def _wait(self, start: Any) -> list[Any]:
+        answer: list[Any] = []
+        came = threading.Event()
+
+        def done(*values: Any) -> None:
+            answer.extend(values)
+            came.set()
+
+        start(done)
+        return answer if came.wait(ANSWER_S) else ["no answer"]
+
+
+def payload(nbytes: int) -> torch.Tensor:
+    """Bytes that differ from place to place."""
+    return (torch.arange(nbytes, dtype=torch.int64) * 2654435761 >> 7).to(torch.uint8)
+
+
+def send_payloads(side: Side) -> dict[str, Any]:
+    return {"ok": all(side.send(side.buffer(payload(nbytes)), nbytes)[0] for nbytes in PAYLOAD_BYTES)}
+
+
+def receive_payloads(side: Side) -> dict[str, Any]:
+    same = []
+    for nbytes in PAYLOAD_BYTES:
+        buffer = side.buffer(torch.zeros(nbytes, dtype=torch.uint8))
+        ok = side.recv(buffer, nbytes)[0]
+        same.append(ok is True and torch.equal(torch.as_tensor(buffer).cpu(), payload(nbytes)))
+    return {"ok": all(same)}
+
+
+def send_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
+    sequence = make_sequence(PROMPT, [9, 2, 31, 0, 17])
+    token_id = int(prefill(runner, sequence).argmax())
+    nbytes = len(PROMPT) * runner.layout.bytes_per_token
+    buffer = runner.new_staging(nbytes)
+    checksum = runner.gather(sequence.block_table, 0, len(PROMPT), buffer)
+    return {"ok": side.send(buffer, nbytes)[0], "checksum": checksum, "token_id": token_id}
+
+
+def receive_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
+    """Decodes from the first token on, which is computed here too, from the KV that came."""
+    nbytes = len(PROMPT) * runner.layout.bytes_per_token
+    buffer = runner.new_staging(nbytes)
+    ok, _, checksum = side.recv(buffer, nbytes)
+    table = [3, 1, 4, 8, 5, 6]
+    runner.scatter(table, 0, len(PROMPT), buffer)
+    sequence = make_sequence(PROMPT, table)
+    decode(runner, [sequence], NUM_TOKENS)
+    return {"ok": ok, "checksum": checksum, "token_ids": sequence.token_ids[len(PROMPT) :]}
+
+
+def wait_in_vain(side: Side, close_after_s: float) -> dict[str, Any]:
+    """A receive that nobody serves; closing the pair must answer it."""
+    buffer = side.buffer(torch.zeros(1 << 20, dtype=torch.uint8))
+    closer = threading.Timer(close_after_s, side.transport.close)
+    closer.start()
+    began = time.monotonic()
+    answer = side.recv(buffer, 1 << 20)
+    took_s = time.monotonic() - began
+    closer.join()
+    return {"ok": answer[0] is False, "answer": answer, "took_s": took_s}
+
+
+def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
+    device = torch.device(device_name)
+    name: TransportName = "nccl" if device.type == "cuda" else "gloo"
+    runner = make_runner(Path(folder), device=device_name, max_num_seqs=2) if scenario == "hand-over" else None
+    if side_name == "receiver":
+        rendezvous = make_rendezvous(name, HOST)
+        print(rendezvous.address, flush=True)
+        side = Side(rendezvous.accept(scenario), device)
+        if scenario == "payloads":
+            found = receive_payloads(side)
+        elif runner is not None:
+            found = receive_kv(side, runner)
+        else:
+            found = wait_in_vain(side, 3.0)
+        rendezvous.close()
+    else:
+        side = Side(make_connector(name, HOST)(scenario, sys.stdin.readline().strip()), device)
+        print("connected", flush=True)
+        if scenario == "payloads":
+            found = send_payloads(side)
+        elif runner is not None:
+            found = send_kv(side, runner)
+        else:
+            sys.stdin.read()  # until it is killed, or told to go
+            found = {"ok": True}
+    side.transport.close()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The engine's own runner on the device: tokens against transformers, KV that moves, and the core around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.engine.commands import Add, Ended, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core import EngineCore
+from disagg.engine.model_runner import TorchModelRunner
+from disagg.kernels import dispatch
+from disagg.kernels.triton.ops import TritonOps
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
+from tests.gpu import reference
+from tests.support.stepping import assert_logits_close, decode, generate, make_runner, make_sequence, prefill
+from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+
+PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
+BLOCKS = [9, 2, 31, 0, 17, 5, 40]
+NUM_TOKENS = 20
+KINDS = ("llama", "qwen3", "mistral")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+def runner_of(folder: Path, device: torch.device, **changes: object) -> TorchModelRunner:
+    return make_runner(folder, device=str(device), max_num_seqs=8, **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers(folders: dict[str, Path], device: torch.device, kind: str) -> None:
+    expected_ids, expected = reference.greedy(folders[kind], PROMPT, NUM_TOKENS, device)
+    sequence = make_sequence(PROMPT, BLOCKS)
+    found = generate(runner_of(folders[kind], device), sequence, NUM_TOKENS, chunk_tokens=32)
+    assert sequence.token_ids[len(PROMPT) :] == expected_ids
+    assert_logits_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_op_falls_back_to_the_reference(
+    folders: dict[str, Path], device: torch.device, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prefill, decodes, gather and scatter: each by a kernel of its own."""
+    dispatch._warn_declined.cache_clear()
+    runner = runner_of(folders["qwen3"], device, dtype=dtype)
+    runner.capture_steps()
+    sequence = make_sequence(PROMPT, BLOCKS)
+    generate(runner, sequence, 3)
+    buffer = runner.new_staging(75 * runner.layout.bytes_per_token)
+    runner.gather(BLOCKS, 0, 75, buffer)
+    runner.scatter(BLOCKS, 0, 75, buffer)
+    assert isinstance(dispatch._ops(torch.empty(0, device=device)), TritonOps)
+    assert [record.message for record in caplog.records if "reference" in record.message] == []
+
+
+def test_a_batch_computes_what_each_sequence_does_alone(folders: dict[str, Path], device: torch.device) -> None:
+    folder = folders["llama"]
+    runner = runner_of(folder, device)
+    prompts = [PROMPT[: 5 + 17 * row] for row in range(5)]
+    sequences = [make_sequence(prompt, list(range(8 * row, 8 * row + 8))) for row, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        sequence.token_ids.append(int(prefill(runner, sequence).argmax()))
+    decode(runner, sequences, 9)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.token_ids[len(prompt) :] == reference.greedy(folder, prompt, 10, device)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_close_to_fp32_as_transformers_is(folders: dict[str, Path], device: torch.device, kind: str) -> None:
+    """The error of bf16, root mean square over all logits of fixed tokens, at most a quarter above transformers'."""
+    folder = folders[kind]
+    exact = reference.logits(folder, PROMPT, "float32", device)[40:]
+    theirs = (reference.logits(folder, PROMPT, "bfloat16", device)[40:] - exact).square().mean().sqrt()
+    runner = runner_of(folder, device, dtype="bfloat16")
+    rows = [prefill(runner, make_sequence(PROMPT[:41], BLOCKS))]
+    for end in range(42, len(PROMPT) + 1):  # one by one, each from the KV of those before
+        rows += [prefill(runner, make_sequence(PROMPT[:end], BLOCKS), start=end - 1)]
+    ours = (torch.stack(rows).float() - exact).square().mean().sqrt()
+    assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 75), (5, 61)])
+def test_kv_moves_between_workers_of_different_blocks(
+    folders: dict[str, Path], device: torch.device, start: int, end: int
+) -> None:
+    """All of it decodes on as where it came from; a part of it comes back to the bit."""
+    source, target = (runner_of(folders["qwen3"], device, block_size=size) for size in (16, 32))
+    sequence = make_sequence(PROMPT, BLOCKS)
+    first = int(prefill(source, sequence).argmax())
+    nbytes = (end - start) * source.layout.bytes_per_token
+    sent, back = source.new_staging(nbytes), target.new_staging(nbytes)
+    checksum = source.gather(sequence.block_table, start, end, sent)
+    table = [7, 1, 12, 3]
+    target.scatter(table, start, end, sent)
+    assert target.gather(table, start, end, back) == checksum
+    assert torch.equal(torch.as_tensor(back), torch.as_tensor(sent))
+    if (start, end) == (0, len(PROMPT)):
+        moved = make_sequence([*PROMPT, first], table)
+        decode(target, [moved], NUM_TOKENS - 1)
+        expected = reference.greedy(folders["qwen3"], PROMPT, NUM_TOKENS, device)[0]
+        assert moved.token_ids[len(PROMPT) :] == expected
+
+
+def test_the_core_serves_several_requests(folders: dict[str, Path], device: torch.device) -> None:
+    """Prompts beside decodes, one that is preempted to host memory and resumed, and nothing held at the end."""
+    folder = folders["llama"]
+    config = WorkerConfig(
+        worker_id="gpu-0",
+        roles=("prefill", "decode"),
+        model_path=str(folder),
+        device=str(device),
+        dtype="float32",
+        num_blocks=14,
+        max_num_seqs=4,
+        token_budget=64,
+        decode_reserve_tokens=0,
+        watermark=0.0,
+    )
+    core = EngineCore(TorchModelRunner(config), config=config)
+    prompts = [PROMPT[: 30 + 9 * row] for row in range(4)]
+    events = []
+    for row, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=0.0, max_tokens=40)
+        spec = SequenceSpec(
+            request_id=RequestId(f"r{row}"),
+            attempt=0,
+            gateway_id=GatewayId("g"),
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+        )
+        events += core.handle(Add(spec), now=0.0)
+    while core.has_work:
+        events += core.step(now=1.0)
+    assert [event.reason for event in events if isinstance(event, Ended)] == ["length"] * 4
+    for row, prompt in enumerate(prompts):
+        tokens = [e.token_id for e in events if isinstance(e, TokenSampled) and e.key.request_id == f"r{row}"]
+        assert tokens == reference.greedy(folder, prompt, 40, device)[0]
+    assert core.totals().preemptions > 0
+    assert core.audit()[1] == []

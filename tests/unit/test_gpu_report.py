@@ -1,0 +1,106 @@
+"""The findings of `make gpu-check`: statuses, files that were cut off, tables, and how the check ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
+from scripts.gpu_check import REPOSITORY, Outcome, Section, check, check_section, ending, exit_status, sections
+
+SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu_model")
+
+
+def row(status: str, name: str = "what") -> Row:
+    return Row(section="model", name=name, status=status)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("with_targets", "share", "target", "status"),
+    [
+        (True, 0.95, 0.95, "ok"),
+        (True, 0.94, 0.95, "miss"),
+        (True, None, 0.95, "info"),
+        (True, 0.5, None, "info"),
+        (False, 0.1, 0.95, "info"),
+    ],
+)
+def test_a_status_follows_from_share_and_target(
+    tmp_path: Path, with_targets: bool, share: float | None, target: float | None, status: str
+) -> None:
+    rows = RowFile(tmp_path / "rows", "model", with_targets=with_targets)
+    rows.add("step", 4.5, "ms", share=share, target=target)
+    assert [(found.status, found.share) for found in read_rows(tmp_path / "rows")] == [(status, share)]
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    rows = RowFile(path, "model", with_targets=True)
+    first = rows.add("step", 4.5, "ms")
+    second = rows.failed("prefill", RuntimeError("out of\n memory"))
+    assert (second.status, second.detail) == ("failed", "RuntimeError: out of memory")
+    path.write_text(path.read_text() + '{"section": "mod')
+    assert read_rows(path) == [first, second]
+    assert read_rows(tmp_path / "none") == []
+
+
+def test_a_report_has_a_table_a_page_and_json() -> None:
+    found = Row(section="model", name="step", status="miss", value=4.5, unit="ms", share=0.7, target=0.8, detail="a|b")
+    report = CheckReport(machine={"device": "H200"}, commit="abc", command="python x", rows=[found, row("ok")])
+    assert " ".join(as_table(report.rows).splitlines()[1].split()) == "model step 4.5 ms 0.700 0.80 miss a|b"
+    page = as_markdown(report)
+    assert "| model | step | 4.5 ms | 0.700 | 0.80 | miss | a/b |" in page
+    assert "1 ok, 1 miss, 0 failed, 0 open." in page
+    content = json.loads(as_json(report))
+    assert content["summary"] == {"model/step": 0.7}
+    assert [each["status"] for each in content["rows"]] == ["miss", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcome", "details"),
+    [
+        ([], Outcome(status=None, took_s=9.0, last_line="step 3"), ["stopped after 9 s; last line: step 3"]),
+        ([row("ok")], Outcome(status=None, took_s=9.0, last_line="x"), ["stopped after 9 s; last line: x"]),
+        ([row("ok")], Outcome(status=-11, took_s=1.0, last_line="x"), ["exit status -11; last line: x"]),
+        ([row("failed")], Outcome(status=1, took_s=1.0, last_line="x"), []),
+        ([], Outcome(status=0, took_s=1.0, last_line="x"), ["it found nothing; last line: x"]),
+        ([row("ok")], Outcome(status=0, took_s=1.0, last_line="x"), []),
+    ],
+)
+def test_how_a_section_ended_is_told(rows: list[Row], outcome: Outcome, details: list[str]) -> None:
+    assert [found.detail for found in ending(SECTION, rows, outcome, 9.0)] == details
+
+
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        ([], 0),
+        ([row("ok"), row("info"), row("open", "run")], 0),
+        ([row("ok"), row("miss")], 1),
+        ([failure("model", "run", "it crashed")], 1),
+        ([row("open", "device")], 3),
+    ],
+)
+def test_the_exit_status_says_what_was_found(rows: list[Row], status: int) -> None:
+    assert exit_status(rows) == status
+
+
+def test_what_there_is_no_time_or_test_for_is_open(tmp_path: Path) -> None:
+    no_tests = Section(name="kernels", limit_s=9.0, tests=("tests/gpu/test_nothing.py",))
+    found = check([SECTION], "cpu", tmp_path, 0.0) + check_section(no_tests, "cpu", tmp_path, 9.0)[0]
+    assert [(each.section, each.status, each.detail) for each in found] == [
+        ("model", "open", "no time was left"),
+        ("kernels", "open", "no such tests: tests/gpu/test_nothing.py"),
+    ]
+
+
+def test_all_sections_fit_into_ten_minutes_and_exist() -> None:
+    found = sections()
+    assert sum(section.limit_s for section in found) <= 680.0
+    assert [section.name for section in found][:2] == ["environment", "limits"]
+    files = [f"{section.program.replace('.', '/')}.py" for section in found if section.program]
+    assert all(
+        (REPOSITORY / name).exists() for name in [*files, *(test for section in found for test in section.tests)]
+    )
