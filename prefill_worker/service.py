@@ -4,7 +4,8 @@ with it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -21,6 +22,10 @@ MAX_UNSENT_MESSAGES = 4096
 up."""
 
 
+END_TIMEOUT_S = 1.0
+"""For the end of a call that is over; it is there at once."""
+
+
 class PairError(Exception):
     """The pair cannot be formed, or its control stream broke."""
 
@@ -34,6 +39,7 @@ class PairStream:
         self._outgoing: Mailbox[SenderToReceiver] = Mailbox(MAX_UNSENT_MESSAGES)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
+        self._incoming: AsyncGenerator[Any, None] | None = None
         self._abandoned = False
         self._decoder = decoder(ReceiverToSender)
 
@@ -45,16 +51,18 @@ class PairStream:
         """
         self._channel = grpc.aio.insecure_channel(self._peer.address, options=CHANNEL_OPTIONS)
         self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames(), metadata=self._secret.metadata)
+        # Not `read()`, which reads nothing after a write has failed; see `_read_out`.
+        self._incoming = aiter(self._call)
         self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
         try:
             async with asyncio.timeout(timeout_s):
-                frame = await self._call.read()
+                frame = await anext(self._incoming)
         except (TimeoutError, grpc.RpcError) as error:
             raise PairError(
                 f"no answer from {self._peer.worker_id} at {self._peer.address}: {_reason(error)}"
             ) from error
-        if not isinstance(frame, bytes):  # the end of the stream
-            raise PairError(f"{self._peer.worker_id} closed the stream")
+        except StopAsyncIteration:
+            raise PairError(f"{self._peer.worker_id} closed the stream") from None
         match self._decode(frame):
             case PairWelcome() as welcome:
                 return welcome
@@ -75,10 +83,11 @@ class PairStream:
         if self._call is not None:
             self._call.cancel()
 
-    async def messages(self) -> AsyncIterator[ReceiverToSender]:
+    async def messages(self) -> AsyncGenerator[ReceiverToSender, None]:
         """What the peer says, until the stream ends; raises `PairError` when it breaks."""
+        assert self._incoming is not None
         try:
-            while isinstance(frame := await self._call.read(), bytes):
+            async for frame in self._incoming:
                 yield self._decode(frame)
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
@@ -97,9 +106,12 @@ class PairStream:
         """End the stream and the channel. Idempotent."""
         self._outgoing.close()
         call, self._call = self._call, None
+        incoming, self._incoming = self._incoming, None
         channel, self._channel = self._channel, None
         if call is not None:
             call.cancel()
+        if incoming is not None:
+            await _read_out(incoming)
         if channel is not None:
             await channel.close(None)
 
@@ -113,6 +125,16 @@ class PairStream:
     async def _frames(self) -> AsyncIterator[bytes]:
         async for message in self._outgoing:
             yield encode(message)
+
+
+async def _read_out(incoming: AsyncGenerator[Any, None]) -> None:
+    """Read to the end of a call that is over. gRPC keeps one whose last messages nobody reads, and its connection with
+    it; where a write has failed, not even a cancel ends it."""
+    with contextlib.suppress(grpc.RpcError, asyncio.CancelledError, TimeoutError):  # gRPC's, of its own cancel
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in incoming:
+                pass
+    await incoming.aclose()
 
 
 def _reason(error: BaseException) -> str:

@@ -8,11 +8,17 @@ What gloo does not do by itself, and how it is done here:
 - A group's constructor waits for the other rank as long as an operation may take. Both sides first meet in the store,
   with a deadline of their own, and the group's timeout is the set-up's; every operation gets one instead that is longer
   than any honest transfer, because whether the peer lives is for the control stream to say.
-- A receive knows that it is complete only inside `wait()`, so each direction in use has one thread that waits.
+- An operation is known to be complete only inside `wait()`, so each direction in use has one thread that waits.
 - Neither `abort()` nor `shutdown()` wakes a blocked wait. An operation that times out does: it closes the connection,
-  and with it all operations on it. `close()` posts one that must time out. Where gloo has seen the connection break by
-  itself, in the middle of a payload, that one is refused instead and the receive under way may not be woken: then its
-  own limit ends it.
+  and with it all operations that have not begun. `close()` posts one that must time out.
+- An operation of which some bytes have moved is not woken by the end of its connection, whatever ended it: it sleeps
+  until its own limit. So nobody waits for a payload. Behind each one travels an empty message, for which the receiver
+  waits, and which it answers with an empty message, for which the sender waits. Both are receives that have no middle:
+
+      sender    payload ──> end ──> waits for the answer        receiver    waits for the end ──> answer
+
+  A connection keeps the order, so the end says that the payload is there, and the answer that it was taken. Where a
+  wait fails instead, gloo has closed its socket, and touches no buffer any more.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import contextlib
 import datetime
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +50,7 @@ from disagg.proto.handover import Side
 RANK_OF: dict[Side, int] = {"sender": 0, "receiver": 1}
 """In a pair's group."""
 
-_BYTES_TAG, _CLOSE_TAG = 1, 2
+_BYTES_TAG, _CLOSE_TAG, _END_TAG, _ANSWER_TAG = 1, 2, 3, 4
 _MAX_POSTED = 4
 """Sends that gloo is given at once; the rest wait in our queue."""
 OPERATION_TIMEOUT_S = 60.0
@@ -122,34 +129,33 @@ class _Operation:
     tensor: torch.Tensor
     done: Done
     posted: Posted = nobody_waits
-    work: Any = None
-    """What gloo returned when the operation was posted."""
+    works: Sequence[Any] = ()
+    """What gloo returned when the operation was posted. It forgets what nobody holds."""
+    awaited: Any = None
+    """The one of them that is waited for; None until it is posted."""
     error: str = ""
 
 
 class _Lane:
     """One direction: operations in order, and the thread that waits for them."""
 
-    def __init__(self, group: Any, peer: int, *, sends: bool) -> None:
+    def __init__(self, group: Any, peer: int, name: str) -> None:
         self._group: Any = group
         self._peer = peer
-        self._sends = sends
+        self._name = name
         self._queue: deque[_Operation] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: _Operation) -> None:
-        """Queue it. A receive is posted at once, so that the peer may send; a send may copy megabytes into the socket
-        and is posted by the thread."""
+        """Queue it; where the channel is closed, it is answered at once."""
         with self._changed:
             if not self._closed:
-                if not self._sends:
-                    self._post(operation)
+                self._accept(operation)
                 self._queue.append(operation)
                 if self._thread is None:
-                    name = "kv-send" if self._sends else "kv-recv"
-                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
                 self._changed.notify()
                 return
@@ -167,6 +173,16 @@ class _Lane:
             self._thread.join()
         self._group = None
 
+    def _accept(self, operation: _Operation) -> None:
+        """On the caller's thread, before the operation is queued."""
+
+    def _start(self, group: Any, operation: _Operation) -> None:
+        """Give gloo all that belongs to the operation. Raises `RuntimeError` if the connection is broken."""
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        """What follows an operation that is complete. Before its `Done`, which may close the channel."""
+
     def _run(self) -> None:
         posted: deque[_Operation] = deque()
         while True:
@@ -178,7 +194,7 @@ class _Lane:
             if not posted:
                 return
             for operation in posted:
-                if operation.work is None and not operation.error:
+                if operation.awaited is None and not operation.error:
                     self._post(operation)
             self._finish(posted.popleft())
 
@@ -187,22 +203,70 @@ class _Lane:
         if self._closed or group is None:
             operation.error = CLOSED
             return
-        start = group.send if self._sends else group.recv
         try:
-            operation.work = start([operation.tensor], self._peer, _BYTES_TAG)
+            self._start(group, operation)
         except RuntimeError as error:
             operation.error = str(error)
         else:
             operation.posted()
 
     def _finish(self, operation: _Operation) -> None:
-        if operation.work is not None:
+        if not operation.error:
             try:
-                operation.work.wait(datetime.timedelta(seconds=OPERATION_TIMEOUT_S))
+                operation.awaited.wait(datetime.timedelta(seconds=OPERATION_TIMEOUT_S))
             except RuntimeError as error:
                 operation.error = str(error)
-        operation.work = None
+            else:
+                self._complete()
+        operation.works, operation.awaited = (), None
         operation.done(not operation.error, operation.error)
+
+    def _send(self, group: Any, tensor: torch.Tensor, tag: int) -> Any:
+        return group.send([tensor], self._peer, tag)
+
+    def _recv(self, group: Any, tensor: torch.Tensor, tag: int) -> Any:
+        return group.recv([tensor], self._peer, tag)
+
+
+class _Sends(_Lane):
+    """A send may copy megabytes into the socket, so the thread posts it."""
+
+    def _start(self, group: Any, operation: _Operation) -> None:
+        operation.awaited = self._recv(group, _empty(), _ANSWER_TAG)
+        payload = self._send(group, operation.tensor, _BYTES_TAG)
+        operation.works = payload, self._send(group, _empty(), _END_TAG)
+
+
+class _Recvs(_Lane):
+    """A receive is posted at once, so that the peer may send."""
+
+    def __init__(self, group: Any, peer: int, name: str) -> None:
+        super().__init__(group, peer, name)
+        self._answers: deque[Any] = deque(maxlen=2 * _MAX_POSTED)
+        """The last ones. When an answer leaves here, the peer has it: without it, it would not have sent so much."""
+
+    def join(self) -> None:
+        """See `_Lane.join`."""
+        super().join()
+        self._answers.clear()
+
+    def _accept(self, operation: _Operation) -> None:
+        self._post(operation)
+
+    def _start(self, group: Any, operation: _Operation) -> None:
+        payload = self._recv(group, operation.tensor, _BYTES_TAG)
+        operation.awaited = self._recv(group, _empty(), _END_TAG)
+        operation.works = (payload,)
+
+    def _complete(self) -> None:
+        group = self._group
+        if group is not None:  # else an earlier `Done` closed the channel
+            with contextlib.suppress(RuntimeError):  # the bytes are there; the next operation tells of the end
+                self._answers.append(self._send(group, _empty(), _ANSWER_TAG))
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 class GlooTransport:
@@ -212,8 +276,8 @@ class GlooTransport:
         self._group: Any = group
         self._peer = peer
         self._close_lock = threading.Lock()
-        self._sends = _Lane(group, peer, sends=True)
-        self._recvs = _Lane(group, peer, sends=False)
+        self._sends = _Sends(group, peer, "kv-send")
+        self._recvs = _Recvs(group, peer, "kv-recv")
 
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """See `PairTransport.send`."""

@@ -1,14 +1,9 @@
-"""The gloo transport between two real processes on the loopback interface.
-
-The parent is D. The child is P: it does what a script of (operation, argument) pairs says, so that each test reads in
-one place.
-"""
+"""The gloo transport between two real processes on the loopback interface."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import os
 import queue
 import signal
@@ -16,97 +11,24 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
-from disagg.engine.kv_transfer import gloo
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport
-from disagg.engine.kv_transfer.transport import TransportError
+from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.process_groups import StoreHost
+from tests.support import transport_peer
+from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
 
-HOST = "127.0.0.1"
 SIZES = [1, 2, 7, 4095, 4097, 65_537, 1_000_003, (4 << 20) - 1]
-ANSWER_S = 20.0
-Bytes = npt.NDArray[np.uint8]
-Script = list[tuple[str, Any]]
+OK = (True, "", 0)
+LARGE = 128 << 20
+"""More than the sockets of both sides take, and than moves in a moment."""
 
-
-def content(seed: int, size: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-class Answers:
-    """Collects what `done` was told."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
-
-    def __call__(self, ok: bool, error: str, _checksum: int = 0) -> None:
-        self._queue.put((ok, error))
-
-    def next(self) -> tuple[bool, str]:
-        return self._queue.get(timeout=ANSWER_S)
-
-    def all_ok(self, count: int) -> bool:
-        return [self.next() for _ in range(count)] == [(True, "")] * count
-
-
-def play(address: str, pair_name: str, script: Script, link: Connection) -> None:
-    """P's process."""
-    torch.set_num_threads(1)
-    transport = GlooConnector(HOST)(pair_name, address)
-    answers = Answers()
-    for operation, argument in script:
-        match operation:
-            case "send":
-                buffers = [content(seed, size) for seed, size in enumerate(argument)]
-                for buffer in buffers:
-                    transport.send(buffer, len(buffer), answers)
-                link.send(answers.all_ok(len(buffers)))
-            case "recv":
-                buffers = [np.zeros(size, np.uint8) for size in argument]
-                for buffer in buffers:
-                    transport.recv(buffer, len(buffer), answers)
-                assert answers.all_ok(len(buffers))
-                link.send([checksum(buffer) for buffer in buffers])
-            case "send_and_die":
-                transport.send(content(0, argument), argument, answers)
-                link.send("sending")
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "wait":
-                link.recv()
-            case "close":
-                transport.close()
-                link.send([thread.name for thread in threading.enumerate()])
-
-
-class Peer:
-    """A running P, and D's end of the pair."""
-
-    def __init__(self, rendezvous: GlooRendezvous, script: Script, pair_name: str = "pair-1") -> None:
-        context = multiprocessing.get_context("spawn")
-        self.link, other = context.Pipe()
-        self.process = context.Process(target=play, args=(rendezvous.address, pair_name, script, other), daemon=True)
-        self.process.start()
-        other.close()
-        self.transport = rendezvous.accept(pair_name)
-
-    def hears(self) -> Any:
-        assert self.link.poll(ANSWER_S)
-        return self.link.recv()
-
-    def end(self) -> None:
-        self.transport.close()
-        self.process.kill()
-        self.process.join()
-        self.link.close()
+Peer = functools.partial(transport_peer.Peer, "gloo")
 
 
 @pytest.fixture
@@ -119,13 +41,13 @@ def rendezvous() -> Iterator[GlooRendezvous]:
     assert set(threading.enumerate()) <= before
 
 
-def receive(transport: GlooTransport, sizes: list[int]) -> list[Bytes]:
+def receive(transport: PairTransport, sizes: list[int]) -> list[Bytes]:
     """Post all receives at once, with room to spare behind each, and wait for them."""
     answers = Answers()
     targets = [np.full(size + 3, 0xEE, np.uint8) for size in sizes]
     for target, size in zip(targets, sizes, strict=True):
         transport.recv(target, size, answers)
-    assert answers.all_ok(len(sizes))
+    assert answers.all(len(sizes)) == [(True, "", checksum(t[:n])) for t, n in zip(targets, sizes, strict=True)]
     assert all(target[size:].tolist() == [0xEE] * 3 for target, size in zip(targets, sizes, strict=True))
     return [target[:size] for target, size in zip(targets, sizes, strict=True)]
 
@@ -134,12 +56,12 @@ def test_chunks_of_odd_sizes_both_ways(rendezvous: GlooRendezvous) -> None:
     peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
     for seed, received in enumerate(receive(peer.transport, SIZES)):
         assert checksum(received) == checksum(content(seed, SIZES[seed]))
-    assert peer.hears() is True
+    assert peer.hears() == [OK] * len(SIZES)
     answers = Answers()
     for seed, size in enumerate(SIZES):
         peer.transport.send(content(seed + 50, size), size, answers)
-    assert answers.all_ok(len(SIZES))
-    assert peer.hears() == [checksum(content(seed + 50, size)) for seed, size in enumerate(SIZES)]
+    assert answers.all(len(SIZES)) == [OK] * len(SIZES)
+    assert peer.hears() == [(True, "", checksum(content(seed + 50, size))) for seed, size in enumerate(SIZES)]
     assert peer.hears() == ["MainThread"]
     peer.end()
 
@@ -162,35 +84,79 @@ def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: GlooRendezvous
         assert posted[-1] == number
         peer.transport.send(np.zeros(8 << 20, np.uint8), 8 << 20, answers)
     with pytest.raises(queue.Empty):
-        answers._queue.get(timeout=0.2)
+        answers.next(0.2)
     start = time.monotonic()
     peer.transport.close()
     assert time.monotonic() - start < ANSWER_S
-    assert [answers.next()[0] for _ in range(6)] == [False] * 6
+    assert len(answers.errors(6)) == 6
     peer.transport.close()
     peer.transport.recv(np.zeros(1, np.uint8), 1, answers, functools.partial(posted.append, 3))
     peer.transport.send(np.zeros(1, np.uint8), 1, answers)
-    assert [answers.next() for _ in range(2)] == [(False, "the channel is closed")] * 2
+    assert answers.errors(2) == ["the channel is closed"] * 2
     assert posted == [0, 1, 2]  # each before `recv` returned; not the last, which was not posted
     peer.end()
 
 
-@pytest.mark.parametrize("num_bytes", [100, 16 << 20])
-def test_a_killed_peer_is_an_error_and_not_a_hang(
-    rendezvous: GlooRendezvous, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gloo, "OPERATION_TIMEOUT_S", 3.0)
-    peer = Peer(rendezvous, [("wait", None), ("send_and_die", num_bytes)])
+def test_a_peer_that_dies_before_it_sends_is_an_error_at_once(rendezvous: GlooRendezvous) -> None:
+    peer = Peer(rendezvous, [("wait", None), ("die", None)])
     answers = Answers()
     for _ in range(3):
-        peer.transport.recv(np.zeros(num_bytes, np.uint8), num_bytes, answers)
+        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
     peer.link.send("go")
-    peer.process.join(ANSWER_S)
-    assert peer.process.exitcode == -signal.SIGKILL
-    # With gloo a death in the middle of a transfer may go unseen; closing ends it, or the operation's own limit.
+    assert len(answers.errors(3)) == 3  # without a close
+    peer.end()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receive_that_breaks_off_in_its_middle_wakes_whoever_waits(
+    rendezvous: GlooRendezvous, ending: signal.Signals
+) -> None:
+    """A death is noticed without a close; a peer that stands still is no error until we close."""
+    for number in range(5):
+        peer = Peer(rendezvous, [("wait", None), ("send_into", LARGE), ("wait", None)], f"pair-{number}")
+        answers, buffer = Answers(), np.zeros(LARGE, np.uint8)
+        peer.transport.recv(buffer, LARGE, answers)
+        peer.link.send("go")
+        while not buffer[:100].any():
+            time.sleep(0.0001)
+        os.kill(pid_of(peer), ending)
+        if buffer[-100:].any():
+            peer.end()  # this process slept too long: all of it is there
+            continue
+        is_broken(peer, answers, ending)
+        return
+    pytest.fail("it was never in the middle")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_send_that_breaks_off_in_its_middle_wakes_whoever_waits(
+    rendezvous: GlooRendezvous, ending: signal.Signals
+) -> None:
+    peer = Peer(rendezvous, [("recv_into", LARGE), ("tell", "posted"), ("wait", None)])
+    assert peer.hears() == "posted"
+    os.kill(pid_of(peer), signal.SIGSTOP)
+    answers = Answers()
+    peer.transport.send(np.zeros(LARGE, np.uint8), LARGE, answers)
+    with pytest.raises(queue.Empty):
+        answers.next(0.1)
+    is_broken(peer, answers, ending)
+
+
+def pid_of(peer: transport_peer.Peer) -> int:
+    assert peer.process.pid is not None
+    return peer.process.pid
+
+
+def is_broken(peer: transport_peer.Peer, answers: Answers, ending: signal.Signals) -> None:
+    """The one operation under way is answered, and closing takes no time."""
+    os.kill(pid_of(peer), ending)
+    if ending is signal.SIGKILL:
+        assert len(answers.errors(1)) == 1
+    start = time.monotonic()
     peer.transport.close()
-    results = [answers.next()[0] for _ in range(3)]
-    assert results[1:] == [False, False]
+    assert time.monotonic() - start < ANSWER_S
+    if ending is signal.SIGSTOP:
+        assert len(answers.errors(1)) == 1
     peer.end()
 
 
@@ -292,9 +258,9 @@ def test_operations_may_take_longer_than_the_set_up() -> None:
     answers, target = Answers(), np.zeros(10, np.uint8)
     ends["d"].recv(target, 10, answers)
     with pytest.raises(queue.Empty):
-        answers._queue.get(timeout=2.5)
+        answers.next(2.5)
     ends["p"].send(content(3, 10), 10, answers)
-    assert answers.all_ok(2)
+    assert sorted(answers.all(2)) == [OK, (True, "", checksum(target))]
     assert target.tolist() == content(3, 10).tolist()
     for end in ends.values():
         end.close()

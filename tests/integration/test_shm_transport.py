@@ -1,14 +1,11 @@
-"""The transport through shared memory: between two real processes, and both ends in this one where that says more.
-
-Between processes the parent is D. The child is P: it does what a script of (operation, argument) pairs says.
-"""
+"""The transport through shared memory: between two real processes, and both ends in this one where that says more."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
-import multiprocessing
 import os
 import queue
 import signal
@@ -16,13 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from disagg.client import AsyncClient
@@ -34,86 +29,13 @@ from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransp
 from disagg.engine.kv_transfer.shm_hello import Hello
 from disagg.engine.kv_transfer.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
 from disagg.engine.kv_transfer.transport import CLOSED, TransportError, make_connector, make_rendezvous
+from tests.support import transport_peer
+from tests.support.transport_peer import ANSWER_S, Answers, content
 from tests.support.workers import wait_until_workers_idle
 
 SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, PIECE_BYTES, (4 << 20) - 1, RING_BYTES + 1]
-ANSWER_S = 20.0
-Bytes = npt.NDArray[np.uint8]
-Script = list[tuple[str, Any]]
 
-
-def content(seed: int, size: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-class Answers:
-    """Collects what `done` was told."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[bool, str, int]] = queue.SimpleQueue()
-
-    def __call__(self, ok: bool, error: str, checksum: int = 0) -> None:
-        self._queue.put((ok, error, checksum))
-
-    def next(self, timeout_s: float = ANSWER_S) -> tuple[bool, str, int]:
-        return self._queue.get(timeout=timeout_s)
-
-    def errors(self, count: int) -> list[str]:
-        """Of that many answers, none of which is ok."""
-        answers = [self.next() for _ in range(count)]
-        assert [(ok, digest) for ok, _, digest in answers] == [(False, 0)] * count
-        return [error for _, error, _ in answers]
-
-
-def play(address: str, pair_name: str, script: Script, link: Connection) -> None:
-    """P's process."""
-    transport = ShmConnector()(pair_name, address)
-    answers = Answers()
-    for operation, argument in script:
-        match operation:
-            case "send":
-                buffers = [content(seed, size) for seed, size in enumerate(argument)]
-                for buffer in buffers:
-                    transport.send(buffer, len(buffer), answers)
-                link.send([answers.next() for _ in buffers])
-            case "recv":
-                buffers = [np.zeros(size, np.uint8) for size in argument]
-                for buffer in buffers:
-                    transport.recv(buffer, len(buffer), answers)
-                link.send([answers.next() for _ in buffers])
-            case "die":
-                transport.send(content(0, argument), argument, answers)
-                transport.recv(np.zeros(1, np.uint8), 1, answers)
-                link.send("ready")
-                link.recv()
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "wait":
-                link.recv()
-            case "close":
-                transport.close()
-                link.send([thread.name for thread in threading.enumerate()])
-
-
-class Peer:
-    """A running P, and D's end of the pair."""
-
-    def __init__(self, rendezvous: ShmRendezvous, script: Script, pair_name: str = "pair-1") -> None:
-        context = multiprocessing.get_context("spawn")
-        self.link, other = context.Pipe()
-        self.process = context.Process(target=play, args=(rendezvous.address, pair_name, script, other), daemon=True)
-        self.process.start()
-        other.close()
-        self.transport = rendezvous.accept(pair_name)
-
-    def hears(self) -> Any:
-        assert self.link.poll(ANSWER_S)
-        return self.link.recv()
-
-    def end(self) -> None:
-        self.transport.close()
-        self.process.kill()
-        self.process.join()
-        self.link.close()
+Peer = functools.partial(transport_peer.Peer, "shm")
 
 
 def num_descriptors() -> int:
@@ -236,9 +158,8 @@ def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: ShmRendezvous)
 @pytest.mark.parametrize("num_bytes", [100, 2 * RING_BYTES])
 def test_a_killed_peer_is_noticed_at_once_and_leaves_nothing(rendezvous: ShmRendezvous, num_bytes: int) -> None:
     """Also in the middle of an operation: without a close, a heartbeat or a timeout."""
-    peer = Peer(rendezvous, [("die", num_bytes)])
+    peer = Peer(rendezvous, [("send_into", num_bytes), ("recv_into", 1), ("wait", None), ("die", None)])
     answers = Answers()
-    assert peer.hears() == "ready"
     for _ in range(3):
         peer.transport.recv(np.zeros(4 * RING_BYTES, np.uint8), 4 * RING_BYTES if num_bytes > 100 else 100, answers)
     if num_bytes == 100:
