@@ -3,8 +3,8 @@
 python benchmarks/soak.py --requests 10000 --json FILE
 
 Two prefill and two decode workers as child processes, with the deterministic model. A fifth of the clients go away at
-a random moment; failpoints fall on bytes, control messages and steps, set so that about one request in twenty meets
-one. Prompts have shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
+a random moment; failpoints fall on bytes, control messages and steps, at least five in a hundred requests. Prompts have
+shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
 
 Before and after, the same load runs without faults, in slices: the median of each tells what is left of the goodput
 (tokens of exact, finished answers per second). What each process holds is taken at rest before and after: the workers'
@@ -41,22 +41,24 @@ from disagg.proto.errors import DisaggError
 
 FAILPOINTS = ";".join(
     [
-        "transport.send=corrupt(p=0.002)",
-        "transport.receive=corrupt(p=0.002)",
-        "transport.send=fail(p=0.0003)",
-        "transport.receive=fail(p=0.0003)",
-        "transport.receive=delay(p=0.002,ms=50)",
-        "control.send=drop(p=0.0002)",
-        "control.receive=drop(p=0.0002)",
-        "control.send=duplicate(p=0.0002)",
-        "control.send=reorder(p=0.0002)",
-        "control.send=delay(p=0.001,ms=20)",
-        "control.send=stale(p=0.0002)",
-        "control.send=resize(p=0.0005)",
-        "engine.step=raise(p=0.00005)",
-        "tokens.send=drop(p=0.00002)",
+        "transport.send=corrupt(p=0.0034)",
+        "transport.receive=corrupt(p=0.0034)",
+        "transport.send=fail(p=0.0005)",
+        "transport.receive=fail(p=0.0005)",
+        "transport.receive=delay(p=0.0034,ms=50)",
+        "control.send=drop(p=0.0003)",
+        "control.receive=drop(p=0.0003)",
+        "control.send=duplicate(p=0.0003)",
+        "control.send=reorder(p=0.0003)",
+        "control.send=delay(p=0.0014,ms=20)",
+        "control.send=stale(p=0.0003)",
+        "control.send=resize(p=0.0007)",
+        "engine.step=raise(p=0.00007)",
+        "tokens.send=drop(p=0.00003)",
     ]
 )
+FEWEST_FAULTS = 0.05
+"""Per request."""
 NUM_SLICES = 5
 """Of the load without faults, before and after."""
 CANCELLED_SHARE = 0.22
@@ -255,6 +257,7 @@ def summary(result: Result) -> dict[str, float]:
     figures["met"] = float(
         not figures["wrong"]
         and not figures["left_over"]
+        and figures["faults_per_request"] >= FEWEST_FAULTS
         and figures["goodput_ratio"] >= 0.95
         and figures["memory_growth_mib"] <= LARGEST_GROWTH_MIB
         and figures["open_files_growth"] <= 0
@@ -273,7 +276,13 @@ def rows(result: Result) -> list[dict[str, Any]]:
         for number, each in enumerate(slices)
     ]
     sizes = [
-        {"row": "footprint", "name": name, "before": vars(first), "after": vars(last)}
+        {
+            "row": "footprint",
+            "name": name,
+            "before": first.figures,
+            "after": last.figures,
+            "more": last.more_than(first),
+        }
         for name, (first, last) in result.footprints.items()
     ]
     left = [{"row": "left over", "name": what} for what in result.left]
@@ -326,6 +335,9 @@ def main() -> int:
     print_table("Soak", ["figure", "value"], [[name, f"{value:,.4g}"] for name, value in figures.items()])
     for what in result.left:
         print(f"left over: {what}")
+    for name, (first, last) in result.footprints.items():
+        for what, count in last.more_than(first).items():
+            print(f"{name} has {count} more: {what}")
     if options.json:
         write_json(options.json, report(rows(result), figures))
     return 0 if figures["met"] else 1

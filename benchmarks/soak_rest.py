@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
 REST_TIMEOUT_S = 30.0
 """Leases, and memories of ended attempts that fade, are over by then."""
 GATEWAY = "gateway"
+_NUMBER = re.compile(r":?\[?\d+\]?")
+"""In what a descriptor links to."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,41 @@ class Footprint:
     """One process at rest."""
 
     rss_mib: float
-    num_files: int
-    num_threads: int
+    files: Counter[str]
+    """Open files by what they are."""
+    threads: Counter[str]
+    """By name."""
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
         """As the kernel counts it."""
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        fields = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE))
-        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        return cls(int(fields["VmRSS"]) / 1024, files, int(fields["Threads"]))
+        process = Path(f"/proc/{pid}")
+        (resident_kib,) = re.findall(r"^VmRSS:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
+        files: Counter[str] = Counter()
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                files[_NUMBER.sub("", str(link.readlink()))] += 1
+        threads = Counter((task / "comm").read_text().strip() for task in (process / "task").iterdir())
+        return cls(int(resident_kib) / 1024, files, threads)
+
+    @property
+    def num_files(self) -> int:
+        """That are open."""
+        return self.files.total()
+
+    @property
+    def num_threads(self) -> int:
+        """That run or wait."""
+        return self.threads.total()
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For a report."""
+        return {"rss_mib": self.rss_mib, "num_files": self.num_files, "num_threads": self.num_threads}
+
+    def more_than(self, earlier: Footprint) -> dict[str, int]:
+        """Kinds of files and names of threads of which there are more now."""
+        return dict((self.files - earlier.files) + (self.threads - earlier.threads))
 
 
 def footprints(cluster: ProcessCluster) -> dict[str, Footprint]:

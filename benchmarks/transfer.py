@@ -4,6 +4,7 @@ python benchmarks/transfer.py --json FILE                     all of it
 python benchmarks/transfer.py --only rates                    the transports alone, between two processes
 python benchmarks/transfer.py --only ranks                    the same between workers of several ranks
 python benchmarks/transfer.py --only handovers --streams 8    the cluster alone
+python benchmarks/transfer.py --only handovers --queued 4     the same with prompts behind prompts
 
 Rates are medians over the repeats, which go through everything in both orders (`transfer_rates.py`); the share is that
 of plain copies of the same size. Ranks: `transfer_tp.py`. What is exposed of a hand-over, and what is subtracted:
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks.common import print_table, report, write_json
 from benchmarks.serving import positive
-from benchmarks.transfer_handover import Handover, measure_handovers, quantiles, rows
+from benchmarks.transfer_handover import Handover, Load, measure_handovers, quantiles, rows
 from benchmarks.transfer_rates import Case, measure_rates
 from benchmarks.transfer_tp import IN_FLIGHT, Tp, measure_ranks
 
@@ -102,16 +103,24 @@ def rank_summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def handover_summary(handovers: Mapping[str, Sequence[Handover]]) -> dict[str, float]:
-    """`exposed_p50_ms` and so on over all hand-overs of the first transport, and by transport and size."""
+    """`exposed_p50_ms` and so on over all hand-overs of the first transport, and by transport and size; by transport
+    alone for those with other prompts on P."""
     summary: dict[str, float] = {}
     for transport, measured in handovers.items():
-        if not any(key.startswith("exposed") for key in summary):
-            summary |= quantiles(measured)
-        for tokens in sorted({each.prompt_tokens for each in measured}):
-            figures = quantiles([each for each in measured if each.prompt_tokens == tokens])
-            for percent in (50, 99):
-                summary[f"{transport}_{tokens}_exposed_p{percent}_ms"] = figures[f"exposed_p{percent}_ms"]
+        alone = [each for each in measured if not each.queued]
+        if alone and not any(key.startswith("exposed") for key in summary):
+            summary |= quantiles(alone)
+        for tokens in sorted({each.prompt_tokens for each in alone}):
+            summary |= exposed(f"{transport}_{tokens}", [each for each in alone if each.prompt_tokens == tokens])
+        for queued in sorted({each.queued for each in measured} - {0}):
+            summary |= exposed(f"{transport}_queued_{queued}", [each for each in measured if each.queued == queued])
     return {name: round(value, 3) for name, value in summary.items()}
+
+
+def exposed(name: str, measured: Sequence[Handover]) -> dict[str, float]:
+    """`<name>_exposed_p50_ms` and p99."""
+    figures = quantiles(measured)
+    return {f"{name}_exposed_p{percent}_ms": figures[f"exposed_p{percent}_ms"] for percent in (50, 99)}
 
 
 def show_rates(measured: Sequence[Mapping[str, Any]]) -> None:
@@ -136,14 +145,14 @@ def show_ranks(measured: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_handovers(measured: Sequence[Mapping[str, Any]]) -> None:
-    """One line for each transport, size and number of streams."""
+    """One line for each transport, size, number of streams and of prompts on P."""
     parts = ["exposed_p50_ms", "exposed_p99_ms", "moving_p50_ms", "starting_p50_ms", "wait_p50_ms"]
     table = [
-        [row["transport"], str(row["prompt_tokens"]), str(row["streams"]), str(row["requests"])]
+        [row["transport"], *(str(row[what]) for what in ("prompt_tokens", "streams", "queued", "requests"))]
         + [f"{row[part]:.2f}" for part in parts]
         for row in measured
     ]
-    columns = ["transport", "prompt tokens", "streams", "requests"]
+    columns = ["transport", "prompt tokens", "streams", "queued", "requests"]
     columns += [part.removesuffix("_ms").replace("_", " ") for part in parts]
     print_table("Exposed transfer, in milliseconds", columns, table)
 
@@ -174,6 +183,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--handover-transports", nargs="+", default=["gloo", "shm"])
     parser.add_argument("--prompts", type=positive, nargs="+", default=[512, 1024, 2048], help="their lengths")
     parser.add_argument("--streams", type=int, nargs="+", default=[0, 4], help="other sequences that decode")
+    parser.add_argument("--queued", type=int, nargs="+", default=[0], help="other prompts on the prefill worker")
     parser.add_argument("--requests", type=positive, default=20, help="of each length and number of streams")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the report to this file")
@@ -202,10 +212,15 @@ def main() -> None:
         measured, summary = measured + ranked, summary | rank_summary(ranked)
     if options.only in (None, "handovers"):
         handovers: dict[str, list[Handover]] = {}
+        load = Load(
+            prompts=options.prompts,
+            streams=options.streams,
+            queued=options.queued,
+            requests=options.requests,
+            seed=options.seed,
+        )
         for transport in options.handover_transports:
-            handovers[transport] = measure_handovers(
-                cluster_config(options, transport), options.prompts, options.streams, options.requests, options.seed
-            )
+            handovers[transport] = measure_handovers(cluster_config(options, transport), load)
         handed = [row for transport, each in handovers.items() for row in rows(each, transport)]
         show_handovers(handed)
         measured, summary = measured + handed, summary | handover_summary(handovers)

@@ -14,13 +14,15 @@ queues of both engines. The times are the engines' own (`transfer_worker.py`), o
 machine; no message to the gateway is in them.
 
 Requests come one after the other, each with a prompt that nobody has seen, while `streams` other sequences decode on D;
-between two of them lies a random pause, so that they meet D's steps anywhere.
+between two of them lies a random pause, so that they meet D's steps anywhere. With `queued` prompts there are always so
+many others on P, of the same lengths: it computes the next one while it sends, and D takes over others all the time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import sys
@@ -28,7 +30,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -58,6 +60,7 @@ class Handover:
 
     prompt_tokens: int
     streams: int
+    queued: int = 0
     moving_ms: float
     """From token 0 until D had all."""
     wait_ms: float
@@ -77,6 +80,8 @@ class Asked:
     request_id: str
     prompt_tokens: int
     streams: int
+    queued: int = 0
+    """Other prompts on P."""
 
 
 def handover(asked: Asked, timelines: Sequence[Timeline]) -> Handover:
@@ -95,6 +100,7 @@ def handover(asked: Asked, timelines: Sequence[Timeline]) -> Handover:
     return Handover(
         prompt_tokens=asked.prompt_tokens,
         streams=asked.streams,
+        queued=asked.queued,
         moving_ms=(ready - computed) * 1e3,
         wait_ms=wait * 1e3,
         starting_ms=(began - ready - wait) * 1e3,
@@ -107,15 +113,15 @@ def rest_of_step(steps: Sequence[tuple[float, float]], moment: float) -> float:
 
 
 def rows(handovers: Sequence[Handover], transport: str) -> list[dict[str, Any]]:
-    """One row for each size and number of streams."""
-    groups: dict[tuple[int, int], list[Handover]] = {}
+    """One row for each size, number of streams, and number of prompts on P."""
+    groups: dict[tuple[int, int, int], list[Handover]] = {}
     for each in handovers:
-        groups.setdefault((each.prompt_tokens, each.streams), []).append(each)
+        groups.setdefault((each.prompt_tokens, each.streams, each.queued), []).append(each)
     return [
-        {"what": "hand-over", "transport": transport, "prompt_tokens": tokens, "streams": streams}
+        {"what": "hand-over", "transport": transport, "prompt_tokens": tokens, "streams": streams, "queued": queued}
         | {"requests": len(group)}
         | quantiles(group)
-        for (tokens, streams), group in sorted(groups.items())
+        for (tokens, streams, queued), group in sorted(groups.items())
     ]
 
 
@@ -133,10 +139,23 @@ def quantiles(handovers: Sequence[Handover]) -> dict[str, float]:
 # ---------------------------------------------------------------- a cluster
 
 
-def measure_handovers(
-    config: Mapping[str, Any], prompts: Sequence[int], streams: Sequence[int], requests: int, seed: int
-) -> list[Handover]:
-    """Every size with every number of streams, in one cluster, which it starts.
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What to measure."""
+
+    prompts: Sequence[int]
+    """Their lengths."""
+    streams: Sequence[int]
+    """Other sequences that decode."""
+    queued: Sequence[int] = (0,)
+    """Other prompts on P; with each number of streams."""
+    requests: int
+    """Of each length, with each number of streams and of prompts."""
+    seed: int
+
+
+def measure_handovers(config: Mapping[str, Any], load: Load) -> list[Handover]:
+    """All of it in one cluster, which it starts.
 
     Raises:
         ValueError: if a request was not handed over once, as it should be.
@@ -149,30 +168,30 @@ def measure_handovers(
             mock.patch.dict(os.environ, environment),
             ProcessCluster(parse_config(dict(config))) as cluster,
         ):
-            asked = asyncio.run(_ask_all(cluster.address, prompts, streams, requests, seed))
+            asked = asyncio.run(_ask_all(cluster.address, load))
         timelines = [
             msgspec.json.decode(file.read_bytes(), type=Timeline) for file in sorted(Path(folder).glob("*.json"))
         ]
     return [handover(each, timelines) for each in asked]
 
 
-async def _ask_all(
-    address: str, prompts: Sequence[int], streams: Sequence[int], requests: int, seed: int
-) -> list[Asked]:
-    dice, asked = random.Random(seed), []
+async def _ask_all(address: str, load: Load) -> list[Asked]:
+    dice, asked = random.Random(load.seed), []
     async with AsyncClient(address) as client:
         (model,) = await client.models()
-        for tokens in sorted(set(prompts)):  # what is slow the first time is not counted
+        for tokens in sorted(set(load.prompts)):  # what is slow the first time is not counted
             await _ask(client, random_prompt(dice.getrandbits(60), tokens, model.vocab_size))
-        for num_streams in streams:
-            print(f"hand-overs: {num_streams} streams ...", file=sys.stderr, flush=True)
-            async with _decoding(client, num_streams, model.vocab_size, dice):
-                for _ in range(requests):
-                    for tokens in prompts:
+        for streams, queued in itertools.product(load.streams, load.queued):
+            print(f"hand-overs: {streams} streams, {queued} prompts ...", file=sys.stderr, flush=True)
+            others = [_Others((STREAM_PROMPT_TOKENS,), STREAM_TOKENS)] * streams
+            others += [_Others(load.prompts, OUTPUT_TOKENS)] * queued
+            async with _kept_up(client, others, model.vocab_size, dice):
+                for _ in range(load.requests):
+                    for tokens in load.prompts:
                         await asyncio.sleep(dice.uniform(0, LONGEST_PAUSE_S))
                         prompt = random_prompt(dice.getrandbits(60), tokens, model.vocab_size)
                         request_id = await _ask(client, prompt)
-                        asked.append(Asked(request_id=request_id, prompt_tokens=tokens, streams=num_streams))
+                        asked.append(Asked(request_id=request_id, prompt_tokens=tokens, streams=streams, queued=queued))
     await asyncio.sleep(GRPC_END_S)
     return asked
 
@@ -182,17 +201,28 @@ async def _ask(client: AsyncClient, prompt: list[int], max_tokens: int = OUTPUT_
     return answer.request_id
 
 
+class _Others(NamedTuple):
+    """One client that asks again and again."""
+
+    prompts: Sequence[int]
+    """Lengths, one of which it takes each time."""
+    num_tokens: int
+
+
 @contextlib.asynccontextmanager
-async def _decoding(client: AsyncClient, count: int, vocab_size: int, dice: random.Random) -> AsyncIterator[None]:
-    """Keep so many other sequences decoding."""
+async def _kept_up(
+    client: AsyncClient, others: Sequence[_Others], vocab_size: int, dice: random.Random
+) -> AsyncIterator[None]:
+    """Keep so many other sequences in the cluster."""
 
-    async def stream() -> None:
+    async def ask(each: _Others) -> None:
         while True:
-            await _ask(client, random_prompt(dice.getrandbits(60), STREAM_PROMPT_TOKENS, vocab_size), STREAM_TOKENS)
+            prompt = random_prompt(dice.getrandbits(60), dice.choice(each.prompts), vocab_size)
+            await _ask(client, prompt, each.num_tokens)
 
-    tasks = [asyncio.create_task(stream(), name=f"stream-{number}") for number in range(count)]
+    tasks = [asyncio.create_task(ask(each), name=f"other-{number}") for number, each in enumerate(others)]
     try:
-        await asyncio.sleep(SETTLE_S if count else 0)
+        await asyncio.sleep(SETTLE_S if tasks else 0)
         yield
         for task in tasks:
             if task.done():

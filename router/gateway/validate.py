@@ -147,6 +147,8 @@ def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
     """A text prompt of a possible size. Raises `InvalidRequestError` naming `field`."""
     if not text:
         raise InvalidRequestError(field, "must not be empty")
+    if len(text) > limits.max_prompt_bytes:  # without a copy of it: what is too large is refused soonest
+        raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {len(text)} characters")
     _check_num_bytes(check_unicode(text, field), field, limits)
     return TextPrompt(text)
 
