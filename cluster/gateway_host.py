@@ -17,7 +17,7 @@ import threading
 from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.launch import GatewayLaunch
-from disagg.cluster.process_tools import allow_open_files, describe, freeze_start, pin_process
+from disagg.cluster.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
@@ -69,6 +69,7 @@ class GatewayHost:
             self._thread.join(STOP_GRACE_S + 5.0)
 
     def _run(self) -> None:
+        interrupt_nobody()
         try:
             asyncio.run(self._main())
         except BaseException as error:

@@ -59,6 +59,14 @@ def pin_process(cores: Iterable[int]) -> bool:
     return True
 
 
+def interrupt_nobody() -> None:
+    """From now on this thread, and threads that it starts, wait for a core until whoever has it is at the end of a time
+    slice (a few milliseconds) or pauses, and do then what has come together. For a process with many short tasks beside
+    others that compute: each interruption costs both more than the task itself. A free core is taken at once."""
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def allow_open_files(wanted: int = MAX_OPEN_FILES) -> int:
     """Raise this process's limit of open files to `wanted`, or as far as is allowed; never lower it. Usual limits (256,
     1024) are less than the connections that a gateway shall take: it could accept none until some close.

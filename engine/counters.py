@@ -6,6 +6,7 @@ Owner: the asyncio side of one worker.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TransferCount, WorkerMetrics
@@ -34,14 +35,13 @@ class WorkerCounters:
         self._prompt_tokens = 0
         self._totals = EngineTotals()
 
-    def note(self, step: StepSample | None, totals: EngineTotals) -> None:
-        """A turn of the engine, with the step that it ran if it ran one, and its totals after that."""
+    def note(self, steps: Iterable[StepSample], totals: EngineTotals) -> None:
+        """The steps that the engine ran since the last time, and its totals after them."""
         self._totals = totals
-        if step is None:
-            return
-        self._steps[bisect_left(STEP_SECONDS_BOUNDS, step.ms / 1000)] += 1
-        self._seconds += step.ms / 1000
-        self._prompt_tokens += step.prefill_tokens
+        for step in steps:
+            self._steps[bisect_left(STEP_SECONDS_BOUNDS, step.ms / 1000)] += 1
+            self._seconds += step.ms / 1000
+            self._prompt_tokens += step.prefill_tokens
 
     def metrics(self, transfers: tuple[TransferCount, ...]) -> WorkerMetrics:
         """All of it, with what the roles count."""

@@ -1,10 +1,10 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
 Each turn of the loop takes the commands that arrived and runs one step; what there is to tell the asyncio side goes
-out as a `Batch` before the step and after it. With nothing to do it sleeps until a command arrives or the next deadline
-of a sequence. The sending side learns what a step computes when it begins, and asks for the KV meanwhile: it is copied
-as soon as it is there. The thread ends by `stop` or by a crash; calls that it did not come to are answered with
-`EngineStoppedError`.
+out as a `Batch` before the step and after it, or, where nobody waits for it, with that of the next steps (`pacing.py`).
+With nothing to do it sleeps until a command arrives or the next deadline of a sequence. The sending side learns what a
+step computes when it begins, and asks for the KV meanwhile: it is copied as soon as it is there. The thread ends by
+`stop` or by a crash; calls that it did not come to are answered with `EngineStoppedError`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from disagg.engine.commands import Command, Event, Gather
 from disagg.engine.core import EngineCore
 from disagg.engine.counters import EngineTotals
+from disagg.engine.pacing import Pacing
 from disagg.proto.messages import KvEvent, Load, StepSample
 
 logger = logging.getLogger(__name__)
@@ -44,18 +45,22 @@ class Batch:
     events: list[Event]
     kv_events: tuple[KvEvent, ...]
     load: Load
-    step: StepSample | None = None
-    """The step that was run, if there was something to compute."""
+    steps: tuple[StepSample, ...] = ()
+    """The steps that were run since the last batch."""
     totals: EngineTotals = field(default_factory=EngineTotals)
     """As of now."""
 
 
 class EngineThread:
-    """Runs `core` until `stop`. `deliver` is called on the engine thread, once per turn, and must neither block nor
-    raise; `on_crash` too, at most once."""
+    """Runs `core` until `stop`. `deliver` is called on the engine thread, a few times per turn or once for several, and
+    must neither block nor raise; `on_crash` too, at most once. `token_interval_s`: see `Pacing`."""
 
     def __init__(
-        self, core: EngineCore, deliver: Callable[[Batch], None], on_crash: Callable[[BaseException], None]
+        self,
+        core: EngineCore,
+        deliver: Callable[[Batch], None],
+        on_crash: Callable[[BaseException], None],
+        token_interval_s: float = 0.0,
     ) -> None:
         self._core = core
         self._deliver = deliver
@@ -64,6 +69,10 @@ class EngineThread:
         """With the time at which each was posted: from then on its sequence waits."""
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
+        self._pacing = Pacing(token_interval_s)
+        self._untold: list[Event] = []
+        self._untold_steps: list[StepSample] = []
+        """What steps came to that were not told yet; empty while the thread sleeps."""
         self._stopping = False
         self._is_unchecked = False
         """There is no sequence, and nobody has looked whether something was left since the last one."""
@@ -165,15 +174,27 @@ class EngineThread:
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
         if events:
-            self._tell(events, None)  # now: what peers wait for shall not wait for the step
+            self._tell(events)  # now: what peers wait for shall not wait for the step
         started = time.monotonic()
-        if planned := self._core.plan_step(started):
-            self._tell(planned, None)
+        planned = self._core.plan_step(started)
+        if planned or (self._untold_steps and self._core.last_plan.prefills):
+            self._tell(planned)
         events = self._core.run_step()
-        plan = self._core.last_plan
-        step = plan.measured((time.monotonic() - started) * 1e3) if plan.entries else None
         self._is_unchecked = self._core.is_idle
-        self._tell(events + self._serve_gathers(), step)
+        self._end_step(events + self._serve_gathers(), started)
+
+    def _end_step(self, events: list[Event], started: float) -> None:
+        """Tell what the step came to, or keep it for the next time."""
+        plan, now = self._core.last_plan, time.monotonic()
+        if not plan.entries:
+            self._tell(events)
+            return
+        self._untold_steps.append(plan.measured((now - started) * 1e3))
+        if self._core.has_work and self._pacing.may_wait(events, now - started, now):
+            self._untold += events
+        else:
+            self._pacing.told(now)
+            self._tell(events)
 
     def _serve_gathers(self) -> list[Event]:
         """Copy what was asked for during the step and computed in it, before anything else happens to it."""
@@ -186,9 +207,12 @@ class EngineThread:
         with self._wake:
             return self._inbox.popleft() if self._inbox and isinstance(self._inbox[0][1], Gather) else None
 
-    def _tell(self, events: list[Event], step: StepSample | None) -> None:
+    def _tell(self, events: list[Event]) -> None:
+        """Everything that is to be told, `events` last."""
         core = self._core
-        self._deliver(Batch(events, core.drain_kv_events(), core.load(), step, core.totals()))
+        events, self._untold = self._untold + events, []
+        steps, self._untold_steps = tuple(self._untold_steps), []
+        self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals()))
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

@@ -69,9 +69,9 @@ class _Watch:
         """One that the engine is to take."""
         self.changed = asyncio.Event()
 
-    def note(self, kv_events: Sequence[KvEvent], step: StepSample | None) -> None:
+    def note(self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample]) -> None:
         """Something changed."""
-        if step is not None:
+        for step in steps:
             self.steps.offer(step)
         if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
             self.needs_snapshot = True
@@ -153,14 +153,14 @@ class WorkerService:
         return True
 
     def publish(self, batch: Batch) -> None:
-        """Note load, KV events and step of one engine turn for the report streams."""
-        self._counters.note(batch.step, batch.totals)
+        """Note load, KV events and steps of one batch of the engine for the report streams."""
+        self._counters.note(batch.steps, batch.totals)
         changed = bool(batch.kv_events) or batch.load != self._load
         self._load = batch.load
         if not changed:
             return
         for watch in self._watches:
-            watch.note(batch.kv_events, batch.step)
+            watch.note(batch.kv_events, batch.steps)
 
     # ------------------------------------------------------------ handlers
 

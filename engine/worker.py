@@ -128,7 +128,8 @@ class Worker:
         warm_up(runner, config)
         self._calibration = calibrate(runner, config, time.monotonic)
         core = EngineCore(self.failpoints.runner(runner), config=config)
-        self._runner, self._engine = runner, EngineThread(core, self._deliver, self._on_crash)
+        self._runner = runner
+        self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
 
     def stop(self, grace_s: float = 2.0) -> None:

@@ -78,6 +78,7 @@ PURE = (
     "engine/fake.py",
     "engine/lazy_heap.py",
     "engine/outbox.py",
+    "engine/pacing.py",
     "engine/plan.py",
     "engine/prefix_cache.py",
     "engine/randomness.py",

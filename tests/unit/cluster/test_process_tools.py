@@ -199,3 +199,22 @@ def test_what_the_start_left_is_not_collected_again() -> None:
     finally:
         gc.unfreeze()
     assert any(known is kept for known in gc.get_objects())
+
+
+def test_threads_of_a_thread_that_interrupts_nobody_do_not_either() -> None:
+    policies: list[int] = []
+
+    def look() -> None:
+        policies.append(os.sched_getscheduler(0))
+
+    def start_another() -> None:
+        process_tools.interrupt_nobody()
+        child = threading.Thread(target=look)
+        child.start()
+        child.join()
+
+    thread = threading.Thread(target=start_another)
+    thread.start()
+    thread.join()
+    look()
+    assert policies == [os.SCHED_BATCH, os.SCHED_OTHER]

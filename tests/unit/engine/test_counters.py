@@ -15,8 +15,8 @@ def test_steps_fall_into_their_intervals() -> None:
     it = WorkerCounters()
     assert it.metrics(()) == WorkerMetrics(step_seconds=(0,) * (len(STEP_SECONDS_BOUNDS) + 1))
     for ms in (0.5, 1.0, 1.5, 4000.0, 9000.0):
-        it.note(StepSample(ms=ms, prefill_tokens=3), EngineTotals(output_tokens=7, cached_tokens=8, preemptions=9))
-    it.note(None, EngineTotals(8, 9, 10, swapped_out_blocks=12, swapped_in_blocks=11))
+        it.note((StepSample(ms=ms, prefill_tokens=3),), EngineTotals(output_tokens=7, cached_tokens=8, preemptions=9))
+    it.note((), EngineTotals(8, 9, 10, swapped_out_blocks=12, swapped_in_blocks=11))
     found = it.metrics(())
     assert found.step_seconds == (2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1)
     assert found.step_seconds_sum == pytest.approx(13.003)

@@ -25,10 +25,10 @@ PROMPT = make_prompt(20)
 class Harness:
     """An engine thread, and what it told."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, token_interval_s: float = 0.0) -> None:
         self.batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.thread = EngineThread(core, self.batches.put, self.crashes.put)
+        self.thread = EngineThread(core, self.batches.put, self.crashes.put, token_interval_s)
 
     def events_until_ended(self) -> list[Any]:
         """All events up to the first `Ended`."""
@@ -60,12 +60,12 @@ def test_a_sequence_runs_to_its_end_without_being_pushed() -> None:
 def test_every_step_is_measured_and_nothing_else() -> None:
     with running(make_core(token_budget=32)) as harness:
         harness.thread.post(Add(make_spec("a", make_prompt(40), max_tokens=2)))
-        steps = [harness.batches.get(timeout=WAIT_S).step for _ in range(3)]
-        shapes = [(s.prefill_tokens, s.prefill_attended, s.num_decodes, s.decode_context) for s in steps if s]
+        steps = [step for _ in range(3) for step in harness.batches.get(timeout=WAIT_S).steps]
+        shapes = [(s.prefill_tokens, s.prefill_attended, s.num_decodes, s.decode_context) for s in steps]
         assert shapes == [(32, 528, 0, 0), (8, 292, 0, 0), (0, 0, 1, 41)]
-        assert all(step is not None and step.ms > 0 for step in steps)
+        assert all(step.ms > 0 for step in steps)
         harness.thread.post(Reserve(make_spec("b", PROMPT)))
-        assert harness.batches.get(timeout=WAIT_S).step is None
+        assert harness.batches.get(timeout=WAIT_S).steps == ()
 
 
 def test_a_step_that_failed_is_not_measured() -> None:
@@ -73,7 +73,7 @@ def test_a_step_that_failed_is_not_measured() -> None:
     core._runner.run = lambda plan: StepResult([])  # type: ignore[method-assign]
     with running(core) as harness:
         harness.thread.post(Add(make_spec("a", PROMPT)))
-        assert harness.batches.get(timeout=WAIT_S).step is None
+        assert harness.batches.get(timeout=WAIT_S).steps == ()
 
 
 class AskingRunner(FakeModelRunner):
@@ -117,8 +117,35 @@ def test_what_peers_wait_for_is_told_before_the_step() -> None:
     harness.thread.post(Reserve(make_spec("b", PROMPT)))
     harness.thread.start()
     first, second = (harness.batches.get(timeout=WAIT_S) for _ in range(2))
-    assert ([type(event).__name__ for event in first.events], first.step) == (["Reserved"], None)
-    assert second.step is not None
+    assert ([type(event).__name__ for event in first.events], first.steps) == (["Reserved"], ())
+    assert len(second.steps) == 1
+    assert harness.thread.stop(WAIT_S)
+
+
+def test_tokens_that_nobody_waits_for_are_told_with_later_ones() -> None:
+    harness = Harness(make_core(), token_interval_s=3600.0)
+    harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=5)))
+    harness.thread.start()
+    told = [harness.batches.get(timeout=WAIT_S) for _ in range(2)]
+    indices = [[event.index for event in batch.events if isinstance(event, TokenSampled)] for batch in told]
+    assert (indices, [len(batch.steps) for batch in told]) == ([[0], [1, 2, 3, 4]], [1, 4])
+    assert harness.thread.stop(WAIT_S)
+
+
+def test_tokens_do_not_wait_while_a_prompt_is_computed() -> None:
+    runner = AskingRunner()
+    harness = Harness(make_core(runner=runner), token_interval_s=3600.0)
+
+    def ask(plan: StepPlan) -> None:
+        if plan.decodes and plan.decodes[0].sequence.num_output_tokens == 3 and not plan.prefills:
+            harness.thread.post(Add(make_spec("b", make_prompt(30), max_tokens=1)))
+
+    runner.ask = ask
+    harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=6)))
+    harness.thread.start()
+    told = [harness.batches.get(timeout=WAIT_S) for _ in range(4)]
+    tokens = [[(e.key.request_id, e.index) for e in batch.events if isinstance(e, TokenSampled)] for batch in told]
+    assert tokens == [[("a", 0)], [("a", 1), ("a", 2), ("a", 3)], [("a", 4), ("b", 0)], [("a", 5)]]
     assert harness.thread.stop(WAIT_S)
 
 
