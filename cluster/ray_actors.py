@@ -33,7 +33,7 @@ from disagg.cluster.logs import log_environment, setup_logging
 from disagg.cluster.process_tools import available_cores, describe, pin_process
 from disagg.cluster.ranks import rank_config
 from disagg.cluster.ray_names import CONTROLLER, ControllerAnswer, ControllerSettings, ProcessSettings
-from disagg.cluster.ray_ranks import end_followers, rank_actors
+from disagg.cluster.ray_ranks import end_followers, end_this_actor, rank_actors
 from disagg.cluster.restart_pause import Starts, next_start
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ControlState, PoolName, StateRequest
@@ -295,7 +295,7 @@ def leave_ray() -> None:
     import ray
 
     group = ray.util.get_current_placement_group()
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # without it, Ray would start us again
+    end_this_actor()
     if group is not None:
         ray.util.remove_placement_group(group)
 

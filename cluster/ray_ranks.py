@@ -154,7 +154,7 @@ class RankActor:
             else:
                 unknown_since = unknown_since or time.monotonic()
                 if time.monotonic() - unknown_since >= ORPHAN_GRACE_S:
-                    _leave_ray()
+                    end_this_actor()
                     return None
             self._stopping.wait(POLL_S)
         return None
@@ -171,7 +171,8 @@ class RankActor:
         return be_rank(RankStart(config=config, rank=rank, leader_address=leader.address, secret=secret))
 
 
-def _leave_ray() -> None:
+def end_this_actor() -> None:
+    """End the actor that this process is, for good: without this, Ray would start it again."""
     import ray
 
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -61,7 +61,8 @@ def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
 
 
 def backoff_s(num_faults: int) -> float:
-    """The pause before the next start, after so many faults in a row: 1, 2, 4 .. 30 s."""
+    """The pause after so many faults in a row, 1, 2, 4, 8, 16, 30 s, where no life before the last fault was fine; see
+    `next_start`: a row that ends a life that was fine begins with `FIRST_PAUSE_S`, and so waits 0.5, 2, 4 .. 30 s."""
     return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
 
 

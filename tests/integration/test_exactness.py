@@ -29,11 +29,17 @@ BLOCK = 16
 CHUNK = 64
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
 NUM_TOKENS = 20
-MODELS = ["llama3_rope", "mistral", "qwen2", "qwen3", pytest.param("smollm2-135m", marks=pytest.mark.model)]
+MODELS = ["llama3_rope", "mistral", "qwen2", "qwen3"]
+REAL_MODEL = "smollm2-135m"
+REAL_LENGTHS = [1, BLOCK + 1, CHUNK, 3 * CHUNK + 7]
+ALL_MODELS = [*MODELS, pytest.param(REAL_MODEL, marks=pytest.mark.model)]
+SLOW_FOR_REAL = [*MODELS, pytest.param(REAL_MODEL, marks=[pytest.mark.model, pytest.mark.slow])]
+"""What the tiny models show as well, at a tenth of the time."""
 
 
 @dataclass
 class Served:
+    name: str
     folder: Path
     workers: list[WorkerInfo]
     vocab_size: int
@@ -61,10 +67,10 @@ def _config(worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per
     )
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kind = request.param
-    if kind == "smollm2-135m":
+    if kind == REAL_MODEL:
         folder, vocab_size, bytes_per_token = resolve_model(kind), 49152, 30 * 2 * 3 * 64 * 4
     else:
         folder, vocab_size = make_checkpoint(kind, tmp_path_factory.mktemp("models") / kind), 384
@@ -76,20 +82,22 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ]
     with running_workers(*configs) as infos:
         assert [info.kv_layout.bytes_per_token for info in infos] == [bytes_per_token] * 3
-        yield Served(folder, infos, vocab_size, random.Random(kind))
+        yield Served(kind, folder, infos, vocab_size, random.Random(kind))
 
 
+@pytest.mark.parametrize("served", ALL_MODELS, indirect=True)
 async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Served) -> None:
-    prompts = [served.prompt(length) for length in LENGTHS]
+    lengths = REAL_LENGTHS if served.name == REAL_MODEL else LENGTHS
+    prompts = [served.prompt(length) for length in lengths]
     expected = [served.reference(prompt) for prompt in prompts]
-    assert len({tuple(ids) for ids in expected}) == len(LENGTHS)
+    assert len({tuple(ids) for ids in expected}) == len(lengths)
     async with open_gateway(served.workers) as gateway:
         for prompt, ids in zip(prompts, expected, strict=True):
             alone = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
             assert alone.token_ids == ids
             assert alone.handed_over[0].transport == "gloo"
         # Prompts of their own, because the ones above are cached now; mixed with others that share the batch.
-        batch = [served.prompt(length) for length in LENGTHS]
+        batch = [served.prompt(length) for length in lengths]
         apart, together = await asyncio.gather(
             asyncio.gather(*(gateway.run(p, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS) for p in batch)),
             asyncio.gather(*(gateway.run(p, worker="colocated-0", max_tokens=NUM_TOKENS) for p in batch)),
@@ -99,6 +107,7 @@ async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Serve
         assert [answer.token_ids for answer in together] == expected
 
 
+@pytest.mark.parametrize("served", SLOW_FOR_REAL, indirect=True)
 @pytest.mark.parametrize("warm_prefill", ["none", "partial", "full"])
 @pytest.mark.parametrize("warm_decode", ["none", "partial", "full"])
 async def test_prefix_hits_change_nothing(served: Served, warm_prefill: str, warm_decode: str) -> None:
@@ -116,6 +125,7 @@ async def test_prefix_hits_change_nothing(served: Served, warm_prefill: str, war
         assert answer.handed_over[0].cached_tokens == on_decode
 
 
+@pytest.mark.parametrize("served", ALL_MODELS, indirect=True)
 async def test_a_second_turn_sends_only_what_decode_lacks(served: Served) -> None:
     first = served.prompt(50)
     async with open_gateway(served.workers) as gateway:
@@ -128,6 +138,7 @@ async def test_a_second_turn_sends_only_what_decode_lacks(served: Served) -> Non
         assert again.prefilled[0].cached_tokens == 3 * BLOCK
 
 
+@pytest.mark.parametrize("served", SLOW_FOR_REAL, indirect=True)
 async def test_seeded_sampling_is_the_same_in_both_modes(served: Served) -> None:
     sampling = [
         Sampling(temperature=0.9, seed=7, max_tokens=NUM_TOKENS),
@@ -148,6 +159,7 @@ async def test_seeded_sampling_is_the_same_in_both_modes(served: Served) -> None
         assert other.token_ids != same.token_ids
 
 
+@pytest.mark.parametrize("served", SLOW_FOR_REAL, indirect=True)
 async def test_logprobs_are_those_of_transformers_and_the_same_in_both_modes(served: Served) -> None:
     prompts = [served.prompt(length) for length in (1, 33, 64, 70)]
     greedy = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=5)
@@ -181,6 +193,7 @@ def _assert_close(found: Sequence[object], expected: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=0.0)
 
 
+@pytest.mark.parametrize("served", SLOW_FOR_REAL, indirect=True)
 async def test_a_retry_goes_on_where_the_first_attempt_stopped(served: Served) -> None:
     prompt = served.prompt(45)
     whole = served.reference(prompt)

@@ -88,11 +88,14 @@ async def _stop_and_go_on(infos: list[WorkerInfo]) -> None:
             await _until(lambda: _is_suspected(router, stopped))
             assert [answer == _expected(i) for i, answer in enumerate(await asyncio.gather(*streams))] == [True] * 4
             assert router.counters()["worker_suspected"] == 2
-            assert await _answer(router, "r4", 4) == _expected(4)  # on the other one
+            assert await _answer(router, "r4", 4) == _expected(4)
+            (trace,) = router.recent(1)
+            assert (trace.request_id, trace.decode_worker) == ("r4", "decode-1")
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         await _until(lambda: not _is_suspected(router, stopped))
         await wait_until_workers_idle(infos)
+        await _until(lambda: all(view.load.num_running == 0 for view in router.view().workers))  # as they report
         assert await asyncio.gather(*(_answer(router, f"s{i}", i) for i in range(2))) == [_expected(0), _expected(1)]
         used = {trace.decode_worker for trace in router.recent(2)}
         assert used == {"decode-0", "decode-1"}

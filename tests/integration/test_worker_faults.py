@@ -252,7 +252,7 @@ async def offer_a_key_twice(gateway: GatewayStub) -> None:
 # ---------------------------------------------------------------- stopping
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.02, marks=pytest.mark.slow), 0.2])
 async def test_workers_that_are_told_to_stop_under_load_end_by_themselves(delay_s: float) -> None:
     async with contextlib.AsyncExitStack() as stack:
         with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):

@@ -107,7 +107,8 @@ class Bench:
         self, load: Load, *kv_events: KvEvent, step: StepSample | None = None, totals: EngineTotals | None = None
     ) -> None:
         """One turn of the engine."""
-        self.service.publish(Batch([], kv_events, load, step, totals or EngineTotals()))
+        steps = () if step is None else (step,)
+        self.service.publish(Batch([], kv_events, load, steps, totals or EngineTotals()))
 
     def send(self, detail: str) -> bool:
         end = End(request_id=RequestId("r"), attempt=1, reason="failed", detail=detail)

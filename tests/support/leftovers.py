@@ -34,8 +34,12 @@ _cancel_all = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]  #
 
 
 def mark_this_run() -> None:
-    """Put a mark that is unique to this test run into the environment, once, before the first child starts."""
-    os.environ.setdefault(MARK, uuid.uuid4().hex)
+    """Put a mark that is unique to this test run into the environment, once, before the first child starts.
+
+    Workers of one run that share its tests have a mark each, or one would find the children of the other.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ or MARK not in os.environ:
+        os.environ[MARK] = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
