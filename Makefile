@@ -7,6 +7,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.install-stamp
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 PROTO_TOOLS := build/proto-tools
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients lint format check bench bench-gateway soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients lint format check bench bench-gateway gpu-check soak proto wheel clean
 
 help: ## what can be made
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -50,12 +51,12 @@ test: export OMP_NUM_THREADS = 1
 test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
 	@echo "Testing (about eleven minutes on two cores; ARGS that match no test of one part are fine)"
-	@$(BIN)/python -m pytest -n 2 tests/unit $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: export OMP_NUM_THREADS = 1
-test-slow: $(STAMP) ## integration tests that take too long for every change
-	@$(BIN)/python -m pytest -m slow tests/integration $(ARGS)
+test-slow: $(STAMP) ## tests that take too long for every change
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-tp: export OMP_NUM_THREADS = 1
 test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over
@@ -94,15 +95,24 @@ format: $(STAMP) ## rewrite the code in the one format
 
 check: lint test ## lint and test
 
-bench: model ## tokens/s, TTFT and TPOT of a cluster that it starts (a few minutes)
+# Peers stand beside us where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
+bench: model ## engine, ops and serving beside what the machine can do, and beside peers (a quarter of an hour; ARGS: of serving.py)
 	@mkdir -p build
-	@$(BIN)/python benchmarks/serving.py --launch both --json build/serving.json $(ARGS)
+	@$(BIN)/python benchmarks/engine.py --json build/engine.json \
+	  $(if $(wildcard build/peers/llama.cpp/bin/llama-batched-bench),--llamacpp build/peers/llama.cpp/bin)
+	@$(BIN)/python benchmarks/kernels.py --json build/kernels.json
+	@$(BIN)/python benchmarks/serving.py --engine --shapes colocated-2x1 --json build/serving.json \
+	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 
 bench-gateway: model ## what a token costs the gateway, by protocol, and what misbehaving clients cost (ten minutes)
 	@mkdir -p build
 	@$(BIN)/python benchmarks/gateway.py --json build/gateway.json $(ARGS)
 	@$(BIN)/python benchmarks/gateway.py --slow --json build/gateway-slow.json
 	@$(BIN)/python benchmarks/bad_input.py --generated 12000 --json build/bad-input.json
+
+gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; needs a GPU, but neither .venv nor a network
+	@mkdir -p build
+	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about five minutes)

@@ -3,6 +3,10 @@
 python benchmarks/serving.py                                  starts a disaggregated cluster
 python benchmarks/serving.py --launch both --json FILE        and then a colocated one with as many workers
 python benchmarks/serving.py --address 127.0.0.1:8470         measures a cluster that runs already
+python benchmarks/serving.py --engine                         clusters in turns with their bare engines
+python benchmarks/serving.py --peer vllm                      and with vLLM, or with the server at http://HOST:PORT
+
+The last two start every shape of `--shapes` and measure all in both orders (serving_side_by_side.py).
 """
 
 from __future__ import annotations
@@ -19,19 +23,13 @@ import yaml
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import load
+from benchmarks import load, serving_side_by_side
 from benchmarks.common import print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
+from benchmarks.serving_parties import SHAPES, WARM_UP_SEED
+from benchmarks.serving_side_by_side import num_requests
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
-
-WARMUP_SEED = 1 << 40
-"""Prompts of the warm-up; measured ones count up from 0."""
-
-
-def num_requests(concurrency: int, asked: int | None) -> int:
-    """Requests of one run: enough that every client sends two or more, and at least eight."""
-    return max(8, 2 * concurrency) if asked is None else asked
 
 
 async def measure(address: str, mode: str, options: argparse.Namespace) -> list[load.Run]:
@@ -42,7 +40,7 @@ async def measure(address: str, mode: str, options: argparse.Namespace) -> list[
     async with load.channel(address) as channel:
         stub = load.service(channel)
         model = await load.only_model(stub)
-        await load.closed_loop(stub, load.requests(model, shape, WARMUP_SEED, 2), 2)
+        await load.closed_loop(stub, load.requests(model, shape, WARM_UP_SEED, 2), 2)
         for concurrency in options.concurrency:
             for repeat in range(options.repeats):
                 count = num_requests(concurrency, options.requests)
@@ -67,7 +65,7 @@ def measure_all(options: argparse.Namespace) -> list[load.Run]:
     if options.address:
         return asyncio.run(measure(options.address, "running", options))
     modes = ["disaggregated", "colocated"] if options.launch == "both" else [options.launch]
-    base: dict[str, Any] = yaml.safe_load(options.config.read_text(encoding="utf-8")) or {} if options.config else {}
+    base = base_config(options)
     runs = []
     for mode in modes:
         print(f"{mode}: starting a cluster ...", file=sys.stderr, flush=True)
@@ -76,22 +74,38 @@ def measure_all(options: argparse.Namespace) -> list[load.Run]:
     return runs
 
 
+def base_config(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration file as it is, or nothing."""
+    return yaml.safe_load(options.config.read_text(encoding="utf-8")) or {} if options.config else {}
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--address", help="host:port of a running cluster")
     where.add_argument("--launch", choices=["disaggregated", "colocated", "both"], default="disaggregated")
+    parser.add_argument("--engine", action="store_true", help="beside the bare engines, on the same cores")
+    parser.add_argument("--peer", metavar="vllm|URL", help="beside another server that speaks OpenAI's API")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", help="for --engine and --peer (default: all)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="ray", help="what starts the processes")
     parser.add_argument("--config", type=Path, help="cluster configuration for --launch")
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=positive, help="requests of a run (default: max(8, 2 x concurrency))")
-    parser.add_argument("--repeats", type=positive, default=1)
+    parser.add_argument("--repeats", type=positive, help="default: 1; with --engine or --peer 5")
     parser.add_argument("--input-tokens", type=positive, default=256)
     parser.add_argument("--output-tokens", type=positive, default=128)
     parser.add_argument("--seed", type=int, default=0, help="the first prompt's seed: another one gives new prompts")
     parser.add_argument("--json", type=Path, help="write the report to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.side_by_side = bool(options.engine or options.peer)
+    if options.side_by_side and options.address:
+        parser.error("--address: --engine and --peer start clusters of their own")
+    if options.shapes and not options.side_by_side:
+        parser.error("--shapes: only with --engine or --peer")
+    options.shapes = options.shapes or [*SHAPES]
+    options.repeats = options.repeats or (5 if options.side_by_side else 1)
+    return options
 
 
 def positive(text: str) -> int:
@@ -105,11 +119,18 @@ def positive(text: str) -> int:
 def main() -> None:
     """Measure, print the table, write the report."""
     options = parse_arguments()
-    runs = measure_all(options)
-    columns, lines = load.table(runs)
-    print_table(f"{options.input_tokens} tokens in, {options.output_tokens} out, closed loop", columns, lines)
+    title = f"{options.input_tokens} tokens in, {options.output_tokens} out, closed loop"
+    if options.side_by_side:
+        runs = serving_side_by_side.measure(options, base_config(options))
+        serving_side_by_side.print_tables(runs, title)
+        rows = serving_side_by_side.comparison_rows(runs)
+        summary = serving_side_by_side.summary(runs)
+    else:
+        runs = measure_all(options)
+        print_table(title, *load.table(runs))
+        rows, summary = [], load.summary(runs)
     if options.json:
-        write_json(options.json, report([load.row(run) for run in runs], load.summary(runs)))
+        write_json(options.json, report([*rows, *(load.row(run) for run in runs)], summary))
         print(f"report: {options.json}")
 
 

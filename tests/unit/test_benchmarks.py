@@ -15,7 +15,8 @@ import pytest
 from benchmarks import bad_input, common, load
 from benchmarks.launch import cluster_config
 from benchmarks.load import Run, Timing
-from benchmarks.serving import num_requests, parse_arguments
+from benchmarks.serving import parse_arguments
+from benchmarks.serving_side_by_side import num_requests
 from disagg.cluster.config import parse_config
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.from_protobuf import read_request

@@ -1,0 +1,327 @@
+"""Decode steps and prompts of the engine alone, beside what the machine could do, and beside llama.cpp.
+
+python benchmarks/engine.py --json FILE
+python benchmarks/engine.py --llamacpp build/peers/llama.cpp/bin      the programs of scripts/peers/llama_cpp.sh
+python benchmarks/engine.py --quantization none int8
+
+Each repeat measures, for each engine, the ceilings of its cores, decode steps of several batch sizes and prompts;
+llama.cpp runs after it in one repeat and before it in the next. An engine is a process, pinned to the first cores; the
+others wait meanwhile. A share is the limit of the step (`step_limit.py`: one op after the other, each at the ceilings
+of the same repeat) over its median time. Ratios to llama.cpp compare tokens/s over all steps of the same contexts.
+Everything reported is the median over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.ceilings import Ceilings, print_ceilings
+from benchmarks.common import print_table, report, write_json
+from benchmarks.engine_process import Engine, running_engine
+from benchmarks.peers_llamacpp import LlamaCpp, PeerRun, open_llama_cpp
+from benchmarks.serving import positive
+from benchmarks.step_limit import decode_works, limit_s, overlapped_limit_s, prefill_works
+from disagg.cluster.models import DEFAULT_MODEL, resolve_model
+from disagg.cluster.process_tools import available_cores
+from disagg.engine.checkpoint import ModelConfig, read_model_config
+from disagg.engine.config import Quantization, WorkerConfig
+
+BATCHES = [1, 2, 4, 6, 8, 16, 32]
+SHARED_BATCHES = (1, 8, 32)
+"""Those that are compared with llama.cpp, and stand in the summary."""
+WEIGHT_BYTES: Mapping[Quantization, float] = {"none": 2.0, "int8": 1.0}
+PROMPT_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One engine that is measured."""
+
+    num_threads: int
+    quantization: Quantization
+
+    @property
+    def name(self) -> str:
+        """For tables and rows."""
+        weights = "bf16" if self.quantization == "none" else self.quantization
+        return f"{weights}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One batch size in one repeat."""
+
+    batch: int
+    steps_ms: tuple[float, ...]
+
+    @property
+    def step_ms(self) -> float:
+        """Of the median step."""
+        return statistics.median(self.steps_ms)
+
+    @property
+    def tok_s(self) -> float:
+        """Over all steps."""
+        return self.batch * len(self.steps_ms) / sum(self.steps_ms) * 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """What one engine did in one repeat."""
+
+    ceilings: Ceilings
+    decodes: tuple[Decode, ...]
+    prefill_ms: float
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """All repeats."""
+
+    kinds: dict[Kind, list[Repeat]] = field(default_factory=dict)
+    peer: list[list[PeerRun]] = field(default_factory=list)
+    """Of each repeat; none without a peer."""
+
+
+def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
+    """One repeat of one engine. Its ceilings are the better ones of before and after."""
+    before = engine.ceilings()
+    prefills_ms = [engine.prefill(options.input_tokens) for _ in range(PROMPT_REPEATS)]
+    decodes = [
+        Decode(batch=batch, steps_ms=tuple(engine.decode(batch, options.input_tokens, options.steps)))
+        for batch in options.batches
+    ]
+    ceilings = best_of([before, engine.ceilings()])
+    return Repeat(ceilings=ceilings, decodes=tuple(decodes), prefill_ms=statistics.median(prefills_ms))
+
+
+def measure(options: argparse.Namespace, model_path: Path, peer: LlamaCpp | None) -> Measured:
+    """All repeats, the order turned round from one to the next."""
+    measured = Measured(kinds={kind: [] for kind in kinds(options)})
+    with ExitStack() as stack:
+        engines = {
+            kind: stack.enter_context(running_engine(worker_config(kind, model_path))) for kind in measured.kinds
+        }
+        for repeat in range(options.repeats):
+            turns = [*engines, *([None] if peer else [])]
+            for turn in turns if repeat % 2 == 0 else reversed(turns):
+                print(f"repeat {repeat + 1}: {turn.name if turn else 'llama.cpp'} ...", file=sys.stderr, flush=True)
+                if turn is not None:
+                    measured.kinds[turn].append(measure_engine(engines[turn], options))
+                elif peer is not None:
+                    threads = max(options.threads)
+                    measured.peer.append(peer.run(SHARED_BATCHES, options.input_tokens, options.steps, threads))
+    return measured
+
+
+def kinds(options: argparse.Namespace) -> list[Kind]:
+    """Every quantization with every number of threads."""
+    return [
+        Kind(num_threads=threads, quantization=quantization)
+        for quantization in options.quantization
+        for threads in options.threads
+    ]
+
+
+def worker_config(kind: Kind, model_path: Path) -> WorkerConfig:
+    """A worker's defaults, but for what is measured, on the first cores."""
+    return WorkerConfig(
+        worker_id="bench",
+        roles=("prefill", "decode"),
+        model_path=str(model_path),
+        cores=available_cores()[: kind.num_threads],
+        num_threads=kind.num_threads,
+        quantization=kind.quantization,
+    )
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[dict[str, Any]]:
+    """A row for each engine and batch size; `context` is the mean over the steps."""
+    rows = []
+    for kind, repeats in measured.kinds.items():
+        for index, first in enumerate(repeats[0].decodes):
+            works = decode_works(model, first.batch, context, WEIGHT_BYTES[kind.quantization])
+            steps_ms = [repeat.decodes[index].step_ms for repeat in repeats]
+            limits_ms = [limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
+            whole_ms = [overlapped_limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
+            row = {
+                "what": "decode",
+                "engine": kind.name,
+                "threads": kind.num_threads,
+                "quantization": kind.quantization,
+                "batch": first.batch,
+                "step_ms": _median(steps_ms),
+                "tok_s": _median([repeat.decodes[index].tok_s for repeat in repeats]),
+                "limit_ms": _median(limits_ms),
+                "share": ratio(limits_ms, steps_ms),
+                "overlapped_share": ratio(whole_ms, steps_ms),
+                "all_step_ms": [round(step_ms, 4) for step_ms in steps_ms],
+            }
+            rows.append({**row, **_decode_beside_peer(measured, kind, index, first.batch)})
+    return rows
+
+
+def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) -> dict[str, float]:
+    """llama.cpp's tokens/s and ours over them, where both have this batch size and as many threads."""
+    if not measured.peer or batch not in SHARED_BATCHES or kind.num_threads != _peer_threads(measured):
+        return {}
+    theirs = [next(each.decode_tok_s for each in runs if each.batch == batch) for runs in measured.peer]
+    ours = [repeat.decodes[index].tok_s for repeat in measured.kinds[kind]]
+    return {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(ours, theirs)}
+
+
+def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> list[dict[str, Any]]:
+    """A row for each engine."""
+    rows = []
+    for kind, repeats in measured.kinds.items():
+        works = prefill_works(model, num_tokens, WEIGHT_BYTES[kind.quantization])
+        times_ms = [repeat.prefill_ms for repeat in repeats]
+        limits_ms = [limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
+        row: dict[str, Any] = {
+            "what": "prefill",
+            "engine": kind.name,
+            "threads": kind.num_threads,
+            "quantization": kind.quantization,
+            "tokens": num_tokens,
+            "ms": _median(times_ms),
+            "tok_s": _median([num_tokens / time_ms * 1e3 for time_ms in times_ms]),
+            "limit_ms": _median(limits_ms),
+            "share": ratio(limits_ms, times_ms),
+        }
+        if measured.peer and kind.num_threads == _peer_threads(measured):
+            theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
+            ours = [num_tokens / time_ms * 1e3 for time_ms in times_ms]
+            row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(ours, theirs)}
+        rows.append(row)
+    return rows
+
+
+def ceiling_rows(measured: Measured) -> list[dict[str, Any]]:
+    """The ceilings of every repeat, by number of threads."""
+    return [
+        {"what": "ceilings", "threads": threads, "read_gb_s": each.read_gb_s, "gemm_gflop_s": each.gemm_gflop_s}
+        for threads, found in ceilings_by_threads(measured).items()
+        for each in found
+    ]
+
+
+def ceilings_by_threads(measured: Measured) -> dict[int, list[Ceilings]]:
+    """All that were measured."""
+    found: dict[int, list[Ceilings]] = {}
+    for kind, repeats in measured.kinds.items():
+        found.setdefault(kind.num_threads, []).extend(repeat.ceilings for repeat in repeats)
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Flat figures. `decode_limit_share_b<B>` is of one thread, which is what a worker has by default, and
+    `..._t2` of two; of quantized weights, after their name."""
+    flat: dict[str, float] = {}
+    for row in rows:
+        prefix = "" if row["quantization"] == "none" else f"{row['quantization']}_"
+        suffix = "" if row["threads"] == 1 else f"_t{row['threads']}"
+        if row["what"] == "decode":
+            name = f"b{row['batch']}"
+            flat[f"{prefix}decode_limit_share_{name}{suffix}"] = row["share"]
+            flat[f"{prefix}decode_tok_s_{name}{suffix}"] = row["tok_s"]
+            if "over_llamacpp" in row:
+                flat[f"{prefix}decode_over_llamacpp_{name}"] = row["over_llamacpp"]
+        else:
+            flat[f"{prefix}prefill_limit_share{suffix}"] = row["share"]
+            flat[f"{prefix}prefill_tok_s{suffix}"] = row["tok_s"]
+            if "over_llamacpp" in row:
+                flat[f"{prefix}prefill_over_llamacpp"] = row["over_llamacpp"]
+    return flat
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of each repeat."""
+    return _median([above / below for above, below in zip(numerators, denominators, strict=True)])
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def _peer_threads(measured: Measured) -> int:
+    """llama.cpp runs with as many threads as the widest engine."""
+    return max(kind.num_threads for kind in measured.kinds)
+
+
+def print_tables(rows: Sequence[dict[str, Any]], measured: Measured) -> None:
+    """Ceilings, then one table of everything."""
+    best = [(threads, best_of(found)) for threads, found in sorted(ceilings_by_threads(measured).items())]
+    print_ceilings(best)
+    columns = ("engine", "work", "ms", "tok/s", "limit ms", "share", "llama.cpp tok/s", "ours over it")
+    lines = []
+    for row in rows:
+        decodes = row["what"] == "decode"
+        work = f"decode {row['batch']}" if decodes else f"prompt of {row['tokens']}"
+        figures = (f"{row['step_ms'] if decodes else row['ms']:.2f}", f"{row['tok_s']:.1f}", f"{row['limit_ms']:.2f}")
+        beside = (f"{row['llamacpp_tok_s']:.1f}", f"{row['over_llamacpp']:.2f}") if "over_llamacpp" in row else ("", "")
+        lines.append((row["engine"], work, *figures, f"{row['share']:.2f}", *beside))
+    print_table("the engine alone", columns, lines)
+
+
+def best_of(found: Sequence[Ceilings]) -> Ceilings:
+    """The highest of each."""
+    return Ceilings(
+        read_gb_s=max(each.read_gb_s for each in found), gemm_gflop_s=max(each.gemm_gflop_s for each in found)
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    num_cores = len(available_cores())
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
+    parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--quantization", choices=[*WEIGHT_BYTES], nargs="+", default=["none"])
+    parser.add_argument(
+        "--input-tokens", type=positive, default=512, help="of a prompt, and the context before decoding"
+    )
+    parser.add_argument("--steps", type=positive, default=64, help="decode steps of each batch size")
+    parser.add_argument("--repeats", type=positive, default=6)
+    parser.add_argument("--llamacpp", type=Path, help="the folder of its programs; needs the default model")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    options = parser.parse_args(argv)
+    if options.llamacpp and options.model != DEFAULT_MODEL:
+        parser.error("--llamacpp needs the default model: llama.cpp is given its GGUF file")
+    if options.llamacpp and not {*SHARED_BATCHES} <= {*options.batches}:
+        parser.error(f"--llamacpp needs the batches {', '.join(map(str, SHARED_BATCHES))}")
+    if options.input_tokens < 16:
+        parser.error("--input-tokens must be at least 16")
+    return options
+
+
+def main() -> None:
+    """Measure, print the tables, write the report."""
+    options = parse_arguments()
+    model_path = resolve_model(options.model)
+    peer = open_llama_cpp(options.llamacpp) if options.llamacpp else None
+    measured = measure(options, model_path, peer)
+    model = read_model_config(model_path)
+    rows = decode_rows(measured, model, options.input_tokens + options.steps / 2)
+    rows += prefill_rows(measured, model, options.input_tokens)
+    print_tables(rows, measured)
+    if options.json:
+        write_json(options.json, report([*ceiling_rows(measured), *rows], summary(rows)))
+        print(f"report: {options.json}")
+
+
+if __name__ == "__main__":
+    main()

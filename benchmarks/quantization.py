@@ -1,0 +1,127 @@
+"""What 8-bit weights cost in accuracy: the engine with `quantization: int8` and in bf16, each against fp32, on text.
+
+    python benchmarks/quantization.py [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
+
+Every token of the texts (by default pages of this repository) is predicted from those before it. Printed are the
+perplexity, the mean Kullback-Leibler divergence from fp32 in nats, and how often the most likely token is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.common import REPOSITORY, print_table, report, write_json
+from disagg.cluster.models import resolve_model
+from disagg.engine.checkpoint import read_model_config
+from disagg.engine.config import Dtype, Quantization
+from disagg.engine.kv_cache import KvCache, kv_layout
+from disagg.engine.model.arrays import BatchBuilder
+from disagg.engine.model.batch import to_batch
+from disagg.engine.model.decoder import Decoder
+from disagg.engine.model.parameters import pack_parameters
+from disagg.engine.model.rope import RopeTable
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import stand_in
+from disagg.engine.weights import load_parameters
+
+TEXTS = ("README.md", "docs/architecture.md", "docs/observability.md")
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the weights are held."""
+
+    dtype: Dtype
+    quantization: Quantization = "none"
+
+
+FORMS = {"fp32": Form("float32"), "bf16": Form("bfloat16"), "int8": Form("bfloat16", "int8")}
+
+
+class Scorer:
+    """The engine's decoder, asked for the logits of every token of a text."""
+
+    def __init__(self, folder: str, num_tokens: int, form: Form) -> None:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        model, dtype, device = read_model_config(folder), getattr(torch, form.dtype), torch.device("cpu")
+        parameters = load_parameters(folder, model, dtype, device)
+        pack_parameters(parameters, form.quantization)
+        cache = KvCache(kv_layout(model, form.dtype), num_blocks, BLOCK_SIZE, device)
+        self._decoder = Decoder(model, parameters, RopeTable(model, num_tokens, dtype, device), cache)
+        self._batches = BatchBuilder(BLOCK_SIZE, num_tokens)
+
+    def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, V] in fp32: of what follows each token."""
+        sequence = stand_in(len(token_ids), 0, BLOCK_SIZE)
+        sequence.token_ids[:] = token_ids
+        sequence.block_table[:] = range(-(-len(token_ids) // BLOCK_SIZE))
+        plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, len(token_ids), True),))
+        batch = replace(to_batch(self._batches.arrays(plan), torch.device("cpu")), sample_rows=None)
+        logits_TV = self._decoder.forward(batch)
+        assert logits_TV is not None
+        return logits_TV.float().log_softmax(-1)
+
+
+def compare(exact: Sequence[Tensor], found: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The three figures, over all texts."""
+    pairs = list(zip(exact, found, texts, strict=True))
+    losses = [-log[:-1].gather(1, torch.tensor(ids[1:])[:, None]) for _, log, ids in pairs]
+    divergences = [(true.exp() * (true - log)).sum(-1) for true, log, _ in pairs]
+    others = [(true.argmax(-1) != log.argmax(-1)).float() for true, log, _ in pairs]
+    return {
+        "perplexity": math.exp(float(torch.cat(losses).mean())),
+        "divergence": float(torch.cat(divergences).mean()),
+        "other_top_token": float(torch.cat(others).mean()),
+    }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", type=Path, default=[REPOSITORY / name for name in TEXTS])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    folder = str(resolve_model(arguments.model))
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    texts = [tokenizer.encode(text.read_text()).ids[: arguments.tokens] for text in arguments.texts]
+    exact: list[Tensor] = []
+    rows: list[dict[str, Any]] = []
+    for name, form in FORMS.items():
+        scorer = Scorer(folder, arguments.tokens, form)
+        found = [scorer.log_probabilities(ids) for ids in texts]
+        exact = exact or found
+        rows.append({"weights": name, "tokens": sum(map(len, texts)), **compare(exact, found, texts)})
+    print_table(
+        "Accuracy of the engine against fp32",
+        ("weights", "tokens", "perplexity", "KL (nats)", "other top token"),
+        [
+            [
+                row["weights"], str(row["tokens"]), f"{row['perplexity']:.3f}", f"{row['divergence']:.5f}",
+                f"{row['other_top_token']:.2%}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    if arguments.json is not None:
+        summary = {f"int8_{name}": rows[-1][name] for name in ("perplexity", "divergence", "other_top_token")}
+        write_json(arguments.json, report(rows, summary))
+
+
+if __name__ == "__main__":
+    main()
