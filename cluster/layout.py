@@ -125,6 +125,7 @@ def worker_config(
         device=pool.device,
         dtype=config.model.dtype,
         quantization=config.model.quantization,
+        share_weights=config.model.share_weights,
         kv_cache_dtype=config.model.kv_cache_dtype,
         cores=worker_cores(config, name, index, available),
         num_threads=pool.num_threads,

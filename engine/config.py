@@ -32,6 +32,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Dtype = "bfloat16"
     quantization: Quantization = "none"
     """Of the weights of linear layers, the LM head among them, done at load; see `check_quantization`."""
+    share_weights: bool = False
+    """Whether workers of this host that have the same model map one file of packed weights; see `shared_weights.py`."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on a GPU."""
     cores: tuple[int, ...] = ()
@@ -121,3 +123,18 @@ def check_quantization(
         raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
     if tp > 1:
         raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")
+
+
+def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "") -> None:
+    """Refuse to share weights that are not in a host's memory, or not whole. `path` leads to the field in the user's
+    file.
+
+    Raises:
+        ConfigError: for another device than a CPU, and for several ranks.
+    """
+    if not share_weights:
+        return
+    if device.partition(":")[0] != "cpu":
+        raise ConfigError(f"{path}share_weights: only weights on device cpu are shared, not on {device}")
+    if tp > 1:
+        raise ConfigError(f"{path}share_weights: only workers of one rank share their weights, not of {tp}")

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
-from disagg.engine.config import WorkerConfig, check_quantization
+from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.kv_transfer.checksum import combined
 from disagg.engine.logprobs import sampled_logprobs
 from disagg.engine.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.model.batch import to_batch
 from disagg.engine.model.decoder import Decoder
-from disagg.engine.model.parameters import pack_parameters
+from disagg.engine.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.model.replay import ReplayedDecoder
 from disagg.engine.model.rope import RopeTable
 from disagg.engine.model.sharding import rank_model
@@ -31,6 +31,7 @@ from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import stand_in
 from disagg.engine.sampler import Sampler
+from disagg.engine.shared_weights import shared_parameters
 from disagg.engine.weights import load_parameters
 from disagg.kernels.dispatch import describe, set_num_threads
 from disagg.proto.errors import ConfigError
@@ -49,12 +50,13 @@ class TorchModelRunner:
     the whole model's, whatever the rank holds.
 
     Raises:
-        ConfigError: the checkpoint, the device, the quantization, the cache size, `max_model_len` or the number of
-            ranks cannot work.
+        ConfigError: the checkpoint, the device, the quantization, `share_weights`, the cache size, `max_model_len` or
+            the number of ranks cannot work.
     """
 
     def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
+        check_share_weights(config.share_weights, config.device, config.tp)
         set_num_threads(config.num_threads)
         self._device = _device(config.device)
         if self._device.type == "cpu":
@@ -72,11 +74,19 @@ class TorchModelRunner:
         self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks, shard)
         self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
         self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
-        self._parameters = load_parameters(config.model_path, model, self._dtype, self._device, shard)
-        pack_parameters(self._parameters, config.quantization)
+        self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
         self._sampler = Sampler(model.vocab_size)
         if shard.size == 1:
             self.join(None, self.num_blocks)
+
+    def _own_parameters(self) -> ModelParameters:
+        config = self._config
+        parameters = load_parameters(config.model_path, self.model_config, self._dtype, self._device, self.shard)
+        pack_parameters(parameters, config.quantization)
+        return parameters
+
+    def _shared_parameters(self) -> ModelParameters:
+        return shared_parameters(self._config, self.model_config, self.fingerprint, self._own_parameters)
 
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         """See `ShardRunner.join`."""

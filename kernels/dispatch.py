@@ -40,15 +40,19 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "describe",
+    "drop_packing_memory",
     "embed",
     "gather_kv",
     "linear",
     "linear_add_rms_norm",
     "linear_silu_mul",
     "pack_weight",
+    "packed_parts",
+    "packing_name",
     "paged_decode_attention",
     "paged_prefill_attention",
     "qkv_rope_write",
+    "restored_weight",
     "rms_norm",
     "scatter_kv",
     "silu_mul",
@@ -161,6 +165,38 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
         weight_OI = quantized.dequantized(weight_OI.dtype)
     packed = native.pack(weight_OI) if native is not None else None
     return onednn.pack_weight(weight_OI) if packed is None else packed
+
+
+def packing_name(dtype: torch.dtype, quantization: Quantization) -> str | None:
+    """Names the form that all weights of `dtype` on the CPU are packed in, down to the library that reads it: other
+    processes with the same name can use their `packed_parts`. None where oneDNN packs, whose form is its own."""
+    native = _choice().linear
+    if native is None or dtype != torch.bfloat16 or not native.packs(quantization):
+        return None
+    return native.packing
+
+
+def packed_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
+    """What a packed weight consists of, where there is a `packing_name`: panels, and scales of 8-bit ones."""
+    assert isinstance(weight, NativeWeight), "oneDNN's weights have no parts"
+    return weight.packed, weight.scale_O
+
+
+def restored_weight(packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> PackedWeight:
+    """The reverse of `packed_parts`, without a copy.
+
+    Raises:
+        ValueError: the parts are not those of a weight of this size.
+    """
+    native = _choice().linear
+    assert native is not None, "there is a packing_name"
+    return native.restored(packed, scale_O, out_features, in_features)
+
+
+def drop_packing_memory() -> None:
+    """Let memory go back to the system with the weights that were packed so far."""
+    if (native := _choice().linear) is not None:
+        native.drop_rest()
 
 
 @functools.cache

@@ -24,7 +24,8 @@ Weight = Tensor | PackedWeight
 
 @dataclass(slots=True)
 class LayerParameters:
-    """One decoder layer; only `pack_parameters` changes it. Biases and head norms are None where there are none."""
+    """One decoder layer; nothing changes it once its weights are packed. Biases and head norms are None where there are
+    none."""
 
     input_norm_H: Tensor
     qkv_weight_QH: Weight

@@ -20,11 +20,13 @@ from torch import Tensor
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages
 from disagg.kernels.linear import PackedWeight
-from disagg.kernels.quantize import Int8Weight
+from disagg.kernels.quantize import Int8Weight, Quantization
 
 COLUMNS = 32
 _PRODUCT = "PqqPPqqPP"
 _BF16, _INT8 = 1, 2
+_PACKING = 1
+"""To be counted up when the order within packed weights changes."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs lie together; see `panels.h`."""
 
@@ -40,6 +42,8 @@ class NativeLinear:
         formats.restype, formats.argtypes = ctypes.c_int64, []
         self.formats: int = formats()
         self._memory = HugePages()
+        self.packing = f"{_PACKING}-{Path(library._name).stem}"
+        """Names what packed weights are read by: those of libraries with equal ones can be exchanged."""
 
     @classmethod
     def load(cls, path: Path) -> NativeLinear | None:
@@ -51,6 +55,10 @@ class NativeLinear:
     def packs_bf16(self) -> bool:
         """Whether `pack` takes bf16 weights; elsewhere oneDNN is the better choice."""
         return bool(self.formats & _BF16)
+
+    def packs(self, quantization: Quantization) -> bool:
+        """Whether bf16 weights on the CPU are packed here, quantized like that, in either form."""
+        return self.packs_bf16 or (quantization == "int8" and bool(self.formats & _INT8))
 
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
         """None for a weight that is not a bf16 matrix on the CPU, and for other processors."""
@@ -72,6 +80,25 @@ class NativeLinear:
         split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
         packed = self._kept(split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2))
         return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
+
+    def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
+        """A weight from the tensors that one of the same `packing` had; they are kept, not copied.
+
+        Raises:
+            ValueError: they are not those of a weight of this size.
+        """
+        shape = (-(-out_features // COLUMNS), -(-in_features // 2), COLUMNS, 2)
+        dtype = torch.bfloat16 if scale_O is None else torch.uint8
+        scales = (torch.float32, (out_features,))
+        if packed.dtype != dtype or packed.shape != shape or not packed.is_contiguous():
+            raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {dtype} {list(shape)}")
+        if scale_O is not None and (scale_O.dtype, scale_O.shape) != scales:
+            raise ValueError(f"scales are {scale_O.dtype} {list(scale_O.shape)}, not {out_features} float32")
+        return NativeWeight(self, packed, scale_O, out_features, in_features)
+
+    def drop_rest(self) -> None:
+        """Let memory go back to the system with the weights that were packed so far."""
+        self._memory.drop_rest()
 
     def _kept(self, panels: Tensor) -> Tensor:
         return self._memory.new(panels.shape, panels.dtype).copy_(panels)

@@ -1,4 +1,5 @@
-"""Memory for what is read whole at every step: on huge pages where the system gives them.
+"""Memory for what is read whole at every step: on huge pages where the system gives them. Or a file's, which the
+processes of a host have in common.
 
 A core that reads weights one after the other meets a new 4 KiB page every 80 ns, and waits for its address again and
 again; on pages of 2 MiB the same reads are a fifth to a third faster. Tensors are laid one behind the other, in the
@@ -11,6 +12,7 @@ import logging
 import math
 import mmap
 import threading
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -41,14 +43,37 @@ class HugePages:
             part, self._rest = self._rest[:nbytes], self._rest[nbytes + -nbytes % ALIGNMENT :]
         return part.view(dtype).view(*shape)
 
+    def drop_rest(self) -> None:
+        """Hand out no more of the newest chunk, so that it goes back to the system with its tensors."""
+        with self._lock:
+            self._rest = torch.empty(0, dtype=torch.uint8)
+
+
+def map_file(file_descriptor: int, nbytes: int) -> Tensor:
+    """The first bytes of a file as a flat uint8 tensor, the same memory in every process that maps it. Nobody may write
+    to the tensor, which would end the process, nor shorten the file. The descriptor can be closed.
+
+    Raises:
+        OSError, ValueError: the file cannot be mapped, or is shorter.
+    """
+    memory = mmap.mmap(file_descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    _ask_for_huge_pages(memory)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
 
 def _chunk(nbytes: int) -> Tensor:
     memory = mmap.mmap(-1, nbytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _ask_for_huge_pages(memory)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % PAGE_BYTES
+    return whole[first : first + nbytes]
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            logger.info("packed weights are on small pages: %s", error)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % PAGE_BYTES
-    return whole[first : first + nbytes]
+            logger.info("memory is on small pages: %s", error)

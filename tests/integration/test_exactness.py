@@ -20,8 +20,10 @@ from torch import Tensor
 
 from disagg.cluster.models import resolve_model
 from disagg.engine.config import WorkerConfig
+from disagg.kernels.dispatch import packing_name
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support import reference
+from tests.support.stepping import generate, make_runner, make_sequence
 from tests.support.tiny_models import make_checkpoint
 from tests.support.workers import open_gateway, running_workers
 
@@ -208,3 +210,31 @@ async def test_a_retry_goes_on_where_the_first_attempt_stopped(served: Served) -
             prompt, worker="prefill-0", to="decode-0", sampling=seeded, emitted=sampled.token_ids[:9], attempt=2
         )
         assert [again.tokens[index] for index in sorted(again.tokens)] == sampled.token_ids[9:]
+
+
+async def test_workers_with_shared_weights_answer_as_one_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("qwen3", tmp_path / "qwen3", dtype=torch.bfloat16)
+    dice = random.Random(9)
+    prompts = [[dice.randrange(384) for _ in range(length)] for length in (1, BLOCK, CHUNK)]
+    own, expected = make_runner(folder, dtype="bfloat16"), []
+    for prompt in prompts:
+        sequence = make_sequence(prompt, list(range(8)))
+        generate(own, sequence, NUM_TOKENS)
+        expected.append(sequence.token_ids[len(prompt) :])
+    monkeypatch.setenv("DISAGG_HOME", str(tmp_path))
+    configs = [
+        msgspec.structs.replace(config, dtype="bfloat16", share_weights=True)
+        for config in (
+            _config("prefill-0", ("prefill",), folder, 3 * 2 * 2 * 32 * 2),
+            _config("decode-0", ("decode",), folder, 3 * 2 * 2 * 32 * 2),
+        )
+    ]
+    with running_workers(*configs) as infos:
+        async with open_gateway(infos) as gateway:
+            for prompt, ids in zip(prompts, expected, strict=True):
+                answer = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
+                assert answer.token_ids == ids
+    num_files = 0 if packing_name(torch.bfloat16, "none") is None else 1
+    assert len(list((tmp_path / "packed").glob("*.weights"))) == num_files

@@ -48,6 +48,8 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/model_runner.py",
         "engine/process_groups.py",
         "engine/sampler.py",
+        "engine/shared_weights.py",
+        "engine/weight_file.py",
         "engine/weights.py",
         "engine/kv_transfer/gloo.py",
         "engine/kv_transfer/nccl.py",

@@ -107,6 +107,18 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "model.quantization: int8 is for workers of one rank, not of 2",
         ),
         (
+            "model: {share_weights: maybe}",
+            "model.share_weights: expected bool; got 'maybe'",
+        ),
+        (
+            "{model: {share_weights: true}, pools: {decode: {tp: 2}}}",
+            "model.share_weights: only workers of one rank share their weights, not of 2",
+        ),
+        (
+            "{model: {share_weights: true}, pools: {prefill: {device: cuda}, decode: {device: 'cuda:1'}}}",
+            "model.share_weights: only weights on device cpu are shared, not on cuda",
+        ),
+        (
             "transfer: {transport: gluon}",
             "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; "
             "choose from: gloo, shm, nccl, local, auto",

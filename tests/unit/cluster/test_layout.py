@@ -82,6 +82,12 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
         assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "gloo")
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_worker_configs_say_whether_weights_are_shared(shared: bool) -> None:
+    config = parse_config({"model": {"share_weights": shared}})
+    assert [worker.share_weights for worker in LaunchPlan(config, "/m", (0, 1)).workers] == [shared] * 2
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_worker_configs_carry_the_quantization(quantization: str) -> None:
     config = parse_config({"model": {"quantization": quantization}})

@@ -45,3 +45,15 @@ def test_a_tensor_keeps_its_memory_alone() -> None:
     gc.collect()
     assert gone() is None
     assert kept.fill_(7).tolist() == [7] * 8
+
+
+def test_what_was_dropped_is_not_handed_out() -> None:
+    pages = HugePages()
+    first = pages.new((8,), torch.uint8)
+    chunk = weakref.ref(first.untyped_storage())
+    pages.drop_rest()
+    second = pages.new((8,), torch.uint8)
+    assert second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    del first
+    gc.collect()
+    assert chunk() is None
