@@ -73,10 +73,20 @@ class Decision(Option, frozen=True, kw_only=True):
 class Placement(Protocol):
     """One placement, which can be asked for more afterwards."""
 
-    ttft_ms: float | None
-    """Predicted, from the placement on; None where the policy predicts no times."""
-    tpot_ms: float | None
-    transfer_ms: float
+    @property
+    def ttft_ms(self) -> float | None:
+        """Predicted, from the placement on; None where the policy predicts no times."""
+        ...
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Predicted; None where the policy predicts no times."""
+        ...
+
+    @property
+    def transfer_ms(self) -> float:
+        """What of the transfer is predicted to be visible."""
+        ...
 
     def decision(self) -> Decision:
         """What was taken."""
@@ -94,8 +104,7 @@ Path = Literal["pd", "local", "colocated"]
 """Which workers compute an answer: a pair; a decode worker alone; a worker with both roles."""
 
 
-@dataclass(slots=True, kw_only=True)
-class AttemptMarks:
+class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
     """How far one attempt got, and when: times on the gateway's monotonic clock, durations as its workers measured
     them. None is what did not happen, or is not known (yet)."""
 
@@ -119,8 +128,7 @@ class AttemptMarks:
     """From the hand-over until the first decode step."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestTrace:
+class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """Where a request ran and what moved; filled while it runs, kept in a ring afterwards. One that was refused at
     once has an outcome and no attempts."""
 
@@ -136,7 +144,7 @@ class RequestTrace:
     """Of the latest attempt."""
     arrival: float = 0.0
     """On the gateway's monotonic clock."""
-    stages: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = {}
     """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
     outcome: str = RUNNING
     """`stop`, `length`, or the code of the error that ended it."""
@@ -153,7 +161,7 @@ class RequestTrace:
     """Longest time between two output tokens."""
     detokenize_s: float = 0.0
     """Sum of the times that its text took."""
-    marks: list[AttemptMarks] = field(default_factory=list)
+    marks: list[AttemptMarks] = []
     """One for each attempt."""
 
     @property

@@ -373,7 +373,7 @@ class RouterCore:
 
     def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
         until = now + min(pause_s, self._config.max_pause_s)
-        record.avoid_until[worker_id] = until
+        record.avoid_until = {**record.avoid_until, worker_id: until}
         self._wakeups.add(until, record.request_id)
 
     def _wake(self, now: float) -> None:

@@ -245,14 +245,9 @@ class _Link(msgspec.Struct, gc=False):
         self.recent.add([(i, factor / size) for i, factor in row], exposed_ms / size, weight)
         self.num_observed += 1
 
-    @property
-    def is_due(self) -> bool:
-        """Whether enough was observed for another fit."""
-        return self.num_observed >= self.refit_at
-
     def fit(self, prior: Moments) -> None:
         """Find the coefficients anew, if that is due."""
-        if self.is_due:
+        if self.num_observed >= self.refit_at:
             self.multiples = tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve())
             self.refit_at = _next_fit(self.num_observed)
 
@@ -293,12 +288,14 @@ class LinkModel:
 
     def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
         """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes."""
-        link = self._pairs.get(prefill_id, {}).get(decode_id, self._fleet)
-        if link.is_due:
-            link.fit(self._prior if link is self._fleet else self._typical())
+        fleet, links = self._fleet, self._pairs.get(prefill_id)
+        link = fleet if links is None else links.get(decode_id, fleet)
+        if link.num_observed >= link.refit_at:
+            link.fit(self._prior if link is fleet else self._typical())
         latency, per_megabyte = link.multiples
         bytes_ms = kv_bytes * (per_megabyte * _LINK_DEFAULT_MS[1] / _MEGABYTE)
-        return max(LEAST_MS, latency * _LINK_DEFAULT_MS[0] + bytes_ms)
+        exposed_ms = latency * _LINK_DEFAULT_MS[0] + bytes_ms
+        return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is gone; so are its pairs."""

@@ -13,7 +13,7 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
@@ -65,7 +65,8 @@ class Fleet:
         if worker is None:
             self.index.add_worker(info.worker_id, info.incarnation)
             slot_tokens = self._config.prefill_chunks * info.token_budget
-            worker = Worker(info, self.books.account(info.worker_id), self._num_came, slot_tokens)
+            bit = self.index.bit(info.worker_id)
+            worker = Worker(info, self.books.account(info.worker_id), self._num_came, slot_tokens, bit)
             self._num_came += 1
             self._workers[info.worker_id] = worker
         else:
@@ -182,7 +183,9 @@ class Fleet:
 
     def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
         """The worker was given this chain to compute."""
-        self.index.predict(worker.worker_id, hashes, now)
+        known = self._match
+        num_matched = known[2].blocks_of(worker.bit) if known is not None and known[0] is hashes else None
+        self.index.predict(worker.worker_id, hashes, now, num_matched)
         self._match = None
 
     # ---------------------------------------------------------------- questions
@@ -236,7 +239,7 @@ class Fleet:
         return known[2]
 
     def shortlists(
-        self, demand: Demand, hashes: Sequence[BlockHash], without: Container[WorkerId], now: float
+        self, demand: Demand, hashes: Sequence[BlockHash], without: Collection[WorkerId], now: float
     ) -> list[Shortlist]:
         """For each kind of worker the few that are worth a look and have room."""
         matched = self.matched(hashes, now) if hashes else None
@@ -293,13 +296,13 @@ class Fleet:
 
     def _join_pool(self, worker: Worker) -> None:
         pool = self._pool_of[worker.worker_id] = self._kind(worker.info).pool_for(worker.info)
-        pool.add(worker, self.index.bit(worker.worker_id))
+        pool.add(worker)
         self.num_openings += 1
 
     def _leave_pool(self, worker: Worker) -> None:
         pool = self._pool_of.pop(worker.worker_id, None)
         if pool is not None:
-            pool.remove(worker, self.index.bit(worker.worker_id))
+            pool.remove(worker)
 
     def _changed(self, worker: Worker) -> None:
         """Bring up to date what depends on the worker's books and reports."""

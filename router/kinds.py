@@ -5,7 +5,7 @@ Owner: the router's fleet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Iterator
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
@@ -53,7 +53,7 @@ class Kind:
         return pools or list(self._decodes.values())
 
     def shortlist(
-        self, demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None, may_prefill_locally: bool
+        self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None, may_prefill_locally: bool
     ) -> Shortlist:
         """The few workers of each role that are worth a look and have room."""
         local = may_prefill_locally and (
@@ -89,7 +89,7 @@ def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
 
 
 def _candidates(
-    pools: dict[_Shape, Pool], demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None
+    pools: dict[_Shape, Pool], demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None
 ) -> list[Candidate]:
     found: list[Candidate] = []
     for pool in pools.values():

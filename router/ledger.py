@@ -17,21 +17,21 @@ Owner: the router core; one ledger per request, for all its attempts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
+
+import msgspec
 
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import TokenBatch
 
 
-@dataclass(slots=True)
-class TokenLedger:
+class TokenLedger(msgspec.Struct, gc=False):
     """See the module docstring."""
 
     max_tokens: int
     wants_logprobs: bool = False
     """Whether each token must have logprobs; those that nobody asked for are dropped."""
-    released: list[int] = field(default_factory=list)
+    released: list[int] = []
     """Output tokens from index 0 on. Whoever continues the request starts after these."""
     attempt: int = -1
     """The attempt whose tokens are taken; -1 before the first."""
@@ -41,7 +41,7 @@ class TokenLedger:
     num_beyond: int = 0
     _had_bare: bool = False
     """Whether the current attempt sent bare tokens."""
-    _early: dict[int, tuple[int, TokenLogprobs | None]] = field(default_factory=dict)
+    _early: dict[int, tuple[int, TokenLogprobs | None]] = {}
 
     def begin(self, attempt: int) -> None:
         """From now on only tokens of `attempt` count; what earlier ones left behind a gap is dropped, the new one

@@ -9,15 +9,16 @@ Owner: a pool of the router's fleet.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Callable, Container
-from operator import itemgetter
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection
+from itertools import islice
+from operator import attrgetter
 
 from disagg.proto.ids import WorkerId
 from disagg.router.worker import Worker
 
-_Entry = tuple[float, int, Worker]
-_rank_of = itemgetter(0)
+_position_of = attrgetter("position")
 
 
 class Order:
@@ -29,8 +30,11 @@ class Order:
 
     def __init__(self, rank: Callable[[Worker], float]) -> None:
         self._rank = rank
-        self._entries: list[_Entry] = []
-        self._entry_of: dict[Worker, _Entry] = {}
+        self._ranks = array("d")
+        """Those of `_workers`: in one piece, so that a search reads little memory."""
+        self._workers: list[Worker] = []
+        """In order; those that are to be had."""
+        self._rank_of: dict[Worker, float] = {}
         self._changed: dict[Worker, None] = {}
 
     def touch(self, worker: Worker) -> None:
@@ -40,45 +44,53 @@ class Order:
     def remove(self, worker: Worker) -> None:
         """The worker is gone."""
         self._changed.pop(worker, None)
-        entry = self._entry_of.pop(worker, None)
-        if entry is not None:
-            self._take_out(entry)
+        rank = self._rank_of.pop(worker, None)
+        if rank is not None:
+            self._take_out(rank, worker)
 
     def first(
-        self, count: int, without: Container[WorkerId], start: Callable[[int], int] | None = None
+        self, count: int, without: Collection[WorkerId], start: Callable[[int], int] | None = None
     ) -> list[Worker]:
         """The first `count` that are to be had and not in `without`. With `start`, which is given how many are to be
         had, from that position on, going round."""
         if self._changed:
             self._refresh()
-        entries = self._entries
-        if start is not None:
-            end = bisect_left(entries, math.inf, key=_rank_of)
-            begin = start(end) if end else 0
-            if begin:
-                entries = entries[begin:end] + entries[:begin]
-        found: list[Worker] = []
-        for rank, _, worker in entries:
-            if rank == math.inf or len(found) == count:
-                break
-            if worker.worker_id not in without:
-                found.append(worker)
-        return found
+        workers = self._workers
+        begin = start(len(workers)) if start is not None and workers else 0
+        if begin:
+            workers = workers[begin:] + workers[:begin]
+        if not without:
+            return workers[:count]
+        return list(islice((worker for worker in workers if worker.worker_id not in without), count))
 
     def _refresh(self) -> None:
-        entries, entry_of = self._entries, self._entry_of
+        rank_of = self._rank_of
         for worker in self._changed:
-            rank = self._rank(worker)
-            entry = entry_of.get(worker)
-            if entry is not None:
-                if entry[0] == rank:
+            rank, before = self._rank(worker), rank_of.get(worker)
+            if before is not None:
+                if before == rank:
                     continue
-                self._take_out(entry)
-            entry_of[worker] = entry = (rank, worker.position, worker)
-            insort(entries, entry)
+                self._take_out(before, worker)
+            if rank == math.inf:
+                rank_of.pop(worker, None)
+                continue
+            rank_of[worker] = rank
+            at = self._place(rank, worker)
+            self._ranks.insert(at, rank)
+            self._workers.insert(at, worker)
         self._changed.clear()
 
-    def _take_out(self, entry: _Entry) -> None:
-        position = bisect_left(self._entries, entry)
-        assert self._entries[position] is entry, "a rank changed in place"
-        del self._entries[position]
+    def _take_out(self, rank: float, worker: Worker) -> None:
+        at = bisect_left(self._ranks, rank)
+        if self._workers[at] is not worker:  # It shares its rank with others.
+            at = self._place(rank, worker)
+        assert self._workers[at] is worker, "a rank changed in place"
+        del self._ranks[at], self._workers[at]
+
+    def _place(self, rank: float, worker: Worker) -> int:
+        """Where a worker of that rank stands, or would."""
+        ranks = self._ranks
+        at = bisect_left(ranks, rank)
+        if at == len(ranks) or ranks[at] != rank:
+            return at
+        return bisect_left(self._workers, worker.position, at, bisect_right(ranks, rank, at), key=_position_of)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from disagg.proto.messages import WorkerInfo
 from disagg.router.books import Booking
 from disagg.router.draw import Draw
 from disagg.router.times import num_pairs
@@ -27,9 +30,9 @@ MAX_SIDE = 3
 """Of each role only this many, the best by themselves, are looked at in pairs."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Demand:
-    """What a placement must provide for."""
+class Demand(msgspec.Struct, kw_only=True, gc=False):
+    """What a placement must provide for. It, a candidate and a weight hold nothing that leads back to them, and are
+    kept with the trace of a request, so the garbage collector need not walk through them."""
 
     num_tokens: int
     """Known tokens: prompt, and output of earlier attempts."""
@@ -45,18 +48,17 @@ class Demand:
     """Share of prompt tokens that were found cached lately: how likely it is that what is cached will be used."""
     turn: int = 0
     """Number of placements so far; feeds the draws."""
-    num_steps: float = field(init=False)
+    num_steps: float = 0.0
     """Decode steps that are expected: the first token comes from the prefill."""
-    context: float = field(init=False)
-    """Tokens that such a step attends to, on average."""
+    context: float = 0.0
+    """Tokens that such a step attends to, on average. Like `num_steps` it follows from the others."""
 
     def __post_init__(self) -> None:
         self.num_steps = self.output_tokens - 1
         self.context = self.num_tokens + self.output_tokens / 2
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
+class Candidate(msgspec.Struct, eq=False, gc=False):
     """One worker that could play one role for one request."""
 
     worker: Worker
@@ -68,7 +70,7 @@ class Candidate:
     """What speaks against it as the D of a pair, where that is known already."""
 
 
-class Weight(NamedTuple):
+class Weight(msgspec.Struct, frozen=True, gc=False):
     """What speaks against one side of a choice. The sides of a pair add up."""
 
     cost: float
@@ -98,7 +100,7 @@ class Shortlist(NamedTuple):
     """Whether the decodes may also do all of it."""
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Where a request runs. Without `prefill`, `decode` does all of it."""
 
     prefill: Candidate | None
@@ -109,8 +111,10 @@ class Choice(NamedTuple):
     decode_weight: Weight
     link_ms: float
     num_options: int
-    weighed: Sequence[Weighed] = ()
-    """What it was among, by kind of worker; for those who want to know afterwards."""
+    weighed: tuple[Any, ...]
+    """What it was among, for those who want to know afterwards: for each kind of worker how many sides could be the P,
+    the D, and the one that does all of it, then the weight and the candidate of each. Flat, so that it is one object,
+    which the garbage collector forgets when it first sees it."""
 
 
 class Policy(Protocol):
@@ -125,8 +129,8 @@ class Policy(Protocol):
     """Whether local prefill is an option beside pairs. Else it is the way out where there is no prefill worker."""
 
     def equal_up_to(self, cost: float) -> float:
-        """Up to which cost an option is as good as one of this cost: predictions are not that exact. Among equals the
-        one with the fewest sequences is taken, where this is more than `cost`."""
+        """Up to which cost an option is as good as one of this cost: predictions are not that exact. Never falls when
+        the cost rises. Among equals the one with the fewest sequences is taken, where this is more than `cost`."""
         ...
 
     def rank(self, worker: Worker) -> float:
@@ -154,17 +158,14 @@ class Policy(Protocol):
         ...
 
 
-def prefill_blocks(demand: Demand, worker: Worker, cached_tokens: int) -> int:
-    """KV blocks that a P needs: for the uncached suffix and for the token that is sampled."""
-    block_size = worker.block_size
-    return -(-(demand.num_tokens + 1) // block_size) - cached_tokens // block_size
+def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:
+    """KV blocks that a P has in use for the request: for its known tokens and for the one that is sampled."""
+    return -(-(demand.num_tokens + 1) // info.block_size)
 
 
-def decode_blocks(demand: Demand, worker: Worker, cached_tokens: int) -> int:
-    """KV blocks that a D needs: for what it lacks and for the reserve."""
-    info = worker.info
-    end = min(demand.num_tokens + demand.reserve_tokens, info.max_model_len)
-    return -(-end // info.block_size) - cached_tokens // info.block_size
+def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
+    """KV blocks that a D has in use for the request: for its known tokens and for the reserve."""
+    return -(-min(demand.num_tokens + demand.reserve_tokens, info.max_model_len) // info.block_size)
 
 
 def prefill_booking(demand: Demand, candidate: Candidate) -> Booking:
@@ -189,12 +190,14 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
     sequences, then the draw decides."""
     best = _Best(policy.equal_up_to)
     num_options = 0
-    all_weighed = []
+    weighed: list[Any] = []
     for shortlist in shortlists:
         prefills, decodes = _weigh_pairs(policy, demand, shortlist, best)
         alone = _weigh_alone(policy, demand, shortlist, best)
         num_options += len(prefills) * len(decodes) + len(alone)
-        all_weighed.append(Weighed(prefills, decodes, alone))
+        weighed += (len(prefills), len(decodes), len(alone))
+        for side in chain(prefills, decodes, alone):
+            weighed += side[4:]
     if not best.options:
         return None
     is_closed, ties = best.ties()
@@ -207,7 +210,7 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         decode_weight=decode[4],
         link_ms=link,
         num_options=num_options,
-        weighed=all_weighed,
+        weighed=tuple(weighed),
     )
 
 
@@ -222,25 +225,13 @@ def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Cand
         decode_weight=decode_weight,
         link_ms=policy.weigh_link(demand, prefill, decode),
         num_options=1,
-        weighed=(Weighed([_side(prefill, prefill_weight)], [_side(decode, decode_weight)], []),),
+        weighed=(1, 1, 0, prefill_weight, prefill, decode_weight, decode),
     )
-
-
-def _side(candidate: Candidate, weight: Weight) -> Side:
-    return weight.num_misses, weight.cost, False, 0, weight, candidate
 
 
 Side = tuple[int, float, bool, int, Weight, Candidate]
 """One candidate in one role: (missed targets, cost, has no slot now, a number that makes it unique, weight,
 candidate)."""
-
-
-class Weighed(NamedTuple):
-    """The best sides of one kind of worker, best first. Any of `prefills` forms a pair with any of `decodes`."""
-
-    prefills: list[Side]
-    decodes: list[Side]
-    alone: list[Side]
 
 
 _Option = tuple["Side | None", "Side", float]
@@ -250,10 +241,11 @@ _Option = tuple["Side | None", "Side", float]
 class _Best:
     """The best options so far, and those that are as good as the best."""
 
-    __slots__ = ("_equal_up_to", "limit", "misses", "options")
+    __slots__ = ("_equal_up_to", "_least", "limit", "misses", "options")
 
     def __init__(self, equal_up_to: Callable[[float], float]) -> None:
         self._equal_up_to = equal_up_to
+        self._least = math.inf
         self.misses = _MAX_MISSES
         self.limit = math.inf
         """Of the cost; dearer options are not as good."""
@@ -265,22 +257,26 @@ class _Best:
         if misses > self.misses or (misses == self.misses and cost > self.limit):
             return
         if misses < self.misses:
-            self.misses, self.limit = misses, math.inf
+            self.misses, self._least = misses, math.inf
             self.options.clear()
-        limit = self._equal_up_to(cost)
-        if limit < self.limit:
-            self.limit = limit
+        if cost < self._least:
+            self._least, self.limit = cost, self._equal_up_to(cost)
         self.options.append((cost, is_closed, option))
 
     def ties(self) -> tuple[bool, list[_Option]]:
         """Whether the best have no slot, and the best."""
-        near = [entry for entry in self.options if entry[0] <= self.limit]
-        is_closed = all(entry[1] for entry in near)
-        near = [entry for entry in near if entry[1] == is_closed]
-        if len(near) > 1 and self.limit > min(entry[0] for entry in near):
-            fewest = min(_num_sequences(entry[2]) for entry in near)
-            near = [entry for entry in near if _num_sequences(entry[2]) == fewest]
-        return is_closed, [entry[2] for entry in near]
+        limit = self.limit
+        near = [entry for entry in self.options if entry[0] <= limit]
+        with_slot = [entry for entry in near if not entry[1]]
+        is_closed, near = not with_slot, with_slot or near
+        if len(near) == 1:
+            return is_closed, [near[0][2]]
+        options = [option for _, _, option in near]
+        if limit > min([cost for cost, _, _ in near]):
+            counts = [_num_sequences(option) for option in options]
+            fewest = min(counts)
+            options = [option for option, count in zip(options, counts, strict=True) if count == fewest]
+        return is_closed, options
 
 
 def _num_sequences(option: _Option) -> int:
@@ -313,7 +309,10 @@ def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     candidates = shortlist.wholes + shortlist.decodes if shortlist.local else shortlist.wholes
     sides = _sides(policy.weigh_alone, demand, candidates, takes_closed=policy.waits, has_slots=True)
     for side in sides:
-        best.offer(side[0], side[1], side[2], (None, side, 0.0))
+        misses, cost = side[0], side[1]
+        if misses > best.misses or (misses == best.misses and cost > best.limit):
+            break  # Those that follow are no better.
+        best.offer(misses, cost, side[2], (None, side, 0.0))
     return sides
 
 
@@ -332,7 +331,7 @@ def _sides(
         is_closed = has_slots and not candidate.worker.has_slot
         if takes_closed or not is_closed:
             weight = weigh(demand, candidate)
-            sides.append((weight[1], weight[0], is_closed, len(sides), weight, candidate))
+            sides.append((weight.num_misses, weight.cost, is_closed, len(sides), weight, candidate))
     sides.sort()
     del sides[MAX_SIDE:]
     return sides

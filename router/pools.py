@@ -10,7 +10,7 @@ Owner: the router's fleet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
@@ -27,7 +27,7 @@ NUM_HOLDERS = 2
 NUM_TURNS = 1024
 """Where among equal holders to begin goes round in this many placements."""
 
-_Blocks = Callable[[Demand, Worker, int], int]
+_Blocks = Callable[[Demand, WorkerInfo], int]
 
 
 class Pool:
@@ -37,7 +37,7 @@ class Pool:
         info: of the first worker; gives the shape.
         policy: gives the rank.
         watermark: share of the blocks that is left free.
-        num_blocks: KV blocks that a request takes of a worker that has so many of its tokens.
+        num_blocks: KV blocks that a request has in use on a worker of this shape, those of cached tokens included.
     """
 
     def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
@@ -51,23 +51,24 @@ class Pool:
         """The sum of the members' backlogs."""
         self._policy = policy
         self._room = info.num_blocks - int(info.num_blocks * watermark)
+        self._shape = info
         self._num_blocks = num_blocks
         self._by_rank = Order(self._rank)
         self._by_room = Order(self._used)
 
-    def add(self, worker: Worker, bit: WorkerSet) -> None:
-        """A worker came; `bit` is the index's for it."""
+    def add(self, worker: Worker) -> None:
+        """A worker came."""
         self.members[worker.worker_id] = worker
-        self.mask |= bit
+        self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full
         self.backlog_ms += worker.backlog_ms
         self._by_rank.touch(worker)
         self._by_room.touch(worker)
 
-    def remove(self, worker: Worker, bit: WorkerSet) -> None:
+    def remove(self, worker: Worker) -> None:
         """A worker went, or gets nothing new."""
         del self.members[worker.worker_id]
-        self.mask &= ~bit
+        self.mask &= ~worker.bit
         self.num_open -= worker.has_slot and not worker.is_full
         self.backlog_ms -= worker.backlog_ms
         self._by_rank.remove(worker)
@@ -97,7 +98,7 @@ class Pool:
             return [f"pool of {', '.join(self.members)}: {self.num_open} workers are said to be open"]
         return []
 
-    def candidates(self, demand: Demand, without: Container[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
+    def candidates(self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
         """Those worth a look that have room: holders of a prefix, the least ranks, and, if none of these has room, the
         one with the most free blocks."""
         if demand.num_tokens >= self.longest:
@@ -121,11 +122,14 @@ class Pool:
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
         """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""
         found = []
-        most = max_cached_tokens(demand.num_tokens)
+        most, block_size, room = max_cached_tokens(demand.num_tokens), self._shape.block_size, self._room
+        all_blocks = self._num_blocks(demand, self._shape)
         for worker in workers:
-            cached = 0 if matched is None else min(matched.blocks_of(worker.worker_id) * HASH_BLOCK_TOKENS, most)
-            num_blocks = self._num_blocks(demand, worker, cached)
-            if not worker.account.bookings or (not worker.is_full and worker.used_blocks + num_blocks <= self._room):
+            cached = 0 if matched is None else matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS
+            if cached > most:
+                cached = most
+            num_blocks = all_blocks - cached // block_size
+            if not worker.account.bookings or (not worker.is_full and worker.used_blocks + num_blocks <= room):
                 found.append(Candidate(worker, cached, num_blocks))
         return found
 

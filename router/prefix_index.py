@@ -28,7 +28,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent, WorkerReport
@@ -38,20 +39,27 @@ PREDICTED_FOR_S = 5.0
 """How long a predicted block counts without a report of it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Holder:
+class _Holder(msgspec.Struct, eq=False, gc=False):
     """What is known of one life of a worker."""
 
     incarnation: Incarnation
     slot: int
     bit: WorkerSet
-    hashes: dict[BlockHash, None] = field(default_factory=dict)
+    hashes: dict[BlockHash, None] = {}
     """Blocks that it reported. Not a set: the garbage collector walks through sets, and leaves a dict of such plain
     things alone, which for 10 million blocks saves pauses of seconds."""
-    predicted: dict[BlockHash, float] = field(default_factory=dict)
+    predicted: dict[BlockHash, float] = {}
     """Blocks that it should have soon, and until when that counts."""
     next_sequence: int | None = None
     """The sequence that the next report must have; None while not synced."""
+
+
+class _Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Blocks that a worker should have soon, all at once."""
+
+    end: float
+    holder: _Holder
+    hashes: Sequence[BlockHash]
 
 
 class PrefixIndex:
@@ -71,8 +79,8 @@ class PrefixIndex:
         self._free_slots: list[int] = []
         self._single: dict[WorkerSet, WorkerSet] = {}
         """The one object for the set of one worker."""
-        self._predictions: deque[tuple[float, _Holder, Sequence[BlockHash]]] = deque()
-        """(end, worker, blocks) by end."""
+        self._predictions: deque[_Prediction] = deque()
+        """By end."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -133,29 +141,40 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ predictions
 
-    def predict(self, worker_id: WorkerId, hashes: Sequence[BlockHash], now: float) -> None:
+    def predict(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], now: float, num_matched: int | None = None
+    ) -> None:
         """A request with this chain was placed on the worker: it counts as having it until `now + PREDICTED_FOR_S`.
-        Costs what the worker lacks. Does nothing for an unknown worker."""
+        Costs what the worker lacks. Does nothing for an unknown worker.
+
+        Args:
+            worker_id: of the worker.
+            hashes: of the chain.
+            now: the time.
+            num_matched: its leading blocks by `find`, where that is known: it reported no more, and mostly just these.
+        """
         holder = self._workers.get(worker_id)
         if holder is None:
             return
-        lacking = hashes[_num_leading(holder.hashes, hashes) :]
+        most = len(hashes) if num_matched is None else num_matched
+        lacking = hashes[_num_leading(holder.hashes, hashes, most) :]
         if not lacking:
             return
         end = now + PREDICTED_FOR_S
         holder.predicted.update(dict.fromkeys(lacking, end))
         self._mark(holder.bit, lacking)
-        self._predictions.append((end, holder, lacking))
+        self._predictions.append(_Prediction(end, holder, lacking))
 
     def expire(self, now: float) -> None:
         """Let predictions end whose time is over. To be called before a match; cheap when there are none."""
         predictions = self._predictions
-        while predictions and predictions[0][0] <= now:
-            end, holder, hashes = predictions.popleft()
+        while predictions and predictions[0].end <= now:
+            prediction = predictions.popleft()
+            end, holder = prediction.end, prediction.holder
             predicted = holder.predicted
             if not predicted:
                 continue
-            over = [block_hash for block_hash in hashes if predicted.get(block_hash) == end]
+            over = [block_hash for block_hash in prediction.hashes if predicted.get(block_hash) == end]
             for block_hash in over:
                 del predicted[block_hash]
             self._unmark(holder.bit, [block_hash for block_hash in over if block_hash not in holder.hashes])
@@ -164,7 +183,7 @@ class PrefixIndex:
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """How far along the chain each worker has its blocks; good until the index changes."""
-        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, self._bits)
+        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """How many leading blocks of the chain each worker has; workers with none are left out."""
@@ -189,7 +208,7 @@ class PrefixIndex:
         problems = [] if expected == self._shards else ["prefix index: hashes and holders differ"]
         if self._bits != {worker_id: holder.bit for worker_id, holder in self._workers.items()}:
             problems.append("prefix index: bits and workers differ")
-        ending = {(holder.slot, h, end) for end, holder, hashes in self._predictions for h in hashes}
+        ending = {(p.holder.slot, block_hash, p.end) for p in self._predictions for block_hash in p.hashes}
         if any(
             (holder.slot, *item) not in ending for holder in self._workers.values() for item in holder.predicted.items()
         ):
@@ -255,9 +274,11 @@ class PrefixIndex:
                 del shard[block_hash]
 
 
-def _num_leading(held: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
-    """How many leading blocks of a chain are in a prefix-closed set."""
-    first, last = 0, len(hashes)
+def _num_leading(held: Container[BlockHash], hashes: Sequence[BlockHash], most: int) -> int:
+    """How many leading blocks of a chain, `most` at most, are in a prefix-closed set."""
+    if most == 0 or hashes[most - 1] in held:
+        return most
+    first, last = 0, most - 1
     while first < last:
         middle = (first + last) >> 1
         if hashes[middle] in held:

@@ -28,14 +28,11 @@ NUM_SHARDS = 256
 class PrefixMatch:
     """See the module docstring. Made by `PrefixIndex.find`."""
 
-    __slots__ = ("_bits", "_ends", "_slots")
+    __slots__ = ("_ends", "_slots")
 
-    def __init__(
-        self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId], bits: Mapping[WorkerId, WorkerSet]
-    ) -> None:
+    def __init__(self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId]) -> None:
         self._ends = ends
         self._slots = slots
-        self._bits = bits
 
     def best(self, limit: int, among: WorkerSet = EVERYBODY, turn: int = 0) -> list[tuple[WorkerId, int]]:
         """The workers of `among` with the longest prefixes, at most `limit` of them, longest first, and how many
@@ -56,9 +53,8 @@ class PrefixMatch:
                 workers ^= bit
         return found
 
-    def blocks_of(self, worker_id: WorkerId) -> int:
+    def blocks_of(self, bit: WorkerSet) -> int:
         """How many leading blocks one worker has."""
-        bit = self._bits.get(worker_id, 0)
         for num_blocks, workers in self._ends:
             if workers & bit:
                 return num_blocks

@@ -8,8 +8,11 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
+
+import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
@@ -29,9 +32,10 @@ from disagg.router.states import (
 
 EndOfAnswer = Literal["stop", "length"]
 
+_NOBODY: Mapping[WorkerId, float] = MappingProxyType({})
 
-@dataclass(slots=True)
-class Attempt:
+
+class Attempt(msgspec.Struct, gc=False):
     """One try: which workers it has, and which of them still owe their part."""
 
     key: AttemptKey
@@ -64,8 +68,7 @@ class Attempt:
         return worker_id in (self.prefill, self.decode)
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, gc=False):
     """See the module docstring."""
 
     request: RoutedRequest
@@ -82,7 +85,7 @@ class RequestRecord:
     """Attempts begun so far; the next one's number."""
     num_failures: int = 0
     num_refusals: int = 0
-    avoid_until: dict[WorkerId, float] = field(default_factory=dict)
+    avoid_until: Mapping[WorkerId, float] = _NOBODY
     unservable_since: float | None = None
     """Since when no present worker could take it even when empty."""
     cached_tokens: int | None = None

@@ -73,8 +73,10 @@ class Waiting:
 
     def add(self, record: RequestRecord, now: float) -> Dispatch | None:
         """A new request: placed at once, or queued."""
-        position = self.queue.position(record.urgency)
-        if not self.queue:
+        position = 0
+        if self.queue:
+            position = self.queue.position(record.urgency)
+        else:
             self._all_seen()
         if self._set_aside(record, now):
             return None

@@ -18,6 +18,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
 from disagg.router.books import Account
 from disagg.router.cost_model import StepCoefficients, StepModel
+from disagg.router.prefix_match import WorkerSet
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,8 @@ class Worker:
     """Counts the workers in the order in which they came; breaks ties of ranks."""
     slot_tokens: int
     """It takes another prompt while less than this many tokens are outstanding."""
+    bit: WorkerSet = 0
+    """How the prefix index counts it."""
     load: Load = field(default_factory=Load)
     model: StepModel = field(init=False)
     is_measured: bool = False
@@ -49,7 +52,6 @@ class Worker:
     decodes: bool = field(init=False)
     """Whether its sequences decode there (D, or both roles)."""
     num_blocks: int = field(init=False)
-    block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
     """Of KV."""
 
@@ -95,7 +97,6 @@ class Worker:
         self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
         self.decodes = "decode" in info.roles
         self.num_blocks = info.num_blocks
-        self.block_size = info.block_size
         self.bytes_per_token = info.kv_layout.bytes_per_token
         self._take_load()
         self.refresh()

@@ -69,7 +69,7 @@ class Joint:
         wait = worker.backlog_ms
         compute = compute_ms(worker, candidate.cached_tokens, num_tokens)
         prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
-        delay = pushed_out_ms(demand, worker, num_new)
+        delay = pushed_out_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
@@ -93,10 +93,15 @@ class Joint:
         wait = worker.backlog_ms
         compute = compute_ms(worker, candidate.cached_tokens, demand.num_tokens)
         prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
-        _, misses, _, _, decode, delay, barrier, step = candidate.as_decode or self.weigh_decode(demand, candidate)
-        delay += worker.num_decodes * compute + pushed_out_ms(demand, worker, num_new)
-        misses += wait + prefill > demand.ttft_left_ms
-        return Weight(wait + prefill + decode + delay + barrier, misses, wait, prefill, decode, delay, barrier, step)
+        after = candidate.as_decode or self.weigh_decode(demand, candidate)
+        decode, barrier = after.decode_ms, after.barrier_ms
+        others = worker.num_decodes * compute
+        if num_new > worker.free_tokens:
+            others += pushed_out_ms(demand, worker, num_new)
+        delay = after.delay_ms + others
+        misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
+        cost = wait + prefill + decode + delay + barrier
+        return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
         """What of the transfer is visible."""
@@ -112,7 +117,6 @@ class Joint:
 
 
 def pushed_out_ms(demand: Demand, worker: Worker, num_new: int) -> float:
-    """What it takes to compute again what a prompt's `num_new` uncached tokens push out of the cache, times how likely
-    that is wanted."""
-    num_pushed = num_new - worker.free_tokens
-    return demand.reuse * num_pushed * worker.speed.prefill_token_ms if num_pushed > 0 else 0.0
+    """What it takes to compute again what a prompt's `num_new` uncached tokens, more than are free, push out of the
+    cache, times how likely that is wanted."""
+    return demand.reuse * (num_new - worker.free_tokens) * worker.speed.prefill_token_ms

@@ -109,10 +109,8 @@ def test_bookings() -> None:
     )
     p0, short, large = (it.fleet.worker(worker_info(name).worker_id) for name in ("p0", "d0", "d1"))
     demand = Demand(num_tokens=64, reserve_tokens=100)
-    assert [prefill_blocks(demand, p0, cached) for cached in (0, 48)] == [5, 2]
-    assert [decode_blocks(demand, p0, cached) for cached in (0, 48)] == [11, 8]
-    assert decode_blocks(demand, short, 0) == 6
-    assert decode_blocks(demand, large, 48) == 3
+    assert prefill_blocks(demand, p0.info) == 5
+    assert [decode_blocks(demand, worker.info) for worker in (p0, short, large)] == [11, 6, 3]
     candidate = Candidate(p0, 48, 7)
     assert prefill_booking(demand, candidate) == Booking(tokens=16, pairs=904, blocks=7)
     assert decode_booking(demand, candidate, computes_prompt=False) == Booking(blocks=7, context=64)

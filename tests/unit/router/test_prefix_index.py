@@ -88,7 +88,7 @@ def test_best_among_some_workers_and_with_turns() -> None:
     assert [found.best(1, some, turn)[0][0] for turn in range(5)] == [A, B, D, D, A]
     assert found.best(3, some, turn=1) == [(B, 1), (D, 1), (A, 1)]
     assert found.best(2, it.bit(WorkerId("unknown"))) == []
-    assert [found.blocks_of(worker_id) for worker_id in (A, C, WorkerId("unknown"))] == [1, 2, 0]
+    assert [found.blocks_of(it.bit(worker_id)) for worker_id in (A, C, WorkerId("unknown"))] == [1, 2, 0]
 
 
 def test_events_add_remove_and_replace() -> None:

@@ -95,9 +95,12 @@ class IndexMachine(RuleBasedStateMachine):
             else BlocksStored(hashes=hashes(chain(text)))
         )
 
-    @rule(worker=st.sampled_from(WORKERS), text=CHAINS)
-    def predict(self, worker: str, text: str) -> None:
-        self.index.predict(WorkerId(worker), hashes(chain(text)), self.now)
+    @rule(worker=st.sampled_from(WORKERS), text=CHAINS, tells_match=st.booleans())
+    def predict(self, worker: str, text: str, tells_match: bool) -> None:
+        asked, bit = hashes(chain(text)), self.index.bit(WorkerId(worker))
+        self.index.predict(
+            WorkerId(worker), asked, self.now, self.index.find(asked).blocks_of(bit) if tells_match else None
+        )
         if worker in self.known:
             lacking = chain(text)[num_leading(text, self.known[worker]) :]
             self.predicted[worker].update(dict.fromkeys(lacking, self.now + PREDICTED_FOR_S))
@@ -141,7 +144,7 @@ class IndexMachine(RuleBasedStateMachine):
                 assert [count for _, count in best] == sorted(found.values(), reverse=True)[:limit]
                 assert dict(best).items() <= found.items()
             answer = self.index.find(asked)
-            assert {worker: answer.blocks_of(WorkerId(worker)) for worker in WORKERS} == {
+            assert {worker: answer.blocks_of(self.index.bit(WorkerId(worker))) for worker in WORKERS} == {
                 worker: found.get(WorkerId(worker), 0) for worker in WORKERS
             }
 
