@@ -21,6 +21,8 @@ from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
 REST_TIMEOUT_S = 30.0
 """Leases, and memories of ended attempts that fade, are over by then."""
 GATEWAY = "gateway"
+GRPC_POOL = "event_engine"
+"""What gRPC names the threads of its pool."""
 _NUMBER = re.compile(r":?\[?\d+\]?")
 """In what a descriptor links to."""
 
@@ -56,6 +58,11 @@ class Footprint:
     def num_threads(self) -> int:
         """That run or wait."""
         return self.threads.total()
+
+    @property
+    def num_own_threads(self) -> int:
+        """Those that are not of gRPC's pool."""
+        return self.threads.total() - self.threads[GRPC_POOL]
 
     @property
     def figures(self) -> dict[str, float]:
