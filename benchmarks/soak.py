@@ -6,10 +6,13 @@ Two prefill and two decode workers as child processes, with the deterministic mo
 a random moment; failpoints fall on bytes, control messages and steps, at least five in a hundred requests. Prompts have
 shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
 
-Before and after, the same load runs without faults, in slices: the median of each tells what is left of the goodput
-(tokens of exact, finished answers per second). What each process holds is taken at rest before and after: the workers'
-own audit, memory, open files and threads. Threads of gRPC's own pool are shown and not counted: it takes one more when
-there is much to do, and gives it back when it pleases.
+Afterwards the same load runs without faults, slice by slice in turns, on this cluster and on a fresh one of the same
+kind: the ratio of the medians tells what is left of the goodput (tokens of exact, finished answers per second). Before
+and after in time would compare two minutes of a machine that others use too.
+
+What each process holds is taken at rest before and after: the workers' own audit, memory, open files and threads.
+Threads of gRPC's own pool are shown and not counted: it takes one more when there is much to do, and gives it back when
+it pleases.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +64,8 @@ FAILPOINTS = ";".join(
 )
 FEWEST_FAULTS = 0.05
 """Per request."""
-NUM_SLICES = 15
-"""Of the load without faults, before and after: on a shared machine one slice may be half as fast as the next."""
+NUM_SLICES = 12
+"""Of the load without faults, on each cluster: on a shared machine one slice may be half as fast as the next."""
 CANCELLED_SHARE = 0.22
 """Of the clients, that mean to go; some of their answers end before."""
 NUM_FAMILIES = 16
@@ -168,18 +172,25 @@ async def follow(client: AsyncClient, work: Work, got: list[int]) -> bool:
     return True
 
 
-async def slices(client: AsyncClient, seed: int, num_requests: int, concurrency: int) -> list[Outcome]:
-    """The load without faults and cancels, in parts."""
-    return [await run(client, plan(seed + part, num_requests, 0.0), concurrency) for part in range(NUM_SLICES)]
+async def in_turns(
+    clients: Sequence[AsyncClient], seed: int, num_requests: int, concurrency: int
+) -> tuple[list[Outcome], ...]:
+    """The load without faults and cancels in slices, for each client in turn, in an order that turns round."""
+    outcomes: tuple[list[Outcome], ...] = tuple([] for _ in clients)
+    for part in range(NUM_SLICES):
+        pairs = list(zip(clients, outcomes, strict=True))
+        for client, mine in pairs if part % 2 == 0 else reversed(pairs):
+            mine.append(await run(client, plan(seed + part, num_requests, 0.0), concurrency))
+    return outcomes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One soak."""
 
-    before: list[Outcome]
     soak: Outcome
     after: list[Outcome]
+    fresh: list[Outcome]
     footprints: dict[str, tuple[Footprint, Footprint]]
     """By process, before and after."""
     left: list[str]
@@ -188,14 +199,18 @@ class Result:
     restarts: int
 
 
-async def soak(cluster: ProcessCluster, options: argparse.Namespace, logs: Path, pause: Path) -> Result:
-    """The three phases on one cluster."""
+async def soak(
+    cluster: ProcessCluster,
+    start_fresh: Callable[[], ProcessCluster],
+    options: argparse.Namespace,
+    logs: Path,
+    pause: Path,
+) -> Result:
+    """All phases on one cluster, the last one beside a fresh cluster."""
     num_calm = max(100, options.requests // 50)
     lives = {info.worker_id: info.incarnation for info in cluster.workers}
     async with AsyncClient(cluster.address) as client:
-        say("warming up")
-        await run(client, plan(1, 2 * num_calm, CANCELLED_SHARE), options.concurrency)
-        before = await slices(client, 100, num_calm, options.concurrency)
+        await warm_up(client, num_calm, options.concurrency)
         await at_rest(client, cluster)
         first = footprints(cluster)
         say(f"{options.requests} requests with faults")
@@ -203,19 +218,29 @@ async def soak(cluster: ProcessCluster, options: argparse.Namespace, logs: Path,
         outcome = await run(client, plan(options.seed + 1000, options.requests, CANCELLED_SHARE), options.concurrency)
         pause.touch()
         left = await at_rest(client, cluster)
-        say("the same load without faults")
-        after = await slices(client, 200, num_calm, options.concurrency)
+        with start_fresh() as other:
+            async with AsyncClient(other.address) as fresh_client:
+                await warm_up(fresh_client, num_calm, options.concurrency)
+                say("the same load without faults, in turns with a fresh cluster")
+                after, fresh = await in_turns((client, fresh_client), 200, num_calm, options.concurrency)
         left += await at_rest(client, cluster)
     last = footprints(cluster)
     return Result(
-        before=before,
         soak=outcome,
         after=after,
+        fresh=fresh,
         footprints={name: (first[name], last[name]) for name in first if name in last},
         left=left,
         fired=fired(logs),
         restarts=sum(lives.get(info.worker_id) != info.incarnation for info in cluster.workers),
     )
+
+
+async def warm_up(client: AsyncClient, num_calm: int, concurrency: int) -> None:
+    """Fill caches, and let every thread and connection come that the load needs."""
+    say("warming up")
+    await run(client, plan(1, 2 * num_calm, CANCELLED_SHARE), concurrency)
+    await run(client, plan(100, num_calm, 0.0), concurrency)
 
 
 def say(what: str) -> None:
@@ -228,8 +253,8 @@ def say(what: str) -> None:
 
 def summary(result: Result) -> dict[str, float]:
     """The figures of a soak, and `met`: 1 if every promise is kept."""
-    outcome, phases = result.soak, [*result.before, result.soak, *result.after]
-    before, after = (statistics.median(o.goodput for o in phase) for phase in (result.before, result.after))
+    outcome, phases = result.soak, [result.soak, *result.after, *result.fresh]
+    after, fresh = (statistics.median(o.goodput for o in phase) for phase in (result.after, result.fresh))
     total = sum(outcome.counts.values())
     failed = sum(number for what, number in outcome.counts.items() if what.startswith("failed"))
     growth = {name: last.rss_mib - first.rss_mib for name, (first, last) in result.footprints.items()}
@@ -245,10 +270,10 @@ def summary(result: Result) -> dict[str, float]:
         "faults_per_request": sum(result.fired.values()) / total,
         "left_over": len(result.left),
         "worker_restarts": result.restarts,
-        "goodput_before": before,
         "goodput_during": outcome.goodput,
         "goodput_after": after,
-        "goodput_ratio": after / before,
+        "goodput_fresh": fresh,
+        "goodput_ratio": after / fresh,
         "longest_request_s": outcome.longest_s,
         "memory_growth_mib": max(growth.values()),
         "open_files_growth": max(files.values()),
@@ -273,7 +298,7 @@ def rows(result: Result) -> list[dict[str, Any]]:
     faults = [{"row": "fault", "name": what, "count": n} for what, n in sorted(result.fired.items())]
     calm = [
         {"row": phase, "name": str(number), "tokens_per_s": each.goodput, "counts": dict(each.counts)}
-        for phase, slices in (("before", result.before), ("after", result.after))
+        for phase, slices in (("after", result.after), ("fresh", result.fresh))
         for number, each in enumerate(slices)
     ]
     sizes = [
@@ -331,7 +356,8 @@ def main() -> int:
         os.environ[FAILPOINTS_VARIABLE] = f"seed={options.seed};{FAILPOINTS}"
         os.environ[PAUSE_VARIABLE] = str(pause)
         with ProcessCluster(cluster_config(), log_dir=logs) as cluster:
-            result = asyncio.run(soak(cluster, options, logs, pause))
+            start_fresh = partial(ProcessCluster, cluster_config(), log_dir=Path(folder) / "fresh")
+            result = asyncio.run(soak(cluster, start_fresh, options, logs, pause))
     figures = summary(result)
     print_table("Soak", ["figure", "value"], [[name, f"{value:,.4g}"] for name, value in figures.items()])
     for what in result.left:
