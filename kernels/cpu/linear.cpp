@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t LINE = 64;
 constexpr int64_t STREAM_AHEAD = 8192;
+constexpr int64_t PANELS_A_RUN = 3;
 
 struct Linear {
     const bf16* x;
@@ -135,8 +136,7 @@ void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
 
 void linear(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
-    in_parts([&](int part, int num_parts) {
-        const int64_t first = part * num_panels / num_parts, end = (part + 1) * num_panels / num_parts;
+    in_runs(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
 #ifdef __AVX512VBMI__
         if (args.scales) return panels<int8_t>(args, first, end, panel_of_int8);
 #endif

@@ -66,6 +66,8 @@ class Team {
         while (!spin_until([this] { return running_.load() == 0; })) std::this_thread::yield();
     }
 
+    int size() const { return size_; }
+
     // In a child of `fork` there is only the thread that called it.
     void forget_members() {
         size_ = num_started_ = 1;
@@ -108,6 +110,8 @@ Team& team() {
 }  // namespace
 
 void run_in_parts(PartFunction function, void* context) { team().run(function, context); }
+
+int team_size() { return team().size(); }
 
 }  // namespace disagg
 

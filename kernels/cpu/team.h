@@ -3,6 +3,9 @@
 
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 namespace disagg {
 
 using PartFunction = void (*)(void* context, int part, int num_parts);
@@ -15,6 +18,34 @@ void run_in_parts(PartFunction function, void* context);
 template <class Body>
 void in_parts(Body body) {
     run_in_parts([](void* context, int part, int num_parts) { (*static_cast<Body*>(context))(part, num_parts); }, &body);
+}
+
+// How many threads `in_parts` has at most.
+int team_size();
+
+// `body(first, end)` on runs of items: each thread begins with a share of its own, in order, and then takes from the shares of
+// those who are not done. On a machine whose cores are shared one of them is often slower than the others.
+template <class Body>
+void in_runs(int64_t num_items, int64_t items_a_run, Body body) {
+    constexpr int MAX_SHARES = 64;
+    struct alignas(64) Share {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    const int num_shares = team_size() < MAX_SHARES ? team_size() : MAX_SHARES;
+    if (num_shares == 1) return body(static_cast<int64_t>(0), num_items);
+    Share shares[MAX_SHARES];
+    for (int s = 0; s < num_shares; ++s) {
+        shares[s].next.store(s * num_items / num_shares, std::memory_order_relaxed);
+        shares[s].end = (s + 1) * num_items / num_shares;
+    }
+    in_parts([&](int part, int) {
+        for (int s = 0; s < num_shares; ++s) {
+            Share& share = shares[(part + s) % num_shares];
+            for (int64_t first; (first = share.next.fetch_add(items_a_run, std::memory_order_relaxed)) < share.end;)
+                body(first, first + items_a_run < share.end ? first + items_a_run : share.end);
+        }
+    });
 }
 
 }  // namespace disagg
