@@ -25,7 +25,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import FakeModelRunner, fake_generate
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
-from disagg.engine.parallel.handshake import answer_leader
+from disagg.engine.parallel.handshake import HandshakeError, answer_leader
 from disagg.engine.parallel.line import Line, LineError, SocketLine, connect
 from disagg.engine.parallel.link import Ranks
 from disagg.engine.parallel.messages import Begin, Failed
@@ -230,7 +230,11 @@ class ThreadRanks:
         return self
 
     def _serve(self, address: str, shard: Shard) -> None:
-        line = join(address, shard.rank)
+        try:
+            line = join(address, shard.rank)
+        except (HandshakeError, LineError):  # the leader gave up while they still shook hands
+            self.statuses.append(3)
+            return
         follower = Follower(
             self._config,
             shard,
