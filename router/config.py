@@ -32,8 +32,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that wait for a worker; one more is refused as overload."""
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
-    max_attempts: int = 3
+    max_attempts: int = 5
     """Attempts of a request that may be lost to a fault. Refusals do not count."""
+    max_losses: int = 3
+    """Attempts of a request that may be lost with a whole worker."""
     max_refusals: int = 100
     """How often workers may refuse a request before it fails."""
     refusal_pause_s: float = 0.05
@@ -101,6 +103,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 _COUNTS = (
     "max_queued",
     "max_attempts",
+    "max_losses",
     "max_refusals",
     "retry_burst",
     "prefill_chunks",

@@ -84,6 +84,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_attempts: int = 0
     """Attempts begun so far; the next one's number."""
     num_failures: int = 0
+    num_losses: int = 0
+    """Of the failures those by the loss of a whole worker."""
     num_refusals: int = 0
     avoid_until: Mapping[WorkerId, float] = _NOBODY
     unservable_since: float | None = None

@@ -1,6 +1,7 @@
 """Whether a request whose attempt was lost may be tried again. The only place in the cluster that decides so. Pure.
 
-    fault      at most `max_attempts` of a request; and no more than `retry_share` of all requests, so that a fault that
+    fault      at most `max_attempts` of a request, and of these `max_losses` by the loss of a whole worker, which the
+               request itself may be the cause of; and no more than `retry_share` of all requests, so that a fault that
                every attempt meets does not multiply the load that may have caused it
     refusal    not a fault; at most `max_refusals` of a request
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
@@ -41,10 +42,16 @@ class Retries:
 
     def after_fault(self, record: RequestRecord, message: str, code: str) -> UnavailableError | None:
         """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again."""
+        is_loss = code in WORKER_GONE
         record.num_failures += 1
-        if record.num_failures >= self.config.max_attempts or record.is_probe:
+        record.num_losses += is_loss
+        if (
+            record.num_failures >= self.config.max_attempts
+            or record.num_losses >= self.config.max_losses
+            or record.is_probe
+        ):
             return UnavailableError(f"{record.num_failures} attempts failed; {message}", code)
-        if record.num_failures == 1 and code in WORKER_GONE:
+        if record.num_failures == 1 and is_loss:
             return None
         if self._left < 1:
             return UnavailableError(f"too many attempts fail now to try this one again; {message}", "retry_budget")

@@ -62,7 +62,7 @@ SOME_FAULTS = ";".join(
         "control.send=reorder(worker=prefill-1,times=1,p=0.01",
     )
 )
-"""One decode worker is bad. A request that failed there goes to the other one, so that none fails three times; of the
+"""One decode worker is bad. A request that failed there goes to the other one, so that none fails five times; of the
 prefill workers, which are to blame for nothing, one errs twice."""
 HARMLESS = ("transport.receive=delay", "control.send=delay")
 

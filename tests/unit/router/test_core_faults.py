@@ -160,17 +160,27 @@ def test_after_the_last_try_the_client_hears_which_leg_failed(steps: list[tuple[
     assert it.core.holdings() == EMPTY
 
 
-def test_three_faults_are_enough() -> None:
+def test_five_faults_are_enough() -> None:
     it = Scenario("p0", "d0")
     it.start("r0", "p0", "d0")
-    assert it.update("p0", end_update("r0", 0, "failed")) == ["cancel d0 r0/0"]
-    assert it.at(0.2) == ["dispatch p0 r0/1 -> d0"]
-    assert it.update("p0", end_update("r0", 1, "failed")) == ["cancel d0 r0/1"]
-    assert it.at(0.7) == ["dispatch p0 r0/2 -> d0"]
-    assert it.update("p0", end_update("r0", 2, "failed")) == [
-        "cancel d0 r0/2",
+    for attempt, again_at in enumerate((0.2, 0.7, 1.4, 2.3)):
+        assert it.update("p0", end_update("r0", attempt, "failed")) == [f"cancel d0 r0/{attempt}"]
+        assert it.at(again_at) == [f"dispatch p0 r0/{attempt + 1} -> d0"]
+    assert it.update("p0", end_update("r0", 4, "failed")) == [
+        "cancel d0 r0/4",
         "fail r0 UnavailableError prefill_failed",
     ]
+
+
+def test_a_request_whose_third_worker_is_lost_gets_no_fourth() -> None:
+    """It may be what kills them."""
+    it = Scenario("p0", "d0", "d1", "d2", "d3")
+    it.start("r0", "p0", "d0")
+    assert it.lost("d0") == ["cancel p0 r0/0", "dispatch p0 r0/1 -> d2"]
+    assert it.update("d2", end_update("r0", 1, "failed")) == ["cancel p0 r0/1", "dispatch p0 r0/2 -> d1"]
+    assert it.lost("d1") == ["cancel p0 r0/2", "dispatch p0 r0/3 -> d3"]
+    assert it.lost("d3") == ["cancel p0 r0/3", "fail r0 UnavailableError worker_lost"]
+    assert it.core.holdings() == EMPTY
 
 
 def test_p_is_out_of_it_after_the_hand_over() -> None:

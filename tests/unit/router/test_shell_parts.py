@@ -23,6 +23,7 @@ from tests.support.router import tokens_update, worker_info
     [
         ("max_queued", 0, "must be at least 1, not 0"),
         ("max_attempts", 0, "must be at least 1, not 0"),
+        ("max_losses", 0, "must be at least 1, not 0"),
         ("kv_barrier_ms", -1, "must not be negative, not -1"),
         ("expected_output_tokens", 0, "must be at least 1, not 0"),
         ("ttft_slo_s", 0.0, "must be positive, not 0.0"),
