@@ -273,9 +273,11 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
         )
-    chunk, staging = transfer.chunk_bytes, transfer.staging_bytes
-    if chunk > staging:
-        raise ConfigError(f"transfer.chunk_bytes: {chunk} is larger than transfer.staging_bytes ({staging})")
+    if transfer.chunk_bytes > transfer.staging_bytes:
+        raise ConfigError(
+            f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than transfer.staging_bytes "
+            f"({transfer.staging_bytes})"
+        )
     if transfer.heartbeat_s * 2 > transfer.lease_timeout_s:
         raise ConfigError(
             f"transfer.heartbeat_s: {transfer.heartbeat_s} must be at most half of transfer.lease_timeout_s "
@@ -317,8 +319,9 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
         raise ConfigError(f"{path}.block_size: {pool.block_size} is not a multiple of {HASH_BLOCK_TOKENS}")
     if isinstance(pool.cores, tuple):
         if len(set(pool.cores)) != len(pool.cores) or not pool.cores:
-            given = list(pool.cores)
-            raise ConfigError(f"{path}.cores: expected auto, none, or a list of different cores; got {given}")
+            raise ConfigError(
+                f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
+            )
         if pool.tp > len(pool.cores):
             raise ConfigError(f"{path}.tp: {pool.tp} ranks do not fit on {len(pool.cores)} cores")
         if pool.num_threads * pool.tp > len(pool.cores):

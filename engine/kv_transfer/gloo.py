@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class _Operation:
     error: str = ""
 
 
-class _Lane:
+class _Lane(ABC):
     """One direction: operations in order, and the thread that waits for them."""
 
     def __init__(self, group: Any, peer: int, name: str) -> None:
@@ -173,13 +174,15 @@ class _Lane:
             self._thread.join()
         self._group = None
 
+    @abstractmethod
     def _accept(self, operation: _Operation) -> None:
         """On the caller's thread, before the operation is queued."""
 
+    @abstractmethod
     def _start(self, group: Any, operation: _Operation) -> None:
         """Give gloo all that belongs to the operation. Raises `RuntimeError` if the connection is broken."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _complete(self) -> None:
         """What follows an operation that is complete. Before its `Done`, which may close the channel."""
 
@@ -231,10 +234,16 @@ class _Lane:
 class _Sends(_Lane):
     """A send may copy megabytes into the socket, so the thread posts it."""
 
+    def _accept(self, operation: _Operation) -> None:
+        """The thread will do it."""
+
     def _start(self, group: Any, operation: _Operation) -> None:
         operation.awaited = self._recv(group, _empty(), _ANSWER_TAG)
         payload = self._send(group, operation.tensor, _BYTES_TAG)
         operation.works = payload, self._send(group, _empty(), _END_TAG)
+
+    def _complete(self) -> None:
+        """The receiver has answered: nothing is left to do."""
 
 
 class _Recvs(_Lane):

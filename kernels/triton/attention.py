@@ -29,7 +29,8 @@ MAX_GROUP = 64
 MAX_SEQUENCES = 4096
 """Of one decode call: every program holds all lengths."""
 
-_QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of activations."""
 _INTERPRETER_MULTIPROCESSORS = 4
 
 
@@ -46,7 +47,7 @@ def _takes(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tabl
     _, K, block_size, _ = shape = key_cache_NKBD.shape
     strides = key_cache_NKBD.stride()
     return (
-        q_TND.dtype in _QUERY_DTYPES
+        q_TND.dtype in FLOAT_DTYPES
         and key_cache_NKBD.dtype in (q_TND.dtype, torch.float8_e4m3fn)
         and value_cache_NKBD.dtype == key_cache_NKBD.dtype
         and value_cache_NKBD.shape == shape
@@ -64,6 +65,11 @@ def _takes(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tabl
 
 def _are_int32(*vectors: Tensor) -> bool:
     return all(vector.dtype == torch.int32 and vector.is_contiguous() for vector in vectors)
+
+
+def _score_scale(scale: float, key_scale: float) -> float:
+    """What a product of q and stored key is multiplied by, for powers of two."""
+    return scale * key_scale * math.log2(math.e)
 
 
 def _prefill_shape(q_TND: Tensor, cache_NKBD: Tensor, max_query_len: int) -> PrefillShape:
@@ -93,7 +99,7 @@ def paged_decode_attention(
     ):
         return None
     shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), _num_multiprocessors(q_SND.device))
-    score_scale = scale * key_scale * math.log2(math.e)
+    score_scale = _score_scale(scale, key_scale)
     return decode_attention(
         q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, score_scale, value_scale, shape
     )
@@ -114,7 +120,7 @@ def paged_prefill_attention(
     if T == 0 or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, scale):
         return None
     shape = _prefill_shape(q_TND, key_cache_NKBD, T)
-    score_scale = scale * key_scale * math.log2(math.e)
+    score_scale = _score_scale(scale, key_scale)
     return prefill_attention(
         q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M[None], start + T, T, score_scale, value_scale, shape
     )
@@ -145,7 +151,7 @@ def paged_attention(
     ):
         return None
     shape = _prefill_shape(q_TND, key_cache_NKBD, max_query_len)
-    score_scale = scale * key_scale * math.log2(math.e)
+    score_scale = _score_scale(scale, key_scale)
     sequences = (query_starts_S1, context_lens_S)
     return prefill_attention(
         q_TND,

@@ -18,7 +18,6 @@ from torch import Tensor
 from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -144,7 +143,7 @@ def _runs(*tensors: Tensor) -> bool:
 
 def _are_floats(*tensors: Tensor) -> bool:
     """All of one dtype, which the kernels know."""
-    return tensors[0].dtype in _DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
+    return tensors[0].dtype in attention.FLOAT_DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
 def _are_rows(*tensors: Tensor) -> bool:
