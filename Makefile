@@ -115,7 +115,7 @@ gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; ne
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
-soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about five minutes)
+soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about seven minutes)
 	@mkdir -p build
 	@$(BIN)/python benchmarks/soak.py --json build/soak.json $(ARGS)
 

@@ -64,8 +64,9 @@ FAILPOINTS = ";".join(
 )
 FEWEST_FAULTS = 0.05
 """Per request."""
-NUM_SLICES = 12
-"""Of the load without faults, on each cluster: on a shared machine one slice may be half as fast as the next."""
+NUM_SLICES = 30
+"""Of the load without faults, on each cluster: on a shared machine one slice may be half as fast as the next. Slices
+that ran next to each other are compared."""
 CANCELLED_SHARE = 0.22
 """Of the clients, that mean to go; some of their answers end before."""
 NUM_FAMILIES = 16
@@ -255,6 +256,7 @@ def summary(result: Result) -> dict[str, float]:
     """The figures of a soak, and `met`: 1 if every promise is kept."""
     outcome, phases = result.soak, [result.soak, *result.after, *result.fresh]
     after, fresh = (statistics.median(o.goodput for o in phase) for phase in (result.after, result.fresh))
+    ratios = [one.goodput / other.goodput for one, other in zip(result.after, result.fresh, strict=True)]
     total = sum(outcome.counts.values())
     failed = sum(number for what, number in outcome.counts.items() if what.startswith("failed"))
     growth = {name: last.rss_mib - first.rss_mib for name, (first, last) in result.footprints.items()}
@@ -273,7 +275,7 @@ def summary(result: Result) -> dict[str, float]:
         "goodput_during": outcome.goodput,
         "goodput_after": after,
         "goodput_fresh": fresh,
-        "goodput_ratio": after / fresh,
+        "goodput_ratio": statistics.median(ratios),
         "longest_request_s": outcome.longest_s,
         "memory_growth_mib": max(growth.values()),
         "open_files_growth": max(files.values()),
