@@ -7,8 +7,8 @@ a random moment; failpoints fall on bytes, control messages and steps, at least 
 shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
 
 Afterwards the same load runs without faults, slice by slice in turns, on this cluster and on a fresh one of the same
-kind: the ratio of the medians tells what is left of the goodput (tokens of exact, finished answers per second). Before
-and after in time would compare two minutes of a machine that others use too.
+kind: the median of the ratios of neighbours tells what is left of the goodput (tokens of exact, finished answers per
+second). Before and after in time would compare two minutes of a machine that others use too.
 
 What each process holds is taken at rest before and after: the workers' own audit, memory, open files and threads.
 Threads of gRPC's own pool are shown and not counted: it takes one more when there is much to do, and gives it back when
@@ -284,6 +284,7 @@ def summary(result: Result) -> dict[str, float]:
     }
     figures["met"] = float(
         not figures["wrong"]
+        and not figures["failed"]
         and not figures["left_over"]
         and figures["faults_per_request"] >= FEWEST_FAULTS
         and figures["goodput_ratio"] >= 0.95
