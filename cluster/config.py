@@ -50,6 +50,7 @@ from disagg.router.gateway.config import TlsFiles, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
 
+GPU_BLOCK_TOKENS = 64
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -134,8 +135,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of each rank's KV cache."""
     num_blocks: Count | None = None
     """Number of KV blocks, instead of `kv_cache_bytes`."""
-    block_size: Count = 16
-    """Tokens of a KV block; a multiple of 16."""
+    block_size: Count | Literal["auto"] = "auto"
+    """Tokens of a KV block; a multiple of 16. `auto` is 16, and 64 on a GPU, whose prefill kernel fetches rows of a
+    block together if there are 64 of them."""
     token_budget: Count = 512
     """Tokens of one step."""
     scheduling: Scheduling = "decode_first"
@@ -155,6 +157,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_labels: dict[Name, Name] = {}
     """Ray nodes that this pool's workers may run on: those with all of these labels, such as
     `disagg.role: prefill`."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The block size that is meant."""
+        if self.block_size == "auto":
+            return HASH_BLOCK_TOKENS if self.device == "cpu" else GPU_BLOCK_TOKENS
+        return self.block_size
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +324,7 @@ def _check_ports(gateway: GatewaySection) -> None:
 def _check_pool(path: str, pool: PoolConfig) -> None:
     if not _DEVICE.fullmatch(pool.device):
         raise ConfigError(f"{path}.device: expected cpu, cuda or cuda:<index>; got {pool.device!r}")
-    if pool.block_size % HASH_BLOCK_TOKENS:
+    if pool.tokens_per_block % HASH_BLOCK_TOKENS:
         raise ConfigError(f"{path}.block_size: {pool.block_size} is not a multiple of {HASH_BLOCK_TOKENS}")
     if isinstance(pool.cores, tuple):
         if len(set(pool.cores)) != len(pool.cores) or not pool.cores:

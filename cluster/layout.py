@@ -130,7 +130,7 @@ def worker_config(
         cores=worker_cores(config, name, index, available),
         num_threads=pool.num_threads,
         tp=pool.tp,
-        block_size=pool.block_size,
+        block_size=pool.tokens_per_block,
         kv_cache_bytes=pool.kv_cache_bytes,
         num_blocks=pool.num_blocks,
         max_num_seqs=pool.max_num_seqs,

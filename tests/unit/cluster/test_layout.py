@@ -112,6 +112,13 @@ def test_a_colocated_worker_has_both_roles() -> None:
     assert (worker.worker_id, worker.roles) == ("colocated-0", ("prefill", "decode"))
 
 
+@pytest.mark.parametrize(("pool", "expected"), [({}, 16), ({"device": "cuda"}, 64), ({"block_size": 48}, 48)])
+def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> None:
+    config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
+    (worker,) = LaunchPlan(config, "fake", (0,)).workers
+    assert worker.block_size == expected
+
+
 @pytest.mark.parametrize(("device", "transport"), [("cpu", "gloo"), ("cuda:1", "nccl")])
 def test_auto_transport_follows_the_device(device: str, transport: str) -> None:
     config = parse_config({"pools": {"prefill": {"device": device}, "decode": {"device": device}}})
