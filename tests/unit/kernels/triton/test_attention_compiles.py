@@ -15,8 +15,8 @@ SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, for programs."""
 REGISTERS = 65536
 """Of a multiprocessor."""
-SPILLED_BYTES = 8
-"""Of a thread: two registers with Triton 3.7, none with 3.6."""
+SPILLED_OF_FP8 = 8
+"""Bytes a thread, of the decode kernel for fp8 and heads of 128: two registers with Triton 3.7, none with 3.6."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
 
 
@@ -85,17 +85,18 @@ def prefill_case(q: str, kv: str, dim: int, group: int, block_size: int, queries
 
 @pytest.mark.slow
 def test_two_decode_programs_fit_on_a_multiprocessor() -> None:
+    fp8 = decode_case("bf16", "fp8e4nv", 128, 4, 16)
     cases = [
         decode_case("bf16", "bf16", 128, 4, 16),
         decode_case("bf16", "bf16", 128, 8, 64),
         decode_case("bf16", "bf16", 64, 3, 16),
         decode_case("fp16", "fp16", 80, 1, 32),
-        decode_case("bf16", "fp8e4nv", 128, 4, 16),
+        fp8,
         decode_case("bf16", "fp8e4nv", 64, 8, 64),
         join_case(),
     ]
     for case, usage in zip(cases, compile_kernels(cases), strict=True):
-        assert usage.spilled_bytes <= SPILLED_BYTES, case
+        assert usage.spilled_bytes <= (SPILLED_OF_FP8 if case is fp8 else 0), case
         assert 2 * usage.shared_bytes <= SHARED_BYTES, case
         assert 2 * usage.registers * 32 * case.num_warps <= REGISTERS, case
 
