@@ -98,7 +98,7 @@ async def _stop_and_go_on(infos: list[WorkerInfo]) -> None:
         await _until(lambda: not _is_suspected(router, stopped))
         await wait_until_workers_idle(infos)
         await _until(lambda: all(view.load.num_running == 0 for view in router.view().workers))  # as they report
-        await _until_used(router, "after", {"decode-0"})
+        await _until_used(router, "after", {"decode-0", "decode-1"})
         await wait_until_workers_idle(infos)
     finally:
         await router.stop()
