@@ -51,6 +51,7 @@ from disagg.router.gateway.config import TlsFiles, is_loopback
 Mode = Literal["disaggregated", "colocated"]
 
 GPU_BLOCK_TOKENS = 64
+"""What `block_size: auto` is there."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
