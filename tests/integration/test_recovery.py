@@ -21,8 +21,7 @@ from disagg.proto.messages import Sampling, WorkerInfo
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.server import RouterServer
-from tests.integration.test_processes import wait_until
-from tests.integration.test_scaling import endless_streams, settled
+from tests.integration.test_scaling import endless_streams, replaced
 from tests.support.secret import SECRET
 from tests.support.workers import running_workers, wait_until_workers_idle
 
@@ -40,8 +39,8 @@ def test_a_worker_that_hangs_costs_no_answer_and_is_replaced() -> None:
             wait_for_all()
             hung = ProcessRef.of(cluster.pid("decode-1"))
             os.kill(hung.pid, signal.SIGSTOP)
-            assert wait_until(lambda: not hung.is_alive(), timeout_s=5)
-            assert wait_until(lambda: settled(cluster))
+            assert replaced(cluster, "decode-1", hung.pid)
+            assert not hung.is_alive()
             wait_for_all()
         details = {str(record.worker_id): record.detail for record in cluster.state().workers}
         assert details["decode-1"].startswith("it was silent for ")
@@ -54,8 +53,8 @@ def test_a_gateway_that_hangs_is_replaced_at_its_address() -> None:
     with ProcessCluster(parse_config({**FAKE, "recovery": {"kill_after_s": 2.0}})) as cluster:
         address, hung = cluster.address, ProcessRef.of(cluster.pid("gateway"))
         os.kill(hung.pid, signal.SIGSTOP)
-        assert wait_until(lambda: not hung.is_alive(), timeout_s=6)
-        assert wait_until(lambda: settled(cluster))
+        assert replaced(cluster, "gateway", hung.pid)
+        assert not hung.is_alive()
         assert cluster.address == address
         with Client(address) as client:
             answer = client.generate(range(40), max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=20)

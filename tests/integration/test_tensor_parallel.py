@@ -28,7 +28,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.integration.test_processes import FAKE, wait_until
-from tests.integration.test_scaling import endless_streams, settled
+from tests.integration.test_scaling import endless_streams, replaced
 from tests.support import reference
 from tests.support.processes import children_of
 from tests.support.registry import Registry
@@ -134,8 +134,7 @@ def test_a_killed_rank_costs_no_answer_and_its_worker_comes_back_whole() -> None
         with endless_streams(cluster.address, num_streams=4) as wait_for_all:
             wait_for_all()
             ranks[1].kill()
-            assert wait_until(lambda: not settled(cluster))
-            assert wait_until(lambda: settled(cluster), timeout_s=60)
+            assert replaced(cluster, "decode-1", ranks[0].pid, timeout_s=60)
             wait_for_all()
         assert not [rank for rank in ranks if rank.is_alive()]
         record = cluster.state().workers[2]
