@@ -11,8 +11,8 @@ import grpc
 import msgspec
 
 from disagg.engine.mailbox import Mailbox
+from disagg.proto.frames import frame_decoder, frame_of, frames
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
-from disagg.proto.messages import decoder, encode
 from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class TransferService:
 
     def __init__(self, accept: Callable[[PairHello, Outgoing], tuple[PairWelcome, Pair] | PairRefused]) -> None:
         self._accept = accept
-        self._decoder = decoder(SenderToReceiver)
+        self._decoder = frame_decoder(SenderToReceiver)
 
     def handler(self) -> Any:
         """To be added to the worker's server."""
@@ -51,37 +51,40 @@ class TransferService:
     async def _pair(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[bytes]:
-        frames = aiter(requests)
-        hello = await self._hello(frames, context)
+        incoming = aiter(requests)
+        hello = await self._hello(incoming, context)
         outgoing = Outgoing(MAX_UNSENT_MESSAGES)
         accepted = self._accept(hello, outgoing)
         if isinstance(accepted, PairRefused):
-            yield encode(accepted)
+            yield frame_of(accepted)
             return
         welcome, pair = accepted
-        reader = asyncio.create_task(self._read(frames, pair, outgoing), name=f"pair-{hello.info.worker_id}")
+        reader = asyncio.create_task(self._read(incoming, pair, outgoing), name=f"pair-{hello.info.worker_id}")
         try:
-            yield encode(welcome)
-            async for message in outgoing:
-                yield encode(message)
+            yield frame_of(welcome)
+            async for batch in outgoing.batches():
+                for frame in frames(batch):
+                    yield frame
         finally:
             reader.cancel()
             pair.on_lost()
 
-    async def _hello(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> PairHello:
+    async def _hello(self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> PairHello:
         try:
-            message = self._decoder.decode(await anext(frames))
+            messages = self._decoder.decode(await anext(incoming))
         except (StopAsyncIteration, msgspec.MsgspecError):
-            message = None
-        if not isinstance(message, PairHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pair stream begins with PairHello")
-        assert isinstance(message, PairHello)
-        return message
+            messages = []
+        match messages:
+            case [PairHello() as hello]:
+                return hello
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pair stream begins with PairHello")
+        raise AssertionError
 
-    async def _read(self, frames: AsyncIterator[bytes], pair: Pair, outgoing: Outgoing) -> None:
+    async def _read(self, incoming: AsyncIterator[bytes], pair: Pair, outgoing: Outgoing) -> None:
         try:
-            async for frame in frames:
-                pair.on_message(self._decoder.decode(frame))
+            async for frame in incoming:
+                for message in self._decoder.decode(frame):
+                    pair.on_message(message)
         except msgspec.MsgspecError as error:
             logger.warning("closing a pair: bad frame: %s", error)
         except grpc.RpcError as error:

@@ -41,6 +41,17 @@ class Mailbox(Generic[T]):
         self._items.clear()
         self._wake.set()
 
+    async def batches(self) -> AsyncIterator[list[T]]:
+        """All that is queued, in order, whenever something is; until closed. For one reader, instead of the items."""
+        while not self._closed:
+            if self._items:
+                batch = list(self._items)
+                self._items.clear()
+                yield batch
+            self._wake.clear()
+            if not self._items and not self._closed:
+                await self._wake.wait()
+
     async def __aiter__(self) -> AsyncIterator[T]:
         """Items in order, until closed."""
         while not self._closed:

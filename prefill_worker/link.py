@@ -158,6 +158,7 @@ class DecodeLink:
             max_chunk_bytes=self._slot_bytes,
             credits=welcome.credits,
             num_slots=config.num_staging_slots,
+            promises=welcome.transport != "nccl",  # whose receives keep the GPU busy from when they are posted
             lease_timeout_s=config.lease_timeout_s,
             heartbeat_s=config.heartbeat_s,
             transfer_timeout_s=config.transfer_timeout_s,

@@ -13,8 +13,9 @@ import msgspec
 
 from disagg.engine.mailbox import Mailbox
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.frames import frame_decoder, frames
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
-from disagg.proto.messages import PeerRef, WorkerInfo, decoder, encode
+from disagg.proto.messages import PeerRef, WorkerInfo
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 
 MAX_UNSENT_MESSAGES = 4096
@@ -41,7 +42,7 @@ class PairStream:
         self._call: Any = None
         self._incoming: AsyncGenerator[Any, None] | None = None
         self._abandoned = False
-        self._decoder = decoder(ReceiverToSender)
+        self._decoder = frame_decoder(ReceiverToSender)
 
     async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
         """Dial and shake hands.
@@ -64,12 +65,13 @@ class PairStream:
         except StopAsyncIteration:
             raise PairError(f"{self._peer.worker_id} closed the stream") from None
         match self._decode(frame):
-            case PairWelcome() as welcome:
+            case [PairWelcome() as welcome]:
                 return welcome
-            case PairRefused(reason=reason):
+            case [PairRefused(reason=reason)]:
                 raise PairError(f"{self._peer.worker_id} refused the pair: {reason}")
-            case other:
-                raise PairError(f"{self._peer.worker_id} began with {type(other).__name__} instead of a welcome")
+            case others:
+                said = ", ".join(type(other).__name__ for other in others)
+                raise PairError(f"{self._peer.worker_id} began with {said} instead of a welcome")
 
     def send(self, message: SenderToReceiver) -> None:
         """Queue a message. A peer that reads no longer loses the stream, which `messages` then reports."""
@@ -88,7 +90,8 @@ class PairStream:
         assert self._incoming is not None
         try:
             async for frame in self._incoming:
-                yield self._decode(frame)
+                for message in self._decode(frame):
+                    yield message
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
         except asyncio.CancelledError:
@@ -115,16 +118,16 @@ class PairStream:
         if channel is not None:
             await channel.close(None)
 
-    def _decode(self, frame: bytes) -> ReceiverToSender:
+    def _decode(self, frame: bytes) -> list[ReceiverToSender]:
         try:
-            message: ReceiverToSender = self._decoder.decode(frame)
+            return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
             raise PairError(f"{self._peer.worker_id} sent a bad frame: {error}") from error
-        return message
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        async for message in self._outgoing:
-            yield encode(message)
+        async for batch in self._outgoing.batches():
+            for frame in frames(batch):
+                yield frame
 
 
 async def _read_out(incoming: AsyncGenerator[Any, None]) -> None:

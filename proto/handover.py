@@ -1,7 +1,7 @@
 """The control half of a hand-over: what a prefill worker (P) and a decode worker (D) say on their pair's stream.
 
-    P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, Commit           Abort, AbortAck   PairHeartbeat
-    D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck     the same
+    P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, ChunkSum*, Commit    Abort, AbortAck  PairHeartbeat
+    D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck    the same
 
 The bytes themselves travel beside it, over the pair's transport. P sends a payload only after `ClearToSend`, in full.
 """
@@ -91,8 +91,20 @@ class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
     end_token: int
     nbytes: int
     """Of all slices."""
+    checksum: int | None
+    """xxh3-64 of the payload; of several slices, that of their checksums in the order of the plan. None where P still
+    computes these tokens: `ChunkSum` will tell."""
+
+
+class ChunkSum(Message, frozen=True, kw_only=True, tag=True):
+    """The checksum of a chunk that was announced without one. D may have cleared the chunk before, and its bytes may
+    come before this; nothing of them is used until it is here."""
+
+    request_id: RequestId
+    attempt: int
+    generation: int
+    seq: int
     checksum: int
-    """xxh3-64 of the payload; of several slices, that of their checksums in the order of the plan."""
 
 
 class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
@@ -156,7 +168,7 @@ class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """Renews the leases of all attempts of the pair."""
 
 
-SenderToReceiver = PairHello | Offer | ChunkHeader | Commit | Abort | AbortAck | PairHeartbeat
+SenderToReceiver = PairHello | Offer | ChunkHeader | ChunkSum | Commit | Abort | AbortAck | PairHeartbeat
 ReceiverToSender = (
     PairWelcome
     | PairRefused

@@ -5,7 +5,7 @@ The services have no protobuf: handlers are generic and the frames are `messages
     SESSION   stream-stream  `Dispatch | Cancel` down, `SessionHello | StepUpdate` up; the hello is the first frame
     WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
     AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
-    TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up; P calls D
+    TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up, in `frames`; P calls D
     REGISTER  stream-stream  `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
     FOLLOW    stream-stream  `GatewayToController` down, `ControllerToGateway` up; a gateway calls the controller
     CONTROL   unary-unary    `ControlRequest` down, `ControlReply` up; an operator, by way of a gateway or the launcher

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 
-from disagg.engine.kv_transfer.pair_state import SlotPool, TransitionError
+from disagg.engine.kv_transfer.chunks import tokens_per_chunk
+from disagg.engine.kv_transfer.pair_state import PeerError, SlotPool, TransitionError
 from disagg.engine.kv_transfer.receiving import (
     RECEIVED_CHUNK_TABLE,
     ReceiveAttempt,
     ReceivedChunk,
     ReceivedChunkEvent,
     ReceivedChunkState,
+    check_header,
 )
 from disagg.proto.handover import ChunkHeader
 from disagg.proto.ids import AttemptKey
@@ -24,10 +26,16 @@ class ReceiveWindow:
     """Chunks of all attempts of a pair. Owner: its `Receiver`.
 
     Raises:
-        ValueError: if there is no slot.
+        ValueError: if there is no slot or no credit, or not even one token fits a chunk.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int) -> None:
+        if credits < 1:
+            raise ValueError(f"a pair needs at least one credit, not {credits}")
+        tokens_per_chunk(max_chunk_bytes, bytes_per_token)
+        self._credits = credits
+        self._bytes_per_token = bytes_per_token
+        self._max_chunk_bytes = max_chunk_bytes
         self._slots = SlotPool(num_slots)
         self._chunks: dict[tuple[AttemptKey, int], ReceivedChunk] = {}
         self._waiting: deque[ReceivedChunk] = deque()
@@ -44,19 +52,26 @@ class ReceiveWindow:
 
     @property
     def oldest_clear(self) -> float | None:
-        """When the chunk was cleared that has held its slot for longest."""
-        cleared = (c.cleared_at for c in self._chunks.values() if c.state is not ReceivedChunkState.WAITING)
-        return min(cleared, default=None)
+        """When the chunk was cleared that has held its slot for longest; of those that came, none waits for bytes."""
+        idle = (ReceivedChunkState.WAITING, ReceivedChunkState.HELD)
+        return min((chunk.cleared_at for chunk in self._chunks.values() if chunk.state not in idle), default=None)
 
     def has_any_of(self, key: AttemptKey) -> bool:
         """Whether a chunk of this attempt is under way."""
         return any(chunk_key == key for chunk_key, _ in self._chunks)
 
     def announce(self, attempt: ReceiveAttempt, header: ChunkHeader) -> None:
-        """Queue a chunk whose header was checked."""
+        """Queue a chunk.
+
+        Raises:
+            PeerError: if the header is not the one that is due, or P has no credit for it.
+        """
+        check_header(attempt, header, self._bytes_per_token, self._max_chunk_bytes)
+        if len(self) >= self._credits:
+            raise PeerError(f"chunk {header.seq} of {attempt.key} was announced without a credit")
         attempt.next_seq += 1
         attempt.next_token = header.end_token
-        chunk = ReceivedChunk(attempt, header)
+        chunk = ReceivedChunk(attempt, header, header.checksum)
         self._chunks[attempt.key, header.seq] = chunk
         self._waiting.append(chunk)
 
@@ -72,18 +87,20 @@ class ReceiveWindow:
         self._num_cleared += 1
         return chunk
 
-    def received(self, key: AttemptKey, seq: int, *, keep: bool) -> ReceivedChunk:
-        """The transport is done with the slot: `keep` it to scatter from, or give it back.
+    def get(self, key: AttemptKey, seq: int) -> ReceivedChunk | None:
+        """A chunk under way, if it is."""
+        return self._chunks.get((key, seq))
 
-        Raises:
-            TransitionError: if this chunk was not being received.
-        """
+    def hold(self, chunk: ReceivedChunk) -> None:
+        """The transport is done with the slot; nobody knows yet whether what came is right."""
+        chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, ReceivedChunkEvent.HOLD)
+
+    def judge(self, chunk: ReceivedChunk, *, keep: bool) -> None:
+        """`keep` the bytes to scatter them, or give the slot back."""
         event = ReceivedChunkEvent.VERIFIED if keep else ReceivedChunkEvent.DISCARD
-        chunk = self.under_way(key, seq, ReceivedChunkState.RECEIVING)
         chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, event)
         if not keep:
             self._drop(chunk)
-        return chunk
 
     def scattered(self, key: AttemptKey, seq: int) -> ReceivedChunk:
         """The engine is done with the slot.
@@ -96,13 +113,15 @@ class ReceiveWindow:
         self._drop(chunk)
         return chunk
 
-    def drop_waiting(self, attempt: ReceiveAttempt) -> None:
-        """Forget what was announced and not cleared; no bytes will come for it."""
-        mine = [chunk for chunk in self._waiting if chunk.attempt is attempt]
+    def drop_idle(self, attempt: ReceiveAttempt) -> list[ReceivedChunk]:
+        """Forget what nobody works on: chunks that were not cleared, for which no bytes will come, and those that came
+        and were not judged, which are returned, since P waits for their credit."""
         self._waiting = deque(chunk for chunk in self._waiting if chunk.attempt is not attempt)
-        for chunk in mine:
-            chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, ReceivedChunkEvent.DISCARD)
-            self._drop(chunk)
+        mine = [chunk for chunk in self._chunks.values() if chunk.attempt is attempt]
+        held = [chunk for chunk in mine if chunk.state is ReceivedChunkState.HELD]
+        for chunk in [chunk for chunk in mine if chunk.state is ReceivedChunkState.WAITING] + held:
+            self.judge(chunk, keep=False)
+        return held
 
     def under_way(self, key: AttemptKey, seq: int, state: ReceivedChunkState) -> ReceivedChunk:
         """The chunk, which must be in `state`.

@@ -1,9 +1,9 @@
 """D's half of the hand-over: a pure state machine, one per pair and life of its control stream.
 
 An offer becomes a reservation in D's engine. Each announced chunk is checked against it before it is cleared; then
-its bytes arrive in a staging slot, their checksum is compared, and D's own engine scatters them. When `Commit` is
-here and all bytes are verified, the join is asked for behind the last scatter, so that the engine does both between
-the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
+its bytes arrive in a staging slot, are compared with the checksum that P tells, and D's own engine scatters them. When
+`Commit` is here and all bytes are verified, the join is asked for behind the last scatter, so that the engine does both
+between the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
 A staging slot is held from `ReceiveBytes` until the engine scattered it, or until the transport is done with it where
 the attempt ended meanwhile: ending an attempt never proves that the writer stopped.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from disagg.engine.kv_transfer.chunks import tokens_per_chunk
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
     LEASE_LOST,
@@ -21,13 +20,11 @@ from disagg.engine.kv_transfer.effects import (
     STUCK,
     ClosePair,
     JoinSequence,
-    ReceiveBytes,
     ReceiveOutcome,
     ReceiveOver,
     ReceiverEffect,
     ReleaseSequence,
     ReserveBlocks,
-    ScatterChunk,
     Send,
 )
 from disagg.engine.kv_transfer.pair_state import FadingSet, PairClock, PeerError
@@ -35,22 +32,22 @@ from disagg.engine.kv_transfer.receive_window import ReceiveWindow
 from disagg.engine.kv_transfer.receiving import (
     RECEIVE_TABLE,
     ReceiveAttempt,
+    ReceivedChunk,
     ReceivedChunkState,
     ReceiveEvent,
     ReceiveState,
+    check_checksum,
     check_commit,
-    check_header,
 )
 from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkHeader,
+    ChunkSum,
     Commit,
-    CommitAck,
     Offer,
     PairHeartbeat,
     Refused,
-    Reserved,
     SenderToReceiver,
 )
 from disagg.proto.ids import AttemptKey
@@ -96,13 +93,7 @@ class Receiver:
         transfer_timeout_s: float = 30.0,
         tombstone_ttl_s: float = 10.0,
     ) -> None:
-        if credits < 1:
-            raise ValueError(f"a pair needs at least one credit, not {credits}")
-        tokens_per_chunk(max_chunk_bytes, bytes_per_token)
-        self._bytes_per_token = bytes_per_token
-        self._max_chunk_bytes = max_chunk_bytes
-        self._credits = credits
-        self._window = ReceiveWindow(num_slots)
+        self._window = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
         self._attempts: dict[AttemptKey, ReceiveAttempt] = {}
@@ -124,10 +115,7 @@ class Receiver:
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.RESERVED)
         attempt.cached_tokens = attempt.next_token = cached_tokens
         attempt.num_unverified_tokens = attempt.num_missing_tokens = num_known - cached_tokens
-        message = Reserved(
-            request_id=key.request_id, attempt=key.attempt, generation=attempt.generation, cached_tokens=cached_tokens
-        )
-        return [Send(message)]
+        return [Send(attempt.reservation)]
 
     def on_reserve_refused(self, key: AttemptKey, reason: str) -> Effects:
         """The engine has no room; it holds nothing."""
@@ -147,25 +135,16 @@ class Receiver:
         """
         out: Effects = []
         chunk = self._window.under_way(key, seq, ReceivedChunkState.RECEIVING)
-        attempt = chunk.attempt
-        intact = ok and checksum == chunk.header.checksum
-        self._window.received(key, seq, keep=intact and attempt.live)
         if not ok:
+            self._window.judge(chunk, keep=False)
             return out if self.closed else self._close_pair("the transport failed while receiving")
         self.counters["chunks_received"] += 1
         self.counters["kv_bytes_received"] += chunk.header.nbytes
-        if intact and attempt.live:
-            header = chunk.header
-            assert chunk.slot is not None
-            out.append(ScatterChunk(key, seq, header.start_token, header.end_token, chunk.slot, header.nbytes))
-            attempt.num_unverified_tokens -= chunk.num_tokens
-            self._join_if_verified(attempt, out)
-        elif not self.closed:
-            out.append(Send(chunk.done(ok=False)))
-        if not intact:
-            self.counters["corrupt_chunks"] += 1
-            if attempt.live:
-                self._give_up(attempt, f"chunk {seq} has another checksum than announced", out)
+        chunk.arrived = checksum
+        if chunk.announced is None and chunk.attempt.live:
+            self._window.hold(chunk)
+        else:
+            self._judge(chunk, out)
         self._pump(out)
         return out
 
@@ -271,6 +250,8 @@ class Receiver:
                 self._on_offer(message, out)
             case ChunkHeader():
                 self._on_header(message)
+            case ChunkSum():
+                self._on_checksum(message, out)
             case Commit():
                 self._on_commit(message, out)
             case Abort():
@@ -301,11 +282,17 @@ class Receiver:
         if attempt is None:
             return
         attempt.state = RECEIVE_TABLE.next_from_peer(attempt.state, ReceiveEvent.HEADER)
-        check_header(attempt, header, self._bytes_per_token, self._max_chunk_bytes)
-        if len(self._window) >= self._credits:
-            raise PeerError(f"chunk {header.seq} of {attempt.key} was announced without a credit")
         self._window.announce(attempt, header)
         attempt.began_at = self._clock.now if attempt.began_at is None else attempt.began_at
+
+    def _on_checksum(self, message: ChunkSum, out: Effects) -> None:
+        attempt = self._current(message)
+        if attempt is None:
+            return
+        chunk = check_checksum(self._window.get(attempt.key, message.seq), message)
+        chunk.announced = message.checksum
+        if chunk.arrived is not None:
+            self._judge(chunk, out)
 
     def _on_commit(self, commit: Commit, out: Effects) -> None:
         attempt = self._current(commit)
@@ -319,13 +306,11 @@ class Receiver:
     def _on_abort(self, message: Abort, out: Effects) -> None:
         key = AttemptKey(message.request_id, message.attempt)
         attempt = self._attempts.get(key)
-        if attempt is not None:
-            self._end(attempt, message.reason, out, release=True)
-        out.append(Send(AbortAck(request_id=key.request_id, attempt=key.attempt)))
+        held = [] if attempt is None else self._end(attempt, message.reason, out, release=True)
+        out += [Send(AbortAck(request_id=key.request_id, attempt=key.attempt)), *held]
 
-    def _current(self, message: ChunkHeader | Commit) -> ReceiveAttempt | None:
-        """The attempt that a message means, unless it is over or the message is for an earlier reservation: dropped,
-        counted."""
+    def _current(self, message: ChunkHeader | ChunkSum | Commit) -> ReceiveAttempt | None:
+        """The attempt that a message means; where it is over, or the reservation an earlier one, that is counted."""
         attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
         if attempt is None or attempt.generation != message.generation:
             self.counters["stale"] += 1
@@ -337,9 +322,23 @@ class Receiver:
     def _pump(self, out: Effects) -> None:
         """Clear announced chunks while there are slots. P sends in this order, so the receives are posted in it."""
         while not self.closed and (chunk := self._window.clear_next(self._clock.now)) is not None:
-            assert chunk.slot is not None
-            out.append(ReceiveBytes(chunk.attempt.key, chunk.header.seq, chunk.slot, chunk.header.nbytes))
-            out.append(Send(chunk.clear()))
+            out += [chunk.receive, Send(chunk.clear())]
+
+    def _judge(self, chunk: ReceivedChunk, out: Effects) -> None:
+        """The bytes are here, and their checksum is known, or nobody wants them any more."""
+        attempt = chunk.attempt
+        intact = chunk.announced in (None, chunk.arrived)
+        self._window.judge(chunk, keep=intact and attempt.live)
+        if intact and attempt.live:
+            out.append(chunk.scatter)
+            attempt.num_unverified_tokens -= chunk.num_tokens
+            self._join_if_verified(attempt, out)
+        elif not self.closed:
+            out.append(Send(chunk.done(ok=False)))
+        if not intact:
+            self.counters["corrupt_chunks"] += 1
+            if attempt.live:
+                self._give_up(attempt, f"chunk {chunk.header.seq} has another checksum than announced", out)
 
     def _join_if_verified(self, attempt: ReceiveAttempt, out: Effects) -> None:
         """Ask for the join; it does not wait for the answers of the scatters before it."""
@@ -355,8 +354,7 @@ class Receiver:
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOINED)
         self._forget(attempt)
-        key = attempt.key
-        out.append(Send(CommitAck(request_id=key.request_id, attempt=key.attempt, generation=attempt.generation)))
+        out.append(Send(attempt.acknowledgement))
         self._report(attempt, "committed", "", out)
 
     # ------------------------------------------------------------ giving up
@@ -371,25 +369,26 @@ class Receiver:
 
     def _give_up(self, attempt: ReceiveAttempt, reason: str, out: Effects, *, release: bool = True) -> None:
         """End an attempt from this side and tell P, which answers only to be polite: nothing here waits for it."""
-        self._end(attempt, reason, out, release=release)
+        held = self._end(attempt, reason, out, release=release)
         request_id, number = attempt.key
-        out.append(Send(Abort(request_id=request_id, attempt=number, reason=reason)))
+        out += [Send(Abort(request_id=request_id, attempt=number, reason=reason)), *held]
 
-    def _end(self, attempt: ReceiveAttempt, reason: str, out: Effects, *, release: bool) -> None:
+    def _end(self, attempt: ReceiveAttempt, reason: str, out: Effects, *, release: bool) -> list[Send]:
+        """The credits that P is owed, to be told after the end: before it, they would say that chunks were bad."""
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.GIVE_UP)
         self._forget(attempt)
-        self._window.drop_waiting(attempt)
         if release:
             out.append(ReleaseSequence(attempt.key))
         self._report(attempt, "aborted", reason, out)
+        return [Send(chunk.done(ok=False)) for chunk in self._window.drop_idle(attempt)]
 
     def _forget(self, attempt: ReceiveAttempt) -> None:
         del self._attempts[attempt.key]
         self._ended.add(attempt.key, self._clock.now)
 
     def _report(self, attempt: ReceiveAttempt, outcome: ReceiveOutcome, reason: str, out: Effects) -> None:
-        began_at = attempt.began_at
-        out.append(ReceiveOver(attempt.key, outcome, reason, attempt.kv_bytes, attempt.cached_tokens, began_at))
+        kv_bytes, cached = attempt.kv_bytes, attempt.cached_tokens
+        out.append(ReceiveOver(attempt.key, outcome, reason, kv_bytes, cached, attempt.began_at))
 
     def _close_pair(self, reason: str) -> Effects:
         return [*self.close(self._clock.now, reason), ClosePair(reason)]

@@ -5,8 +5,9 @@
 
 A chunk lives longer than its attempt once D has cleared it: its bytes will come.
 
-    WAITING ──(slot)──> RECEIVING ──(verified)──> SCATTERING ──(scattered)──> GONE
-       └──(attempt over)──┴─────────(not verified, or attempt over)────────────> GONE
+    WAITING ──(slot)──> RECEIVING ──(verified)──────────────> SCATTERING ──(scattered)──> GONE
+       │                    └──(no checksum yet)──> HELD ──(verified)──┘
+       └──(attempt over)──────┴──────────────────────┴──(not verified, or attempt over)──> GONE
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from disagg.engine.kv_transfer.effects import ReceiveBytes, ScatterChunk
 from disagg.engine.kv_transfer.pair_state import PeerError, Table
-from disagg.proto.handover import ChunkDone, ChunkHeader, ClearToSend, Commit
+from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Reserved
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec
 
@@ -62,6 +64,7 @@ class ReceivedChunkState(enum.Enum):
 
     WAITING = "waiting"
     RECEIVING = "receiving"
+    HELD = "held"
     SCATTERING = "scattering"
     GONE = "gone"
 
@@ -70,6 +73,7 @@ class ReceivedChunkEvent(enum.Enum):
     """What moves it."""
 
     CLEAR = "clear"
+    HOLD = "hold"
     VERIFIED = "verified"
     DISCARD = "discard"
     SCATTERED = "scattered"
@@ -82,6 +86,9 @@ RECEIVED_CHUNK_TABLE: Table[ReceivedChunkState, ReceivedChunkEvent] = Table(
         (_C.WAITING, _F.DISCARD): _C.GONE,
         (_C.RECEIVING, _F.VERIFIED): _C.SCATTERING,
         (_C.RECEIVING, _F.DISCARD): _C.GONE,
+        (_C.RECEIVING, _F.HOLD): _C.HELD,
+        (_C.HELD, _F.VERIFIED): _C.SCATTERING,
+        (_C.HELD, _F.DISCARD): _C.GONE,
         (_C.SCATTERING, _F.SCATTERED): _C.GONE,
     }
 )
@@ -113,6 +120,20 @@ class ReceiveAttempt:
         return self.spec.key
 
     @property
+    def reservation(self) -> Reserved:
+        """What P is told when the blocks are counted."""
+        request_id, number = self.key
+        return Reserved(
+            request_id=request_id, attempt=number, generation=self.generation, cached_tokens=self.cached_tokens
+        )
+
+    @property
+    def acknowledgement(self) -> CommitAck:
+        """What P is told when all is in the cache."""
+        request_id, number = self.key
+        return CommitAck(request_id=request_id, attempt=number, generation=self.generation)
+
+    @property
     def live(self) -> bool:
         """Whether the hand-over can still succeed."""
         return self.state is not ReceiveState.OVER
@@ -124,6 +145,10 @@ class ReceivedChunk:
 
     attempt: ReceiveAttempt
     header: ChunkHeader
+    announced: int | None
+    """The checksum that P names; None until it does."""
+    arrived: int | None = None
+    """The checksum of what came."""
     state: ReceivedChunkState = ReceivedChunkState.WAITING
     slot: int | None = None
     cleared_at: float = 0.0
@@ -134,6 +159,20 @@ class ReceivedChunk:
     def num_tokens(self) -> int:
         """Tokens of the chunk."""
         return self.header.end_token - self.header.start_token
+
+    @property
+    def receive(self) -> ReceiveBytes:
+        """What fills the slot."""
+        assert self.slot is not None
+        return ReceiveBytes(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
+
+    @property
+    def scatter(self) -> ScatterChunk:
+        """What writes the slot to the cache."""
+        assert self.slot is not None
+        header = self.header
+        start, end = header.start_token, header.end_token
+        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes)
 
     def done(self, *, ok: bool) -> ChunkDone:
         """The message that gives P its credit back."""
@@ -173,6 +212,18 @@ def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: 
         raise PeerError(f"{where} ends at token {header.end_token} of {attempt.spec.num_known_tokens}")
     if header.nbytes != num_tokens * bytes_per_token or header.nbytes > max_chunk_bytes:
         raise PeerError(f"{where} has {header.nbytes} bytes for {num_tokens} tokens")
+
+
+def check_checksum(chunk: ReceivedChunk | None, message: ChunkSum) -> ReceivedChunk:
+    """The chunk that a checksum is for.
+
+    Raises:
+        PeerError: if no chunk waits for it.
+    """
+    if chunk is None or chunk.announced is not None:
+        key = AttemptKey(message.request_id, message.attempt)
+        raise PeerError(f"a checksum for chunk {message.seq} of {key}, which waits for none")
+    return chunk
 
 
 def check_commit(attempt: ReceiveAttempt, commit: Commit) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from disagg.engine.kv_transfer.chunks import TokenRange
+from disagg.engine.kv_transfer.chunks import TokenRange, next_chunk, tokens_per_chunk
 from disagg.engine.kv_transfer.pair_state import PeerError, SlotPool, TransitionError
 from disagg.engine.kv_transfer.sending import (
     AWAITED,
@@ -18,6 +18,7 @@ from disagg.engine.kv_transfer.sending import (
     TOUCHED,
     UNANNOUNCED,
     SendAttempt,
+    SendState,
     SentChunk,
     SentChunkEvent,
     SentChunkState,
@@ -29,26 +30,27 @@ class SendWindow:
     """Chunks of all attempts of a pair. Owner: its `Sender`.
 
     Raises:
-        ValueError: if there is no slot or no credit.
+        ValueError: if there is no slot or no credit, or not even one token fits a chunk.
     """
 
-    def __init__(self, credits: int, num_slots: int) -> None:
+    def __init__(
+        self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int, *, promises: bool
+    ) -> None:
         if credits < 1:
             raise ValueError(f"a pair needs at least one credit, not {credits}")
         self._credits = credits
+        self._bytes_per_token = bytes_per_token
+        self._promises = promises
+        self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
         self._slots = SlotPool(num_slots)
         self._chunks: dict[tuple[AttemptKey, int], SentChunk] = {}
         self._num_granted = 0
+        self._closed = False
         self._outbox: deque[SentChunk] = deque()
         """Chunks to announce, in the order in which they were cut."""
 
     def __len__(self) -> int:
         return len(self._chunks)
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that can be gathered into."""
-        return self._slots.num_free
 
     @property
     def num_busy_slots(self) -> int:
@@ -73,8 +75,18 @@ class SendWindow:
         """A chunk under way, if it is."""
         return self._chunks.get((key, seq))
 
-    def cut(self, attempt: SendAttempt, tokens: TokenRange, nbytes: int) -> SentChunk:
-        """Take a free slot for the next chunk of `attempt`, to be gathered now."""
+    def cut(self, attempt: SendAttempt) -> list[SentChunk]:
+        """The next chunks of `attempt`, as many as there are free slots; to be gathered now."""
+        chunks = []
+        while self._slots.num_free:
+            tokens = next_chunk(attempt.next_token, attempt.num_planned, self._chunk_tokens, complete=attempt.complete)
+            if tokens is None:
+                break
+            chunks.append(self._take(attempt, tokens))
+        return chunks
+
+    def _take(self, attempt: SendAttempt, tokens: TokenRange) -> SentChunk:
+        nbytes = (tokens.end - tokens.start) * self._bytes_per_token
         chunk = SentChunk(attempt, attempt.next_seq, tokens.start, tokens.end, self._slots.take(), nbytes)
         self._chunks[attempt.key, chunk.seq] = chunk
         self._outbox.append(chunk)
@@ -85,16 +97,27 @@ class SendWindow:
         return chunk
 
     def gathered(self, key: AttemptKey, seq: int) -> SentChunk:
-        """The engine is done with the slot. A chunk of an attempt that is over is dropped."""
+        """The engine is done with the slot. A chunk for which D cannot ask any more is dropped; one that D has cleared
+        is to be sent now, whatever became of its attempt."""
         chunk = self._advance(key, seq, SentChunkEvent.GATHERED)
-        chunk.attempt.num_gathering -= 1
-        if not chunk.attempt.live:
+        attempt = chunk.attempt
+        attempt.num_gathering -= 1
+        match chunk.state:
+            case SentChunkState.READY:
+                is_wanted = attempt.live
+            case SentChunkState.ANNOUNCED:
+                is_wanted = attempt.state is not SendState.OVER
+            case _:
+                is_wanted = not self._closed
+        if not is_wanted:
             self._drop(chunk)
         return chunk
 
     def pop_announceable(self, now: float) -> SentChunk | None:
-        """The next chunk to announce, if it is gathered and there is a credit."""
-        if not self._outbox or self._outbox[0].state is not SentChunkState.READY or self.num_credited >= self._credits:
+        """The next chunk to announce, if it is gathered, or is the prompt's last, and there is a credit."""
+        if not self._outbox or self.num_credited >= self._credits:
+            return None
+        if self._outbox[0].state is not SentChunkState.READY and not (self._promises and self._outbox[0].is_last):
             return None
         chunk = self._outbox.popleft()
         chunk.state = SENT_CHUNK_TABLE.next(chunk.state, SentChunkEvent.ANNOUNCE)
@@ -150,6 +173,7 @@ class SendWindow:
 
     def close(self) -> None:
         """No message comes any more: keep only slots that the engine or the transport still works on."""
+        self._closed = True
         self._outbox.clear()
         for chunk in list(self._chunks.values()):
             if chunk.state not in TOUCHED:

@@ -1,8 +1,9 @@
 """P's half of the hand-over: a pure state machine, one per pair and life of its control stream.
 
 An attempt is offered; when D has reserved, its prefill starts. What a prefill step computes is gathered into a
-staging slot, announced to D with its checksum, and sent when D clears it. When all chunks are announced and token 0
-is known, `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
+staging slot, announced to D with its checksum, and sent when D clears it. The end of a prompt, which a stream waits
+for, is announced while it is computed, and its checksum follows. When all chunks are announced and token 0 is known,
+`Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
 
 The blocks of a sequence are kept until then, or until the attempt is given up, and never released while a gather from
 them is to come. A staging slot is held from `GatherChunk` until the bytes left, or until D can no longer ask for
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from disagg.engine.kv_transfer.chunks import next_chunk, tokens_per_chunk
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
     DEADLINE,
@@ -22,10 +22,8 @@ from disagg.engine.kv_transfer.effects import (
     PAIR_CLOSED,
     STUCK,
     ClosePair,
-    GatherChunk,
     ReleaseSequence,
     Send,
-    SendBytes,
     SenderEffect,
     SendOutcome,
     SendOver,
@@ -65,6 +63,7 @@ class Sender:
         max_chunk_bytes: largest payload.
         credits: chunks that may be announced and not done.
         num_slots: staging slots of `max_chunk_bytes` each.
+        promises: announce the end of a prompt while it is computed.
         lease_timeout_s: silence of D after which attempts fail, and after twice as long what is left of the pair.
         heartbeat_s: how often to beat.
         transfer_timeout_s: how long D may owe an answer (the attempt fails), or an AbortAck or chunk (the pair closes).
@@ -81,13 +80,12 @@ class Sender:
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
+        promises: bool = True,
         lease_timeout_s: float = 5.0,
         heartbeat_s: float = 0.5,
         transfer_timeout_s: float = 30.0,
     ) -> None:
-        self._bytes_per_token = bytes_per_token
-        self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
-        self._window = SendWindow(credits, num_slots)
+        self._window = SendWindow(credits, num_slots, bytes_per_token, max_chunk_bytes, promises=promises)
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
         self._attempts: dict[AttemptKey, SendAttempt] = {}
@@ -140,6 +138,10 @@ class Sender:
         else:
             assert nbytes == chunk.nbytes, (nbytes, chunk.nbytes)
             chunk.checksum = checksum
+            if chunk.is_announced:
+                out.append(Send(chunk.late_checksum))
+        if chunk.is_cleared:
+            out.append(chunk.send)
         self._pump(out)
         return out
 
@@ -290,7 +292,8 @@ class Sender:
             # D has posted a receive that nothing of ours belongs to: it would swallow the next chunk.
             raise PeerError(f"ClearToSend for chunk {message.seq} of {key}, which was not announced")
         self._window.grant(chunk, message.turn)
-        out.append(SendBytes(key, chunk.seq, chunk.slot, chunk.nbytes))
+        if chunk.is_cleared:
+            out.append(chunk.send)
 
     def _on_chunk_done(self, message: ChunkDone, out: Effects) -> None:
         key = AttemptKey(message.request_id, message.attempt)
@@ -348,24 +351,17 @@ class Sender:
         """Do all that slots, credits and computed tokens allow."""
         if self.closed:
             return
+        self._moving = {key: each for key, each in self._moving.items() if each.state is SendState.PREFILLING}
+        in_order = sorted(self._moving.values(), key=lambda each: each.urgency)
+        for attempt in in_order:
+            out += [chunk.gather for chunk in self._window.cut(attempt)]
         while (chunk := self._window.pop_announceable(self._clock.now)) is not None:
             out.append(Send(chunk.header))
-        self._moving = {key: each for key, each in self._moving.items() if each.state is SendState.PREFILLING}
-        for attempt in sorted(self._moving.values(), key=lambda each: each.urgency):
-            self._gather(attempt, out)
+        for attempt in in_order:
             if attempt.can_commit:
                 attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
                 attempt.waiting_since = self._clock.now
                 out.append(Send(attempt.commit))
-
-    def _gather(self, attempt: SendAttempt, out: Effects) -> None:
-        """Fill free slots."""
-        while self._window.num_free_slots:
-            tokens = next_chunk(attempt.next_token, attempt.num_planned, self._chunk_tokens, complete=attempt.complete)
-            if tokens is None:
-                return
-            chunk = self._window.cut(attempt, tokens, (tokens.end - tokens.start) * self._bytes_per_token)
-            out.append(GatherChunk(attempt.key, chunk.seq, chunk.start, chunk.end, chunk.slot, chunk.nbytes))
 
     # ------------------------------------------------------------ giving up
 

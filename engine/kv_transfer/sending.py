@@ -7,8 +7,12 @@
 
 A chunk lives longer than its attempt if D has granted it: its bytes are owed.
 
-    GATHERING ──> READY ──> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
-                                                          └─ChunkDone─> TAKEN ──(sent)──> GONE
+    GATHERING ─────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
+        │                            ^                       ^   └─ChunkDone─> TAKEN ──(sent)──> GONE
+        └──> PROMISED ──(gathered)───┘                       │
+                └──ClearToSend──> OWED ──────(gathered)──────┘
+
+The last chunk of a prompt is announced while its tokens are computed, so that D's receive is posted by then.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import enum
 import math
 from dataclasses import dataclass
 
+from disagg.engine.kv_transfer.effects import GatherChunk, SendBytes
 from disagg.engine.kv_transfer.pair_state import Table
-from disagg.proto.handover import ChunkHeader, Commit
+from disagg.proto.handover import ChunkHeader, ChunkSum, Commit
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
@@ -72,6 +77,8 @@ class SentChunkState(enum.Enum):
     """Where a chunk is, seen from P."""
 
     GATHERING = "gathering"
+    PROMISED = "promised"
+    OWED = "owed"
     READY = "ready"
     ANNOUNCED = "announced"
     SENDING = "sending"
@@ -95,6 +102,10 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
     {
         (_C.GATHERING, _F.GATHERED): _C.READY,
         (_C.READY, _F.ANNOUNCE): _C.ANNOUNCED,
+        (_C.GATHERING, _F.ANNOUNCE): _C.PROMISED,
+        (_C.PROMISED, _F.GATHERED): _C.ANNOUNCED,
+        (_C.PROMISED, _F.GRANTED): _C.OWED,
+        (_C.OWED, _F.GATHERED): _C.SENDING,
         (_C.ANNOUNCED, _F.GRANTED): _C.SENDING,
         (_C.SENDING, _F.SENT): _C.SENT,
         (_C.SENT, _F.DONE): _C.GONE,
@@ -105,12 +116,12 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
 )
 
 UNANNOUNCED = frozenset({_C.GATHERING, _C.READY})
-CREDITED = frozenset({_C.ANNOUNCED, _C.SENDING, _C.SENT})
+CREDITED = frozenset({_C.PROMISED, _C.OWED, _C.ANNOUNCED, _C.SENDING, _C.SENT})
 """States in which a chunk uses one of D's credits."""
-AWAITED = frozenset({_C.ANNOUNCED, _C.SENDING, _C.SENT, _C.TAKEN})
+AWAITED = frozenset({_C.PROMISED, _C.ANNOUNCED, _C.SENDING, _C.SENT, _C.TAKEN})
 """States in which D, or the transport, is to do something."""
-HOLDS_SLOT = frozenset({_C.GATHERING, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.TAKEN})
-TOUCHED = frozenset({_C.GATHERING, _C.SENDING, _C.TAKEN})
+HOLDS_SLOT = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.TAKEN})
+TOUCHED = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.SENDING, _C.TAKEN})
 """States in which the engine or the transport works on the slot, whatever becomes of attempt and pair."""
 
 
@@ -206,8 +217,24 @@ class SentChunk:
     slot: int
     nbytes: int
     state: SentChunkState = SentChunkState.GATHERING
-    checksum: int = 0
+    checksum: int | None = None
+    """Known when it is gathered."""
     announced_at: float = 0.0
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether D was told of it."""
+        return self.state not in UNANNOUNCED
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether its bytes are to leave now: D waits for them."""
+        return self.state is SentChunkState.SENDING
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.end == self.attempt.num_known_tokens
 
     @property
     def header(self) -> ChunkHeader:
@@ -221,5 +248,28 @@ class SentChunk:
             start_token=self.start,
             end_token=self.end,
             nbytes=self.nbytes,
+            checksum=self.checksum,
+        )
+
+    @property
+    def gather(self) -> GatherChunk:
+        """What fills the slot."""
+        return GatherChunk(self.attempt.key, self.seq, self.start, self.end, self.slot, self.nbytes)
+
+    @property
+    def send(self) -> SendBytes:
+        """What sends the slot."""
+        return SendBytes(self.attempt.key, self.seq, self.slot, self.nbytes)
+
+    @property
+    def late_checksum(self) -> ChunkSum:
+        """What D is told when a promised chunk is gathered."""
+        assert self.checksum is not None
+        request_id, number = self.attempt.key
+        return ChunkSum(
+            request_id=request_id,
+            attempt=number,
+            generation=self.attempt.generation,
+            seq=self.seq,
             checksum=self.checksum,
         )

@@ -14,9 +14,10 @@ import grpc
 import pytest
 
 from disagg.prefill_worker.service import PairStream
+from disagg.proto.frames import frame_of
 from disagg.proto.handover import PairHeartbeat, PairWelcome
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import PeerRef, encode
+from disagg.proto.messages import PeerRef
 from disagg.proto.services import SERVER_OPTIONS, TRANSFER, service_and_method
 from tests.support.control import make_info
 from tests.support.secret import SECRET
@@ -35,7 +36,7 @@ class Peer:
     async def pair(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         await anext(aiter(requests))
         for message in (WELCOME, BEAT, BEAT, BEAT):
-            yield encode(message)
+            yield frame_of(message)
         await self.leaves.wait()
 
 

@@ -24,8 +24,9 @@ from disagg.engine.fake import fake_generate
 from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
 from disagg.engine.role import RoleContext
 from disagg.engine.worker import Worker
+from disagg.proto.frames import frame_of
 from disagg.proto.handover import PairHello
-from disagg.proto.messages import RoleName, WorkerInfo, encode
+from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 from tests.support.secret import SECRET
 from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
@@ -171,7 +172,7 @@ async def test_peers_that_greet_and_never_come_hold_up_nobody() -> None:
         async with grpc.aio.insecure_channel(decode.address, options=CHANNEL_OPTIONS) as channel:
             for _ in range(10):
                 call: Any = channel.stream_stream(TRANSFER, None, None)(None, metadata=SECRET.metadata)
-                await call.write(encode(PairHello(info=prefill, receiver_incarnation=decode.incarnation)))
+                await call.write(frame_of(PairHello(info=prefill, receiver_incarnation=decode.incarnation)))
                 await call.read()
             async with gateway_to(prefill, decode) as gateway:
                 started = time.monotonic()

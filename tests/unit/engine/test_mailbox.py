@@ -75,3 +75,26 @@ async def test_close_ends_a_waiting_reader_and_everything_after_it() -> None:
     assert found == []
     await (await start_reading(mailbox, found))
     assert found == []
+
+
+async def test_batches_hold_what_was_queued_since_the_last_one() -> None:
+    mailbox: Mailbox[int] = Mailbox(3)
+    found: list[list[int]] = []
+
+    async def read() -> None:
+        async for batch in mailbox.batches():
+            found.append(batch)  # noqa: PERF401 - the test looks at `found` meanwhile
+
+    mailbox.put(1)
+    mailbox.put(2)
+    reader = asyncio.create_task(read())
+    await turns()
+    assert found == [[1, 2]]
+    for item in (3, 4, 5):
+        mailbox.put(item)
+    await turns()
+    assert found == [[1, 2], [3, 4, 5]]
+    mailbox.put(6)
+    mailbox.close()  # before the reader had its turn
+    await reader
+    assert found == [[1, 2], [3, 4, 5]]

@@ -24,6 +24,7 @@ from disagg.proto.handover import (
     AbortAck,
     ChunkDone,
     ChunkHeader,
+    ChunkSum,
     ClearToSend,
     Commit,
     CommitAck,
@@ -139,10 +140,12 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
         role.on_event(PrefillComputed(key_of("a"), GATEWAY, 99, 3, LOGPROBS))
         assert [(done.request_id, done.cached_tokens) for done in context.prefilled] == [("a", 3)]
         context.command(Gather)
-        role.on_event(Gathered(key_of("a"), 1, ok=True))
-        last, commit = stream.sent()
+        role.on_event(Gathered(key_of("a"), 1, ok=True, checksum=5))
+        last, commit, checksum = stream.sent()
         assert isinstance(last, ChunkHeader)
         assert isinstance(commit, Commit)
+        assert isinstance(checksum, ChunkSum)
+        assert (last.checksum, checksum.seq, checksum.checksum) == (None, 1, 5)
         assert (commit.token_id, commit.logprobs, commit.num_chunks) == (99, LOGPROBS, 2)
 
         for each in (header, last):

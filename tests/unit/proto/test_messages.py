@@ -91,6 +91,8 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             h.PairHello(info=INFO, receiver_incarnation=Incarnation("i2")),
             h.Offer(spec=SPEC),
             h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=2**64 - 1),
+            h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=None),
+            h.ChunkSum(**OPERATION, seq=0, checksum=2**64 - 1),
             h.Commit(**OPERATION, token_id=5, num_chunks=1),
             h.Abort(request_id=R, attempt=2, reason="cancelled"),
             h.AbortAck(request_id=R, attempt=2),

@@ -128,6 +128,15 @@ def test_a_chunk_that_waits_for_ever_closes_the_pair(way: str, kind: str) -> Non
     pair.assert_at_rest()
 
 
+def test_bytes_whose_checksum_is_lost_are_not_used() -> None:
+    pair = losing("to_d", "ChunkSum")
+    key = pair.offer(spec_of("a", prompt_of(20)))
+    pair.settle(TRANSFER_TIMEOUT_S + 1.0)
+    assert (pair.outcome(key), pair.committed(key)) == ("failed", False)
+    assert pair.receiver.machine.counters["chunks_received"] == 3
+    pair.assert_at_rest()
+
+
 def test_chunks_that_are_cleared_out_of_order_close_the_pair_before_a_byte_is_sent() -> None:
     pair = WorkerPair(tampers=OneFault("to_p", "ClearToSend", "reorder").tampers)
     pair.offer(spec_of("a", prompt_of(20)))

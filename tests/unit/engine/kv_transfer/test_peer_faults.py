@@ -121,7 +121,7 @@ def test_a_repeated_or_lost_announcement_closes_the_pair(kind: type) -> None:
 
 def test_announcing_beyond_the_credits_closes_the_pair() -> None:
     pair = WorkerPair(credits=9, send_slots=9, receive_slots=1)
-    pair.receiver.machine._credits = 2
+    pair.receiver.machine._window._credits = 2
     pair.offer(spec_of("a", prompt_of(100)))
     pair.run()
     assert "without a credit" in pair.receiver.close_reason

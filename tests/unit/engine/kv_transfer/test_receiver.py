@@ -25,6 +25,7 @@ from disagg.proto.handover import (
     AbortAck,
     ChunkDone,
     ChunkHeader,
+    ChunkSum,
     ClearToSend,
     Commit,
     CommitAck,
@@ -56,7 +57,7 @@ def reserved(**options: Any) -> Receiver:
     return machine
 
 
-def header(seq: int, start: int, end: int, checksum: int = 5) -> ChunkHeader:
+def header(seq: int, start: int, end: int, checksum: int | None = 5) -> ChunkHeader:
     nbytes = 8 * (end - start)
     return ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum)
 
@@ -89,6 +90,80 @@ def test_a_whole_hand_over() -> None:
     ]
     assert machine.holdings() == NOTHING
     assert machine.counters == {"chunks_received": 2, "kv_bytes_received": 128}
+
+
+def promised() -> Receiver:
+    """All but the last chunk is there; that one was announced without a checksum and is cleared."""
+    machine = receiver()
+    machine.on_message(Offer(spec=SPEC), 0.0)
+    machine.on_reserved(KEY, 12)
+    assert machine.on_message(header(0, 12, 20, None), 0.0) == cleared(0, 0)
+    machine.on_message(Commit(**NAMED, token_id=99, num_chunks=1), 0.0)
+    return machine
+
+
+SCATTERED = [ScatterChunk(KEY, 0, 12, 20, slot=0, nbytes=64), JoinSequence(KEY, 99)]
+
+
+def test_bytes_without_a_checksum_wait_for_it() -> None:
+    machine = promised()
+    assert machine.on_received(KEY, 0, True, 5) == []
+    assert machine.holdings()["receiving_slots"] == 1
+    assert machine.on_message(ChunkSum(**NAMED, seq=0, checksum=5), 0.0) == SCATTERED
+
+
+def test_a_checksum_may_come_before_its_bytes() -> None:
+    machine = promised()
+    assert machine.on_message(ChunkSum(**NAMED, seq=0, checksum=5), 0.0) == []
+    assert machine.on_received(KEY, 0, True, 5) == SCATTERED
+
+
+@pytest.mark.parametrize("bytes_first", [False, True])
+def test_a_late_checksum_that_differs_fails_the_attempt(bytes_first: bool) -> None:
+    machine = promised()
+    effects = machine.on_received(KEY, 0, True, 5) if bytes_first else []
+    effects += machine.on_message(ChunkSum(**NAMED, seq=0, checksum=6), 0.0)
+    effects += [] if bytes_first else machine.on_received(KEY, 0, True, 5)
+    reason = "chunk 0 has another checksum than announced"
+    assert effects == [
+        done(0, ok=False),
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", reason, 0, 12, 0.0),
+        Send(Abort(**ID, reason=reason)),
+    ]
+    assert machine.holdings() == NOTHING
+    assert machine.counters["corrupt_chunks"] == 1
+
+
+def test_bytes_whose_checksum_never_comes_are_dropped_with_their_attempt() -> None:
+    machine = promised()
+    machine.on_received(KEY, 0, True, 5)
+    assert machine.cancel(KEY) == [
+        ReleaseSequence(KEY),
+        ReceiveOver(KEY, "aborted", CANCELLED, 0, 12, 0.0),
+        Send(Abort(**ID, reason=CANCELLED)),
+        done(0, ok=False),
+    ]
+    assert {**machine.holdings(), "tombstones": 0} == NOTHING
+    assert machine.on_message(ChunkSum(**NAMED, seq=0, checksum=5), 0.0) == []
+    assert machine.counters == {"chunks_received": 1, "kv_bytes_received": 64, "stale": 1}
+
+
+def test_bytes_that_come_after_their_attempt_need_no_checksum() -> None:
+    machine = promised()
+    machine.cancel(KEY)
+    assert machine.on_received(KEY, 0, True, 5) == [done(0, ok=False)]
+    assert {**machine.holdings(), "tombstones": 0} == NOTHING
+    assert machine.counters["corrupt_chunks"] == 0
+
+
+@pytest.mark.parametrize("seq", [0, 1])
+def test_a_checksum_that_nothing_waits_for_closes_the_pair(seq: int) -> None:
+    machine = reserved()
+    machine.on_message(header(0, 4, 12), 0.0)
+    effects = machine.on_message(ChunkSum(**NAMED, seq=seq, checksum=5), 0.0)
+    assert isinstance(effects[-1], ClosePair)
+    assert f"a checksum for chunk {seq}" in effects[-1].reason
 
 
 def joining() -> Receiver:

@@ -25,6 +25,7 @@ from disagg.proto.handover import (
     AbortAck,
     ChunkDone,
     ChunkHeader,
+    ChunkSum,
     ClearToSend,
     Commit,
     CommitAck,
@@ -56,7 +57,7 @@ def prefilling(**options: Any) -> Sender:
     return machine
 
 
-def header(seq: int, start: int, end: int, checksum: int) -> Send:
+def header(seq: int, start: int, end: int, checksum: int | None) -> Send:
     nbytes = 8 * (end - start)
     return Send(ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum))
 
@@ -66,11 +67,12 @@ def test_a_whole_hand_over() -> None:
     assert machine.on_chunk_planned(KEY, 7) == []  # less than half a payload
     assert machine.on_chunk_planned(KEY, 14) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
     assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 1, 12, 20, slot=1, nbytes=64)]
-    assert machine.on_gathered(KEY, 0, True, 64, checksum=11) == [header(0, 4, 12, 11)]
-    assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [
-        header(1, 12, 20, 12),
+    assert machine.on_gathered(KEY, 0, True, 64, checksum=11) == [
+        header(0, 4, 12, 11),
+        header(1, 12, 20, None),
         Send(Commit(**NAMED, token_id=99, num_chunks=2)),
     ]
+    assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [Send(ChunkSum(**NAMED, seq=1, checksum=12))]
     assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
     assert machine.on_message(ClearToSend(**NAMED, seq=1, turn=1), 0.0) == [SendBytes(KEY, 1, slot=1, nbytes=64)]
     assert machine.on_sent(KEY, 0, True) == []
@@ -117,7 +119,86 @@ def test_without_a_slot_a_computed_chunk_waits() -> None:
     assert machine.on_prefill_computed(KEY, 99) == [GatherChunk(KEY, 0, 4, 12, slot=0, nbytes=64)]
     machine.on_gathered(KEY, 0, True, 64, 11)
     machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
-    assert machine.on_sent(KEY, 0, True) == [GatherChunk(KEY, 1, 12, 20, slot=0, nbytes=64)]
+    assert machine.on_sent(KEY, 0, True) == [
+        GatherChunk(KEY, 1, 12, 20, slot=0, nbytes=64),
+        header(1, 12, 20, None),
+        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+    ]
+
+
+def promised() -> Sender:
+    """A sender with 12 of 20 tokens on D that was told of the rest, which is computed now."""
+    machine = sender()
+    machine.offer(SPEC, 0.0)
+    machine.on_message(Reserved(**NAMED, cached_tokens=12), 0.0)
+    assert machine.on_chunk_planned(KEY, 20) == [
+        GatherChunk(KEY, 0, 12, 20, slot=0, nbytes=64),
+        header(0, 12, 20, None),
+    ]
+    return machine
+
+
+def test_the_end_of_a_prompt_is_announced_while_it_is_computed() -> None:
+    machine = promised()
+    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == []
+    assert machine.on_prefill_computed(KEY, 99) == [Send(Commit(**NAMED, token_id=99, num_chunks=1))]
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [
+        Send(ChunkSum(**NAMED, seq=0, checksum=11)),
+        SendBytes(KEY, 0, slot=0, nbytes=64),
+    ]
+
+
+def test_without_promises_a_chunk_is_announced_when_it_is_gathered() -> None:
+    machine = prefilling(promises=False)
+    machine.on_prefill_computed(KEY, 99)
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [header(0, 4, 12, 11)]
+    assert machine.on_gathered(KEY, 1, True, 64, 12) == [
+        header(1, 12, 20, 12),
+        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+    ]
+
+
+def test_what_was_promised_is_sent_though_its_attempt_was_cancelled() -> None:
+    """D has posted the receive. Without a checksum it uses nothing of what comes."""
+    machine = promised()
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
+    machine.cancel(KEY)
+    assert machine.on_message(AbortAck(**ID), 0.0) == []
+    assert machine.on_gathered(KEY, 0, False) == [ReleaseSequence(KEY), SendBytes(KEY, 0, slot=0, nbytes=64)]
+    machine.on_sent(KEY, 0, True)
+    machine.on_message(ChunkDone(**NAMED, seq=0, ok=False), 0.0)
+    assert not any(machine.holdings().values())
+
+
+def test_what_was_promised_and_cannot_be_gathered_is_sent_and_fails_its_attempt() -> None:
+    machine = promised()
+    machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
+    reason = "its KV is gone on the prefill worker"
+    assert machine.on_gathered(KEY, 0, False) == [
+        Send(Abort(**ID, reason=reason)),
+        SendOver(KEY, "failed", reason, 64, 12),
+        ReleaseSequence(KEY),
+        SendBytes(KEY, 0, slot=0, nbytes=64),
+    ]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_promise_dies_with_the_pair(cleared: bool) -> None:
+    machine = promised()
+    if cleared:
+        machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
+    machine.close(0.0)
+    assert machine.holdings()["sending_slots"] == 1  # the engine writes to it
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [ReleaseSequence(KEY)]
+    assert not any(machine.holdings().values())
+
+
+def test_a_promise_that_d_gave_up_frees_its_slot_when_it_is_gathered() -> None:
+    machine = promised()
+    machine.on_message(Abort(**ID, reason="deadline"), 0.0)
+    assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
+    assert machine.on_gathered(KEY, 0, True, 64, 11) == [ReleaseSequence(KEY)]
+    assert not any(machine.holdings().values())
 
 
 def test_the_sequence_is_not_released_while_a_gather_is_to_come() -> None:
