@@ -30,6 +30,8 @@ T = TypeVar("T")
 IDLE_CHECK_AFTER_S = 1.0
 """A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
 of every pause."""
+MAX_ROUNDS = 4
+"""So often a turn looks for more before its step: what came while it told the rest would wait for the whole step."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -164,6 +166,19 @@ class EngineThread:
             logger.error("the idle engine is not sound: %s", "; ".join(problems))
 
     def _turn(self) -> None:
+        rounds = MAX_ROUNDS
+        while rounds and self._handle_arrived():
+            rounds -= 1
+        started = time.monotonic()
+        planned = self._core.plan_step(started)
+        if planned or (self._untold_steps and self._core.last_plan.prefills):
+            self._tell(planned)
+        events = self._core.run_step()
+        self._is_unchecked = self._core.is_idle
+        self._end_step(events + self._serve_gathers(), started)
+
+    def _handle_arrived(self) -> bool:
+        """Whether anything had. It is carried out, and told now: what peers wait for shall not wait for a step."""
         with self._wake:
             commands, self._inbox = self._inbox, deque()
             num_calls = len(self._calls)
@@ -174,14 +189,8 @@ class EngineThread:
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
         if events:
-            self._tell(events)  # now: what peers wait for shall not wait for the step
-        started = time.monotonic()
-        planned = self._core.plan_step(started)
-        if planned or (self._untold_steps and self._core.last_plan.prefills):
-            self._tell(planned)
-        events = self._core.run_step()
-        self._is_unchecked = self._core.is_idle
-        self._end_step(events + self._serve_gathers(), started)
+            self._tell(events)
+        return bool(commands or num_calls)
 
     def _end_step(self, events: list[Event], started: float) -> None:
         """Tell what the step came to, or keep it for the next time."""

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 """How long a thread may take to end beyond its grace."""
+LAST_TASKS_S = 1.0
+"""For what gRPC still has to do after its server stopped."""
 
 
 class RoleFactory(Protocol):
@@ -201,6 +203,8 @@ class Worker:
             if isinstance(error, Exception):
                 logger.error("%s: a role did not stop", self.config.worker_id, exc_info=error)
         await self._service.close()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=LAST_TASKS_S)
 
     def _make_info(self, address: str) -> WorkerInfo:
         runner, config = self._runner, self.config

@@ -122,6 +122,28 @@ def test_what_peers_wait_for_is_told_before_the_step() -> None:
     assert harness.thread.stop(WAIT_S)
 
 
+def test_what_comes_while_the_rest_is_told_does_not_wait_for_the_step() -> None:
+    harness = Harness(make_core())
+    told: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+    answers = {"b": "c", "c": "d", "d": "e", "e": "f"}
+
+    def deliver(batch: Batch) -> None:
+        told.put(batch)
+        for event in batch.events:
+            if (name := answers.get(event.key.request_id)) is not None:
+                harness.thread.post(Reserve(make_spec(name, PROMPT)))
+
+    harness.thread._deliver = deliver
+    harness.thread.post(Add(make_spec("a", PROMPT)))
+    harness.thread.post(Reserve(make_spec("b", PROMPT)))
+    harness.thread.start()
+    seen = [told.get(timeout=WAIT_S) for _ in range(6)]
+    requests = [[event.key.request_id for event in batch.events] for batch in seen]
+    assert requests == [["b"], ["c"], ["d"], ["e"], ["a"], ["f"]]  # no flood holds a step up
+    assert [len(batch.steps) for batch in seen] == [0, 0, 0, 0, 1, 0]
+    assert harness.thread.stop(WAIT_S)
+
+
 def test_tokens_that_nobody_waits_for_are_told_with_later_ones() -> None:
     harness = Harness(make_core(), token_interval_s=3600.0)
     harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=5)))
