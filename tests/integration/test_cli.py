@@ -26,6 +26,7 @@ from tests.support.workers import wait_until_workers_idle
 
 CONFIG = {
     "model": {"path": "fake"},
+    "transfer": {"transport": "shm"},
     "gateway": {"port": 0, "http_port": 0},
     "placement": {"local_prefill": "never"},
     "pools": {
@@ -76,8 +77,8 @@ def test_a_probe_moves_all_kv_of_its_prompt_on_its_pair(client: Client, prefill:
     for _ in range(2):  # the second one finds nothing of the first one in a cache
         probe = client.probe(prefill, decode)
         assert probe.kv_bytes == probe.expected_bytes > 0
-        assert probe.transport == "gloo"
-        assert 0 < probe.exposed_ms < 10_000
+        assert probe.transport == "shm"
+        assert 0 <= probe.exposed_ms < 10_000  # 0 where the hand-over is heard of before the prefill
 
 
 def test_a_probe_of_what_is_no_pair(client: Client) -> None:

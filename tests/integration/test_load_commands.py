@@ -80,7 +80,7 @@ def test_a_sweep_of_a_running_gateway_keeps_what_it_measured(options: commands.C
 def test_a_comparison_measures_each_shape_once_and_finds_the_same_answers(
     options: commands.Common, tmp_path: Path
 ) -> None:
-    base = parse_config({"model": {"path": "fake", "dtype": "float32"}})
+    base = parse_config({"model": {"path": "fake", "dtype": "float32"}, "transfer": {"transport": "shm"}})
     shapes = parse_shapes(["1p1d", "2x1-chunked:64"], base)
     out = tmp_path / "out"
 

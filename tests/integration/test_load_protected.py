@@ -51,6 +51,7 @@ def cluster(folder: Path) -> Iterator[ProcessCluster]:
     tls = {"cert": str(folder / "server.crt"), "key": str(folder / "server.key"), "client_ca": str(folder / "ca.pem")}
     config = {
         "model": {"path": "fake"},
+        "transfer": {"transport": "shm"},
         "gateway": {"port": 0, "http_port": 0, "api_keys": str(folder / "keys.yaml"), "tls": tls},
         "pools": {"prefill": {"num_blocks": 256}, "decode": {"num_blocks": 256}},
     }

@@ -20,6 +20,7 @@ from tests.support.metrics import Samples, read_samples, value
 
 CONFIG = {
     "model": {"path": "fake"},
+    "transfer": {"transport": "shm"},
     "gateway": {"port": 0, "http_port": 0},
     "placement": {"local_prefill": "never", "admission": False},
     "logging": {"format": "json", "level": "debug"},

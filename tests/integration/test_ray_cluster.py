@@ -47,6 +47,7 @@ def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def make_config(temp_dir: Path, **sections: object) -> dict[str, object]:
     base = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}}
+    base |= {"transfer": {"transport": "shm"}}
     return {**base, "ray": {"temp_dir": str(temp_dir)}, **sections}
 
 

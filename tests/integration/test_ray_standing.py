@@ -37,6 +37,7 @@ POOLS: dict[str, dict[str, object]] = {
 }
 CONFIG: dict[str, object] = {
     "model": {"path": "fake"},
+    "transfer": {"transport": "shm"},
     "gateway": {"port": 0},
     "placement": {"local_prefill": "never"},
     "network": {"bind": "node"},

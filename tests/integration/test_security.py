@@ -391,6 +391,7 @@ async def test_mutual_tls(folder: Path, authority: Authority, tmp_path: Path) ->
 def cluster(keys: str) -> Iterator[ProcessCluster]:
     config = {
         "model": {"path": "fake"},
+        "transfer": {"transport": "shm"},
         "gateway": {"port": 0, "api_keys": keys},
         "placement": {"local_prefill": "never"},
         "controller": {"port": free_port()},
