@@ -1,6 +1,6 @@
 """A byte channel that fails where it is told to, around any other one.
 
-fail      the operation is answered not ok, as if the connection broke; its bytes do not move
+fail      the connection breaks: this operation and all that follow are answered not ok, and no byte of them moves
 corrupt   one bit differs between what was sent and what came
 delay     the answer comes late; the bytes do not
 """
@@ -31,11 +31,13 @@ class FaultyTransport:
         self._late: set[_Late] = set()
         """Answers that are held back; guarded by the lock."""
         self._closed = False
+        self._is_broken = False
+        """Bytes that went on behind those of a failed operation would end in its receive."""
 
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """See `PairTransport.send`."""
         fault = self._fired("transport.send")
-        match fault.action if fault is not None else "":
+        match self._action(fault):
             case "fail":
                 done(False, BROKEN)
             case "corrupt":
@@ -50,7 +52,7 @@ class FaultyTransport:
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
         fault = self._fired("transport.receive")
-        match fault.action if fault is not None else "":
+        match self._action(fault):
             case "fail":
                 done(False, BROKEN, 0)
             case "corrupt":
@@ -70,6 +72,12 @@ class FaultyTransport:
             late, self._late = self._late, set()
         for each in late:
             each.give_now()
+
+    def _action(self, fault: Failpoint | None) -> str:
+        """What falls on an operation: its own fault, or the failure of one before it."""
+        action = "" if fault is None else fault.action
+        self._is_broken |= action == "fail"
+        return "fail" if self._is_broken else action
 
     def _later(self, done: Callable[..., None], delay_s: float) -> Callable[..., None]:
         def answer(*result: Any) -> None:

@@ -125,6 +125,19 @@ def test_a_send_that_fails_moves_nothing() -> None:
     assert exchange.received == [(False, 0)]
 
 
+def test_nothing_moves_after_a_failure() -> None:
+    """The next bytes would end in the receive of those that did not come."""
+    exchange = Exchange(p="transport.send=fail(times=1)", d="transport.receive=fail(times=1,after=1)")
+    answers: list[bool] = []
+    exchange.sender.send(DATA, 64, lambda ok, _: answers.append(ok))
+    assert answers == [False]
+    for _ in range(2):
+        exchange.receiver.recv(np.zeros(64, np.uint8), 64, lambda ok, _, __: answers.append(ok))
+    assert answers == [False] * 3
+    assert exchange.received == []  # it was posted before
+    exchange.close()
+
+
 def test_a_receive_that_fails_is_never_posted() -> None:
     exchange = Exchange(d="transport.receive=fail")
     assert (exchange.posted, exchange.received, exchange.sent) == (0, [(False, 0)], [])
