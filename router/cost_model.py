@@ -30,7 +30,7 @@ import msgspec
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StepSample
-from disagg.router.least_squares import Moments, Row, total
+from disagg.router.least_squares import Moments, Row, solve_two, total
 
 
 class StepCoefficients(NamedTuple):
@@ -248,8 +248,12 @@ class _Link(msgspec.Struct, gc=False):
     def fit(self, prior: Moments) -> None:
         """Find the coefficients anew, if that is due."""
         if self.num_observed >= self.refit_at:
-            self.multiples = tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve())
-            self.refit_at = _next_fit(self.num_observed)
+            self.fitted(tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve()))
+
+    def fitted(self, multiples: tuple[float, ...]) -> None:
+        """These are the coefficients until more was observed."""
+        self.multiples = multiples
+        self.refit_at = _next_fit(self.num_observed)
 
 
 def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
@@ -291,7 +295,10 @@ class LinkModel:
         fleet, links = self._fleet, self._pairs.get(prefill_id)
         link = fleet if links is None else links.get(decode_id, fleet)
         if link.num_observed >= link.refit_at:
-            link.fit(self._prior if link is fleet else self._typical())
+            if link is fleet:
+                link.fit(self._prior)
+            else:
+                self._fit_pair(link)
         latency, per_megabyte = link.multiples
         bytes_ms = kv_bytes * (per_megabyte * _LINK_DEFAULT_MS[1] / _MEGABYTE)
         exposed_ms = latency * _LINK_DEFAULT_MS[0] + bytes_ms
@@ -302,6 +309,26 @@ class LinkModel:
         self._pairs.pop(worker_id, None)
         for links in self._pairs.values():
             links.pop(worker_id, None)
+
+    def _fit_pair(self, link: _Link) -> None:
+        """Fit a pair with what is typical as its prior. The sums are written out, in the order of `Moments`: with a
+        hundred workers there is a pair to fit at every placement."""
+        fleet, recent = self._fleet.recent, link.recent
+        a, b, c = self._prior.gram
+        seen = fleet.weight * fleet.scale
+        if seen > 0.0:
+            x, y, z = fleet.gram
+            factor = _PAIR_PRIOR / max(seen, _PAIR_PRIOR) * fleet.scale
+            a, b, c = a + factor * x, b + factor * y, c + factor * z
+        latency, per_megabyte = self._fleet.multiples
+        p, q = a * latency + b * per_megabyte, b * latency + c * per_megabyte
+        (x, y, z), (u, v), scale = recent.gram, recent.moment, recent.scale
+        gram, moment = (a + scale * x, b + scale * y, c + scale * z), (p + scale * u, q + scale * v)
+        solution = solve_two(gram, moment)
+        if solution is None:
+            link.fit(self._typical())
+        else:
+            link.fitted(solution)
 
     def _typical(self) -> Moments:
         """As much knowledge as `_PAIR_PRIOR` transfers of the fleet give, all just as the fleet's fit says."""

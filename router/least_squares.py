@@ -142,6 +142,21 @@ def total(size: int, parts: Iterable[Moments]) -> Moments:
     return together
 
 
+def solve_two(gram: Sequence[float], moment: Sequence[float]) -> tuple[float, float] | None:
+    """What `Moments.solve` gives for two unknowns, to the last bit; None where that is not the unbounded solution."""
+    (a, b, c), (p, q) = gram, moment
+    a *= 1.0 + _JITTER
+    if not a > 0.0:
+        return None
+    share = b / a
+    c = c * (1.0 + _JITTER) - share * b
+    if not c > 0.0:
+        return None
+    second = (q - share * p) / c
+    first = (p - b * second) / a
+    return (first, second) if first >= 0.0 and second >= 0.0 else None
+
+
 def _solve_bounded(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
     """x >= 0 of least `x.gram.x/2 - moment.x`, for a positive definite gram, by the active-set method of Lawson and
     Hanson (Solving Least Squares Problems, 1974, chapter 23), on the normal equations."""

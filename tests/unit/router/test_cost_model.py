@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StepSample
 from disagg.router.cost_model import DEFAULT_COEFFICIENTS, LinkModel, StepCoefficients, StepModel
+from disagg.router.least_squares import total
 
 SMALL = StepCoefficients(6.0, 0.35, 1.5e-4, 0.7, 6e-4)
 """About what a small model does on one core."""
@@ -247,6 +248,16 @@ class TestLinkModel:
         assert new < after_two < after_many
         assert after_many == pytest.approx(60.0, rel=0.12)
         assert links.exposed_ms(P, D, 10_000_000) == pytest.approx(15.0, rel=0.1)
+
+    @pytest.mark.parametrize("per_mb", [1.2, 0.0])
+    def test_the_fit_of_a_pair_is_that_of_its_moments_with_a_typical_prior(self, per_mb: float) -> None:
+        links = LinkModel()
+        self.feed(links, D, 3.0, per_mb, 40)
+        for count in range(15):  # Each of these is followed by a fit.
+            links.observe(P, E, 5_000_000 * (count % 3), 12.0 + count % 5)
+            expected = total(2, (links._typical(), links._pairs[P][E].recent)).solve()
+            links.exposed_ms(P, E, 0)
+            assert list(links._pairs[P][E].multiples) == expected
 
     def test_a_transfer_that_is_all_hidden_is_fine_and_never_free(self) -> None:
         links = LinkModel()

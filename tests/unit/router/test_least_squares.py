@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.router.least_squares import Moments, solve_positive_definite, total
+from disagg.router.least_squares import Moments, solve_positive_definite, solve_two, total
 
 Observation = tuple[Sequence[float], float]
 
@@ -33,6 +33,22 @@ def test_an_unknown_that_would_be_negative_is_zero_and_the_others_make_the_best_
 
 def test_all_unknowns_may_be_zero() -> None:
     assert moments_of([([1, 0], -3.0), ([0, 1], -2.0)]).solve() == [0.0, 0.0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 10.0), st.floats(0.0, 10.0), st.floats(-10.0, 10.0)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_two_unknowns_written_out_are_the_general_solution(rows: list[tuple[float, float, float]]) -> None:
+    fit = moments_of([([one, other], target) for one, other, target in [*rows, (1.0, 5.0, 1.0)]])
+    solution = solve_two(fit.gram, fit.moment)
+    if solution is not None:
+        assert list(solution) == fit.solve()
+    else:
+        assert 0.0 in fit.solve()
 
 
 def test_weights_count_as_repetitions() -> None:
