@@ -64,9 +64,9 @@ class Order:
         return list(islice((worker for worker in workers if worker.worker_id not in without), count))
 
     def _refresh(self) -> None:
-        rank_of = self._rank_of
+        rank_of, rank_by, ranks, workers = self._rank_of, self._rank, self._ranks, self._workers
         for worker in self._changed:
-            rank, before = self._rank(worker), rank_of.get(worker)
+            rank, before = rank_by(worker), rank_of.get(worker)
             if before is not None:
                 if before == rank:
                     continue
@@ -75,9 +75,11 @@ class Order:
                 rank_of.pop(worker, None)
                 continue
             rank_of[worker] = rank
-            at = self._place(rank, worker)
-            self._ranks.insert(at, rank)
-            self._workers.insert(at, worker)
+            at = bisect_left(ranks, rank)
+            if at < len(ranks) and ranks[at] == rank:  # It shares its rank with others.
+                at = self._place(rank, worker)
+            ranks.insert(at, rank)
+            workers.insert(at, worker)
         self._changed.clear()
 
     def _take_out(self, rank: float, worker: Worker) -> None:

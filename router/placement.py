@@ -200,8 +200,8 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
             weighed += side[4:]
     if not best.options:
         return None
-    is_closed, ties = best.ties()
-    prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
+    ties = best.ties()
+    _, is_closed, prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
     return Choice(
         prefill=prefill[5] if prefill else None,
         decode=decode[5],
@@ -234,8 +234,8 @@ Side = tuple[int, float, bool, int, Weight, Candidate]
 candidate)."""
 
 
-_Option = tuple["Side | None", "Side", float]
-"""(P or none, D, cost of the link)."""
+_Option = tuple[float, bool, "Side | None", "Side", float]
+"""(cost, has no slot now, P or none, D, cost of the link)."""
 
 
 class _Best:
@@ -249,41 +249,43 @@ class _Best:
         self.misses = _MAX_MISSES
         self.limit = math.inf
         """Of the cost; dearer options are not as good."""
-        self.options: list[tuple[float, bool, _Option]] = []
-        """(cost, has no slot now, option): those that were within the limit when they came."""
+        self.options: list[_Option] = []
+        """Those that were within the limit when they came."""
 
-    def offer(self, misses: int, cost: float, is_closed: bool, option: _Option) -> None:
+    def offer(
+        self, misses: int, cost: float, is_closed: bool, prefill: Side | None, decode: Side, link_ms: float
+    ) -> None:
         """Take an option if it is as good as the best so far."""
-        if misses > self.misses or (misses == self.misses and cost > self.limit):
-            return
-        if misses < self.misses:
+        if misses != self.misses:
+            if misses > self.misses:
+                return
             self.misses, self._least = misses, math.inf
             self.options.clear()
+        elif cost > self.limit:
+            return
         if cost < self._least:
             self._least, self.limit = cost, self._equal_up_to(cost)
-        self.options.append((cost, is_closed, option))
+        self.options.append((cost, is_closed, prefill, decode, link_ms))
 
-    def ties(self) -> tuple[bool, list[_Option]]:
-        """Whether the best have no slot, and the best."""
+    def ties(self) -> list[_Option]:
+        """The best: all of them have a slot, or none has one."""
         limit = self.limit
-        near = [entry for entry in self.options if entry[0] <= limit]
-        with_slot = [entry for entry in near if not entry[1]]
-        is_closed, near = not with_slot, with_slot or near
+        near = [option for option in self.options if option[0] <= limit]
         if len(near) == 1:
-            return is_closed, [near[0][2]]
-        options = [option for _, _, option in near]
-        if limit > min([cost for cost, _, _ in near]):
-            counts = [_num_sequences(option) for option in options]
+            return near
+        near = [option for option in near if not option[1]] or near
+        if len(near) > 1 and limit > min([option[0] for option in near]):
+            counts = [_num_sequences(option) for option in near]
             fewest = min(counts)
-            options = [option for option, count in zip(options, counts, strict=True) if count == fewest]
-        return is_closed, options
+            near = [option for option, count in zip(near, counts, strict=True) if count == fewest]
+        return near
 
 
 def _num_sequences(option: _Option) -> int:
     """Those that would be booked on the workers of an option: of two idle ones, one worker alone has fewer."""
-    prefill, decode, _ = option
-    booked = len(decode[5].worker.account.bookings) + 1
-    return booked if prefill is None else booked + len(prefill[5].worker.account.bookings) + 1
+    prefill, decode = option[2], option[3]
+    booked = decode[5].worker.num_sequences + 1
+    return booked if prefill is None else booked + prefill[5].worker.num_sequences + 1
 
 
 def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> tuple[list[Side], list[Side]]:
@@ -300,7 +302,7 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
             if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links cost something or nothing, and those that follow are no better.
             link = weigh_link(demand, p_candidate, decode[5])
-            best.offer(misses, cost + link, is_closed, (prefill, decode, link))
+            best.offer(misses, cost + link, is_closed, prefill, decode, link)
     return prefills, decodes
 
 
@@ -312,7 +314,7 @@ def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         misses, cost = side[0], side[1]
         if misses > best.misses or (misses == best.misses and cost > best.limit):
             break  # Those that follow are no better.
-        best.offer(misses, cost, side[2], (None, side, 0.0))
+        best.offer(misses, cost, side[2], None, side, 0.0)
     return sides
 
 
@@ -329,9 +331,10 @@ def _sides(
     sides: list[Side] = []
     for candidate in candidates:
         is_closed = has_slots and not candidate.worker.has_slot
-        if takes_closed or not is_closed:
-            weight = weigh(demand, candidate)
-            sides.append((weight.num_misses, weight.cost, is_closed, len(sides), weight, candidate))
+        if is_closed and not takes_closed:
+            continue
+        weight = weigh(demand, candidate)
+        sides.append((weight.num_misses, weight.cost, is_closed, len(sides), weight, candidate))
     sides.sort()
     del sides[MAX_SIDE:]
     return sides

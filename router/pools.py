@@ -129,7 +129,7 @@ class Pool:
             if cached > most:
                 cached = most
             num_blocks = all_blocks - cached // block_size
-            if not worker.account.bookings or (not worker.is_full and worker.used_blocks + num_blocks <= room):
+            if (worker.used_blocks + num_blocks <= room and not worker.is_full) or not worker.num_sequences:
                 found.append(Candidate(worker, cached, num_blocks))
         return found
 

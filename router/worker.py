@@ -68,7 +68,8 @@ class Worker:
     """Sequences that decode, or are about to."""
     prompt_room: int = 1
     """Prompt tokens of one step, beside these sequences."""
-    speed: StepCoefficients = field(init=False)
+    num_sequences: int = 0
+    """Booked."""
     around_ms: float = 0.0
     """A step without any prompt in it."""
     backlog_ms: float = 0.0
@@ -77,6 +78,14 @@ class Worker:
     """Whether it takes another prompt."""
     is_full: bool = False
     """Whether it takes no other sequence."""
+
+    # The coefficients of its step times, as of the latest report.
+    speed: StepCoefficients = field(init=False)
+    base_ms: float = 0.0
+    prefill_token_ms: float = 0.0
+    attended_ms: float = 0.0
+    decode_ms: float = 0.0
+    context_ms: float = 0.0
 
     _num_held_blocks: int = 0
     """As reported."""
@@ -122,8 +131,8 @@ class Worker:
 
     def refresh(self) -> None:
         """Bring up to date what follows from the books and the latest report."""
-        account, info, speed = self.account, self.info, self.speed
-        num_sequences = len(account.bookings)
+        account, info = self.account, self.info
+        self.num_sequences = num_sequences = len(account.bookings)
         self.is_full = num_sequences >= info.max_num_seqs
         held = self._num_held_blocks
         self.used_blocks = account.blocks if account.blocks > held else held
@@ -131,15 +140,15 @@ class Worker:
         self.has_slot = tokens < self.slot_tokens
         if self.decodes:
             self.num_decodes = num_sequences
-            self.around_ms = speed.base_ms + num_sequences * speed.decode_ms + account.context * speed.context_ms
+            self.around_ms = self.base_ms + num_sequences * self.decode_ms + account.context * self.context_ms
             room = info.token_budget - num_sequences
             self.prompt_room = room if room > 1 else 1
         else:
-            self.around_ms = speed.base_ms
+            self.around_ms = self.base_ms
             self.prompt_room = info.token_budget
         if tokens:
             self.outstanding_pairs = pairs = account.pairs * tokens / account.tokens
-            compute = tokens * speed.prefill_token_ms + pairs * speed.attended_ms
+            compute = tokens * self.prefill_token_ms + pairs * self.attended_ms
             self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
         elif self.backlog_ms:
             self.outstanding_pairs = self.backlog_ms = 0.0
@@ -150,7 +159,8 @@ class Worker:
         self._num_held_blocks = load.blocks_active + load.blocks_reserved
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
         self.free_tokens = max(0, num_free) * info.block_size
-        self.speed = self.model.coefficients
+        self.speed = speed = self.model.coefficients
+        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = speed
 
 
 def longest_sequence(info: WorkerInfo) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from disagg.router.cost_model import LinkModel
 from disagg.router.placement import Candidate, Demand, Weight
-from disagg.router.times import compute_ms
+from disagg.router.times import compute_ms, prefill_ms
 from disagg.router.worker import Worker
 
 _SLACK_SHARE = 0.02
@@ -55,7 +55,7 @@ class Joint:
         """The wait, what one more sequence costs all on the worker in each step, and the barrier."""
         cost = worker.backlog_ms + self._barrier(worker.used_blocks, worker.num_blocks)
         if worker.decodes:
-            cost += worker.around_ms + worker.num_decodes * worker.speed.decode_ms
+            cost += worker.around_ms + worker.num_decodes * worker.decode_ms
         return cost
 
     def start(self, turn: int, count: int) -> int:
@@ -64,11 +64,9 @@ class Joint:
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
         """Wait, prefill, what it pushes out, barrier."""
-        worker, num_tokens = candidate.worker, demand.num_tokens
-        num_new = num_tokens - candidate.cached_tokens
-        wait = worker.backlog_ms
-        compute = compute_ms(worker, candidate.cached_tokens, num_tokens)
-        prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
+        worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
+        num_new = num_tokens - cached
+        wait, prefill = worker.backlog_ms, prefill_ms(worker, cached, num_tokens)
         delay = pushed_out_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
@@ -77,7 +75,7 @@ class Joint:
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
         """Decode steps, delay of the others, barrier."""
         worker, num_steps = candidate.worker, demand.num_steps
-        joining = worker.speed.decode_ms + demand.context * worker.speed.context_ms
+        joining = worker.decode_ms + demand.context * worker.context_ms
         step = worker.around_ms + joining
         decode = num_steps * step
         delay = num_steps * joining * worker.num_decodes
@@ -88,10 +86,9 @@ class Joint:
 
     def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
         """All of it. The others wait for the prefill too, but for what a step costs anyway."""
-        worker = candidate.worker
-        num_new = demand.num_tokens - candidate.cached_tokens
-        wait = worker.backlog_ms
-        compute = compute_ms(worker, candidate.cached_tokens, demand.num_tokens)
+        worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
+        num_new = num_tokens - cached
+        wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
         prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
         decode, barrier = after.decode_ms, after.barrier_ms
@@ -119,4 +116,4 @@ class Joint:
 def pushed_out_ms(demand: Demand, worker: Worker, num_new: int) -> float:
     """What it takes to compute again what a prompt's `num_new` uncached tokens, more than are free, push out of the
     cache, times how likely that is wanted."""
-    return demand.reuse * (num_new - worker.free_tokens) * worker.speed.prefill_token_ms
+    return demand.reuse * (num_new - worker.free_tokens) * worker.prefill_token_ms
