@@ -104,7 +104,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """The sum over these sequences of the tokens that each one attends to."""
 
 
-class WorkerInfo(Message, frozen=True, kw_only=True):
+class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """What a worker registers once it listens."""
 
     worker_id: WorkerId

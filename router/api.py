@@ -14,9 +14,9 @@ from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, Wor
 from disagg.router.tally import Rates, Tally
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRequest:
-    """A validated, tokenized request."""
+class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A validated, tokenized request. It and what follows from it hold nothing that leads back to them, so the garbage
+    collector need not walk through them: a router has thousands."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -170,8 +170,7 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
         return None if self.placement is None else self.placement.decision()
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, gc=False):
     """How an answer ended."""
 
     reason: Literal["stop", "length"]
@@ -180,12 +179,11 @@ class Completion:
     """Prompt tokens that nobody computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(msgspec.Struct, frozen=True, gc=False):
     """Output tokens that follow each other."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     """One for each token, or none where the request did not ask."""
 
 

@@ -164,14 +164,14 @@ class StepModel:
             self._measured.add([(i, factor / sample.ms) for i, factor in _row_of(sample)], 1.0)
         pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
         self._prior = total(_NUM_UNKNOWNS, (self._measured, _ridge(_NUM_UNKNOWNS, pace)))
-        self._start = self._prior.solve()
+        self._start = tuple(self._prior.solve())
         self._prior.expect(self._start)
 
     def _fit(self) -> None:
         system = total(_NUM_UNKNOWNS, self._kinds.values())
         pace = _pace(system, self._start, prior_weight=_PACE_PRIOR)
         system.include(self._prior, target_factor=pace)
-        self._multiples = system.solve()
+        self._multiples = tuple(system.solve())
         fitted = [multiple * unit for multiple, unit in zip(self._multiples, DEFAULT_COEFFICIENTS, strict=True)]
         self._coefficients = StepCoefficients(max(LEAST_MS, fitted[0]), *fitted[1:])
         self._refit_at = _next_fit(self._num_observed)

@@ -3,11 +3,14 @@ commands.
 
 Commands of one call must be executed in order. For one request: `Emit` comes before the `Finish` or `Fail` that ends
 it, and after that end nothing names the request but `CancelOn`.
+
+They hold nothing that leads back to them, so the garbage collector need not look at them; only an error may, by its
+traceback.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from disagg.proto import messages
 from disagg.proto.errors import DisaggError
@@ -16,8 +19,7 @@ from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TokenBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(msgspec.Struct, frozen=True, gc=False):
     """A client wants this. Answered at once with `Fail` if it is refused; then nothing is held."""
 
     request: RoutedRequest
@@ -25,8 +27,7 @@ class Submit:
     """When the gateway got it, for the trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
+class CancelRequest(msgspec.Struct, frozen=True, gc=False):
     """The client went away, or has all it wants. Unknown and ended requests are fine."""
 
     request_id: RequestId
@@ -34,23 +35,20 @@ class CancelRequest:
     """Tokens of a complete answer, where the gateway ended it; None where the client gave up."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUp:
+class WorkerUp(msgspec.Struct, frozen=True, gc=False):
     """A worker greeted on a session: dispatches reach it from now on."""
 
     info: WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(msgspec.Struct, frozen=True, gc=False):
     """The session to that life of a worker broke."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSuspected:
+class WorkerSuspected(msgspec.Struct, frozen=True, gc=False):
     """That life of a worker shows that it hangs, on a session that stands."""
 
     worker_id: WorkerId
@@ -59,16 +57,14 @@ class WorkerSuspected:
     """Follows its name in a sentence, such as `was silent for 2.6 s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHeard:
+class WorkerHeard(msgspec.Struct, frozen=True, gc=False):
     """A suspected life of a worker speaks again."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class DrainWorker:
+class DrainWorker(msgspec.Struct, frozen=True, gc=False):
     """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is booked on it.
     Its loss, or a new life of it, ends the draining."""
 
@@ -76,15 +72,13 @@ class DrainWorker:
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReported:
+class WorkerReported(msgspec.Struct, frozen=True, gc=False):
     """Load and KV events."""
 
     report: WorkerReport
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(msgspec.Struct, frozen=True, gc=False):
     """One step of one worker: tokens, prefills done, hand-overs, ends, taken in this order."""
 
     worker_id: WorkerId
@@ -92,8 +86,7 @@ class FromWorker:
     update: StepUpdate
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
 
@@ -111,63 +104,55 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Send this to the worker."""
 
     worker_id: WorkerId
     message: messages.Dispatch
 
 
-@dataclass(frozen=True, slots=True)
-class CancelOn:
+class CancelOn(msgspec.Struct, frozen=True, gc=False):
     """Tell the worker to stop this attempt."""
 
     worker_id: WorkerId
     key: AttemptKey
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectPair:
+class ConnectPair(msgspec.Struct, frozen=True, gc=False):
     """Tell the prefill worker to form its pair with a decode worker."""
 
     prefill_id: WorkerId
     decode_peer: messages.PeerRef
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True, gc=False):
     """The next output tokens, in index order."""
 
     request_id: RequestId
     batch: TokenBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """The answer is complete."""
 
     request_id: RequestId
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The request is over without an answer, or with a part of one."""
 
     request_id: RequestId
     error: DisaggError
 
 
-@dataclass(frozen=True, slots=True)
-class WatchAgain:
+class WatchAgain(msgspec.Struct, frozen=True, gc=False):
     """Open a new report stream to the worker: its KV events had a gap."""
 
     worker_id: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerIsDrained:
+class WorkerIsDrained(msgspec.Struct, frozen=True, gc=False):
     """Nothing of ours is booked on that draining life of a worker any more. Said once."""
 
     worker_id: WorkerId

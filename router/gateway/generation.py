@@ -16,7 +16,6 @@ import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -141,7 +140,7 @@ class Generator:
             return first
         seed = answer_seed(first.sampling.seed, answer_index)
         sampling = msgspec.structs.replace(first.sampling, seed=seed)
-        return replace(first, request_id=self._mint_id(), sampling=sampling)
+        return msgspec.structs.replace(first, request_id=self._mint_id(), sampling=sampling)
 
     def _submit(self, checked: CheckedRequest, routed: RoutedRequest, arrival: float, answer_index: int) -> Answer:
         sampling = routed.sampling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from disagg.proto.control import ControlState, PoolState
@@ -32,7 +33,7 @@ def explained(it: Scenario, name: str) -> pb.ExplainRequestResponse:
 def test_a_running_request_is_explained() -> None:
     it = Scenario("p0", "p1", "d0", config=RouterConfig(local_prefill="never", policy="least_loaded"))
     it.now = 2.5
-    it.submit(dataclasses.replace(routed_request("r0", 64), trace_parent="00-a-b-01"), arrival=2.0)
+    it.submit(msgspec.structs.replace(routed_request("r0", 64), trace_parent="00-a-b-01"), arrival=2.0)
     it.now = 3.0
     it.update("p0", tokens_update("r0", 0, 0, 7), prefilled_update("r0", 0, 16))
     found = explained(it, "r0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -71,11 +70,11 @@ async def test_answers_differ_in_id_and_seed_only(model: ServedModel) -> None:
     assert [one.sampling.seed for one in routed] == [11, answer_seed(11, 1), answer_seed(11, 2)]
     assert alone.submitted == [(routed[0], 1.0)]
     for one in routed[1:]:
-        assert with_seed(dataclasses.replace(one, request_id=IDS[0]), 11) == routed[0]
+        assert with_seed(msgspec.structs.replace(one, request_id=IDS[0]), 11) == routed[0]
 
 
 def with_seed(routed: RoutedRequest, seed: int) -> RoutedRequest:
-    return dataclasses.replace(routed, sampling=msgspec.structs.replace(routed.sampling, seed=seed))
+    return msgspec.structs.replace(routed, sampling=msgspec.structs.replace(routed.sampling, seed=seed))
 
 
 async def test_a_minted_seed_is_shared_out_like_a_given_one(model: ServedModel) -> None:

@@ -3,8 +3,7 @@ for it."""
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from disagg.proto.ids import WorkerId
@@ -27,7 +26,7 @@ WORKERS = ("p0", "p1", "d0", "d1")
 
 def probe(prefill: str, decode: str, num_tokens: int = 64, request_id: str = "r0") -> RoutedRequest:
     request = routed_request(request_id, num_tokens, max_tokens=2)
-    return dataclasses.replace(request, pair=(WorkerId(prefill), WorkerId(decode)))
+    return msgspec.structs.replace(request, pair=(WorkerId(prefill), WorkerId(decode)))
 
 
 @pytest.mark.parametrize("policy", ["joint", "prefix", "least_loaded", "round_robin", "random"])

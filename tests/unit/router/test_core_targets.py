@@ -3,8 +3,6 @@
 Workers take 1 ms a prompt token and 0.5 ms a decoding sequence; a step costs nothing otherwise.
 """
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -35,7 +33,7 @@ def measured(name: str, token_budget: int = 128) -> WorkerInfo:
 
 
 def wanted(name: str, num_tokens: int, ttft_s: float | None = None, *, priority: int = 0) -> RoutedRequest:
-    return dataclasses.replace(routed_request(name, num_tokens, priority=priority), ttft_slo_s=ttft_s)
+    return msgspec.structs.replace(routed_request(name, num_tokens, priority=priority), ttft_slo_s=ttft_s)
 
 
 def retry_after_s(it: Scenario, name: str) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
+import msgspec
 import pytest
 
 from disagg.proto.ids import RequestId, WorkerId
@@ -41,7 +41,7 @@ def spans(it: Scenario, name: str) -> list[tuple[str, str | None, float, float |
 
 def aimed(name: str, ttft_s: float | None = None, tpot_s: float | None = None, max_tokens: int = 4) -> RoutedRequest:
     request = routed_request(name, 64, max_tokens=max_tokens)
-    return dataclasses.replace(request, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s)
+    return msgspec.structs.replace(request, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s)
 
 
 def timed(update: StepUpdate, kind: str, **durations: float) -> StepUpdate:
@@ -238,7 +238,7 @@ def test_recent_requests_come_latest_first_refused_ones_too() -> None:
 
 def test_a_trace_knows_whose_the_request_is_and_where_it_came_from() -> None:
     it = Scenario("p0", "d0")
-    it.submit(dataclasses.replace(routed_request("r0", 64), tenant="acme", trace_parent="00-1-2-01"))
+    it.submit(msgspec.structs.replace(routed_request("r0", 64), tenant="acme", trace_parent="00-1-2-01"))
     trace = trace_of(it, "r0")
     assert (trace.tenant, trace.trace_parent, trace.num_prompt_tokens) == ("acme", "00-1-2-01", 64)
 
@@ -246,7 +246,7 @@ def test_a_trace_knows_whose_the_request_is_and_where_it_came_from() -> None:
 def test_a_line_for_each_request_says_nothing_of_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
     it = alone()
     with caplog.at_level(logging.DEBUG, "disagg.router.journal"):
-        answer(it, dataclasses.replace(routed_request("r0", 64), trace_parent=f"00-{'a' * 32}-{'b' * 16}-01"), 0.5)
+        answer(it, msgspec.structs.replace(routed_request("r0", 64), trace_parent=f"00-{'a' * 32}-{'b' * 16}-01"), 0.5)
     (record,) = caplog.records
     assert record.getMessage() == "r0: length after 500.0 ms, 64 + 1 tokens, None -> d0"
     assert (vars(record)["request_id"], vars(record)["trace_id"]) == ("r0", "a" * 32)
@@ -283,7 +283,7 @@ def test_an_answer_cut_by_a_stop_string_is_an_answer() -> None:
 
 def test_a_probe_is_traced_and_not_counted() -> None:
     it = Scenario("p0", "d0")
-    it.submit(dataclasses.replace(aimed("r0", 1.0), pair=(WorkerId("p0"), WorkerId("d0"))))
+    it.submit(msgspec.structs.replace(aimed("r0", 1.0), pair=(WorkerId("p0"), WorkerId("d0"))))
     it.update("p0", tokens_update("r0", 0, 0, 7), end_update("r0", 0, "stop"))
     assert trace_of(it, "r0").outcome == "stop"
     assert "first_token" in trace_of(it, "r0").stages
@@ -351,7 +351,7 @@ def test_configured_targets_count_for_requests_without_their_own() -> None:
 
 def test_a_failed_request_missed_all_of_its_targets() -> None:
     it = alone()
-    it.submit(dataclasses.replace(aimed("r0", 5.0, 5.0), deadline=2.0))
+    it.submit(msgspec.structs.replace(aimed("r0", 5.0, 5.0), deadline=2.0))
     it.now = 1.0
     it.update("d0", tokens_update("r0", 0, 0, 7))
     it.at(2.0)
@@ -361,7 +361,7 @@ def test_a_failed_request_missed_all_of_its_targets() -> None:
 def test_a_refused_request_missed_its_targets() -> None:
     it = Scenario("p0", "d0")
     it.now = 1.0
-    it.submit(dataclasses.replace(aimed("r0", 5.0), deadline=1.0))
+    it.submit(msgspec.structs.replace(aimed("r0", 5.0), deadline=1.0))
     assert view(it).tally.slos == {("ttft", False): 1, ("both", False): 1}
     assert view(it).tally.outcomes == {"timeout": 1}
 
