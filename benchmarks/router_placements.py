@@ -9,6 +9,7 @@ that it evicted for them. A request that is placed on one worker alone skips the
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import percentile
+from disagg.cluster.process_tools import freeze_start
 from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
     BlocksRemoved,
@@ -317,6 +319,7 @@ def measure_placements(
     started = time.perf_counter()
     traffic = Traffic(num_workers, num_blocks, policy, CLOCKS[clock])
     setup_s, resident_mib = time.perf_counter() - started, _resident_mib() - before_mib
+    freeze_start()  # as a gateway does when its workers have greeted
     traffic.run(num_requests)
     rates, calls = [], []
     all_times = no_times()
@@ -329,6 +332,7 @@ def measure_placements(
         for kind, times in traffic.times_ns.items():
             all_times[kind] += times
     traffic.finish()
+    gc.unfreeze()
     submit_us = [ns / 1e3 for ns in all_times["submit"]]
     return {
         "part": "placements",
