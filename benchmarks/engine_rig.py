@@ -26,6 +26,7 @@ from disagg.engine.runners import make_runner, warm_up
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 WARM_UP_STEPS = 3
 """Steps of a batch that are not counted: the first ones of a size may prepare what the others use."""
@@ -100,7 +101,7 @@ class EngineRig:
     def _place(self, spec: SequenceSpec, data: Buffer) -> None:
         core, now, num_tokens = self._core, time.monotonic(), spec.num_known_tokens
         events = [*core.handle(Reserve(spec), now), *core.handle(Scatter(spec.key, 0, 0, num_tokens, data), now)]
-        events += core.handle(Join(spec.key, spec.prompt_token_ids[0]), now)
+        events += core.handle(Join(spec.key, unpack_token_ids(spec.prompt_token_ids)[0]), now)
         if not {Reserved, Joined} <= {type(event) for event in events}:
             raise RuntimeError(f"the engine does not decode {spec.request_id}: {events}")
 
@@ -183,7 +184,7 @@ class EngineRig:
         self._num_requests += 1
         if seed is None:
             seed = (1 << 48) + self._num_requests
-        prompt = tuple(random_prompt(seed, num_input, self._runner.vocab_size))
+        prompt = pack_token_ids(random_prompt(seed, num_input, self._runner.vocab_size))
         return SequenceSpec(
             request_id=RequestId(f"bench-{self._num_requests}"),
             attempt=0,

@@ -33,6 +33,7 @@ from disagg.engine.scheduler import Scheduler
 from disagg.loadtests.traces import TraceRequest, read_trace
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _add(scheduler: Scheduler, request: TraceRequest, index: int) -> None:
         request_id=RequestId(f"trace-{index}"),
         attempt=0,
         gateway_id=GatewayId("bench"),
-        prompt_token_ids=(0,) * request.num_input_tokens,
+        prompt_token_ids=pack_token_ids([0] * request.num_input_tokens),
         sampling=Sampling(temperature=0.0, max_tokens=request.num_output_tokens),
     )
     scheduler.add(new_sequence(spec, SequenceState.WAITING, request.time_s))

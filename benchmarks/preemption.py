@@ -34,6 +34,7 @@ from disagg.engine.runners import make_runner, warm_up
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 
 BLOCK = 16
 
@@ -62,7 +63,7 @@ def make_specs(count: int, num_prompt: int, num_output: int, vocab_size: int) ->
     dice = random.Random(0)
     specs = []
     for number in range(count):
-        prompt = tuple(dice.randrange(vocab_size) for _ in range(num_prompt))
+        prompt = pack_token_ids(dice.randrange(vocab_size) for _ in range(num_prompt))
         specs.append(
             SequenceSpec(
                 request_id=RequestId(f"r{number}"),

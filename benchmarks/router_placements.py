@@ -41,6 +41,7 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
+from disagg.proto.token_ids import pack_token_ids, slice_token_ids
 from disagg.router import events
 from disagg.router.api import RoutedRequest
 from disagg.router.config import PolicyName, RouterConfig
@@ -164,7 +165,7 @@ class Traffic:
         self._lives: dict[RequestId, Life] = {}
         self._under_way: deque[Iterator[None]] = deque()
         self._in_flight = IN_FLIGHT_PER_WORKER * num_workers
-        self._tokens = tuple(range(BLOCK_TOKENS * (SESSION_BLOCKS[1] + TURN_BLOCKS + NEW_BLOCKS + 2)))
+        self._tokens = pack_token_ids(range(BLOCK_TOKENS * (SESSION_BLOCKS[1] + TURN_BLOCKS + NEW_BLOCKS + 2)))
         for worker_id in self.holdings.prefills:
             self._start_worker(worker_id, "prefill", 4 * num_blocks // num_workers)
         for worker_id in self.holdings.decodes:
@@ -248,7 +249,7 @@ class Traffic:
         hashes = old + own
         request = RoutedRequest(
             request_id=RequestId(f"r{number}"),
-            prompt_token_ids=self._tokens[: BLOCK_TOKENS * len(hashes) + BLOCK_TOKENS // 2],
+            prompt_token_ids=slice_token_ids(self._tokens, 0, BLOCK_TOKENS * len(hashes) + BLOCK_TOKENS // 2),
             block_hashes=hashes,
             root_hash=_ROOT,
             sampling=Sampling(max_tokens=OUTPUT_TOKENS),

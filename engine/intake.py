@@ -8,6 +8,7 @@ from disagg.engine.batching import finish_reason
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import EndReason, SequenceSpec
+from disagg.proto.token_ids import unpack_token_ids
 
 
 def new_sequence(spec: SequenceSpec, state: SequenceState, now: float) -> Sequence:
@@ -17,7 +18,7 @@ def new_sequence(spec: SequenceSpec, state: SequenceState, now: float) -> Sequen
         state=state,
         deadline=None if spec.timeout_s is None else now + spec.timeout_s,
         arrival=now,
-        token_ids=[*spec.prompt_token_ids, *spec.emitted_token_ids],
+        token_ids=[*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids],
         block_hashes=list(spec.block_hashes),
     )
 
@@ -29,7 +30,7 @@ def refusal(sequence: Sequence, *, vocab_size: int, max_model_len: int) -> tuple
         return "failed", f"timeout_s is {spec.timeout_s}"
     if not spec.prompt_token_ids:
         return "failed", "the prompt is empty"
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    if min(spec.emitted_token_ids, default=0) < 0 or max(token_ids) >= vocab_size:
         return "failed", "a token id is not in the vocabulary"
     if not all(0 <= token_id < vocab_size and math.isfinite(value) for token_id, value in spec.sampling.logit_bias):
         return "failed", "a logit bias is not a finite number for a token of the vocabulary"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import num_token_ids, pack_token_ids
 
 
 class SequenceState(enum.Enum):
@@ -54,6 +55,11 @@ class Sequence:
     num_preemptions: int = 0
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
+    num_prompt_tokens: int = field(init=False)
+    """Tokens of the client's prompt, without emitted ones."""
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = num_token_ids(self.spec.prompt_token_ids)
 
     @property
     def key(self) -> AttemptKey:
@@ -66,14 +72,9 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the client's prompt, without emitted ones."""
-        return len(self.spec.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Output tokens of the whole request so far, those of earlier attempts counted."""
-        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -100,7 +101,7 @@ def stand_in(num_tokens: int, first_block: int, block_size: int) -> Sequence:
         request_id=RequestId("stand-in"),
         attempt=0,
         gateway_id=GatewayId(""),
-        prompt_token_ids=(0,) * num_tokens,
+        prompt_token_ids=pack_token_ids([0] * num_tokens),
         sampling=Sampling(temperature=0.0, max_tokens=num_tokens),
     )
     table = list(range(first_block, first_block - (-num_tokens // block_size)))

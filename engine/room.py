@@ -13,6 +13,7 @@ from __future__ import annotations
 from disagg.engine.block_manager import BlockManager
 from disagg.engine.request import Sequence
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
+from disagg.proto.token_ids import pack_token_ids
 
 
 class Room:
@@ -73,7 +74,8 @@ class Room:
         while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
             first = len(hashes) * HASH_BLOCK_TOKENS
             parent = hashes[-1] if hashes else sequence.spec.root_hash
-            hashes.append(child_hash(parent, sequence.token_ids[first : first + HASH_BLOCK_TOKENS]))
+            block = pack_token_ids(sequence.token_ids[first : first + HASH_BLOCK_TOKENS])
+            hashes.append(child_hash(parent, block))
         hashes_per_block = block_size // HASH_BLOCK_TOKENS
         for index in range(start // block_size, sequence.num_computed_tokens // block_size):
             block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]

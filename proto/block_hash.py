@@ -11,13 +11,14 @@ roots differ. The fingerprint names the weights, dtypes and rope of the model, n
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Sequence
 
 from disagg.proto.ids import BlockHash
+from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids
 
 HASH_BLOCK_TOKENS = 16
 HASH_BYTES = 16
+
+_BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
 
 
 def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
@@ -26,23 +27,23 @@ def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
     return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
 
 
-def child_hash(parent: BlockHash, block_token_ids: Sequence[int]) -> BlockHash:
+def child_hash(parent: BlockHash, block_token_ids: PackedTokenIds) -> BlockHash:
     """The hash of one full block after `parent`.
 
     Raises:
         ValueError: if there are not exactly `HASH_BLOCK_TOKENS` ids.
     """
-    if len(block_token_ids) != HASH_BLOCK_TOKENS:
-        raise ValueError(f"a hashed block has {HASH_BLOCK_TOKENS} tokens, not {len(block_token_ids)}")
-    return BlockHash(hashlib.sha256(parent + _little_endian_u32(block_token_ids)).digest()[:HASH_BYTES])
+    if len(block_token_ids) != _BLOCK_BYTES:
+        raise ValueError(f"a hashed block has {HASH_BLOCK_TOKENS} tokens, not {num_token_ids(block_token_ids)}")
+    return BlockHash(hashlib.sha256(parent + block_token_ids).digest()[:HASH_BYTES])
 
 
-def chain_hashes(root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+def chain_hashes(root: BlockHash, token_ids: PackedTokenIds) -> list[BlockHash]:
     """The hashes of all full blocks of `token_ids`, in order; a partial last block has none."""
     hashes: list[BlockHash] = []
     parent = root
-    for end in range(HASH_BLOCK_TOKENS, len(token_ids) + 1, HASH_BLOCK_TOKENS):
-        parent = child_hash(parent, token_ids[end - HASH_BLOCK_TOKENS : end])
+    for end in range(_BLOCK_BYTES, len(token_ids) + 1, _BLOCK_BYTES):
+        parent = child_hash(parent, PackedTokenIds(token_ids[end - _BLOCK_BYTES : end]))
         hashes.append(parent)
     return hashes
 
@@ -50,7 +51,3 @@ def chain_hashes(root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
 def max_cached_tokens(num_prompt_tokens: int) -> int:
     """How many prompt tokens may count as cached: whole blocks, and never the last token, whose logits are needed."""
     return max(0, num_prompt_tokens - 1) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
-
-
-def _little_endian_u32(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)

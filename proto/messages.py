@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 import msgspec
 
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.token_ids import PackedTokenIds, check_packed, num_token_ids
 
 RoleName = Literal["prefill", "decode"]
 EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed"]
@@ -64,7 +65,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: int
     gateway_id: GatewayId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: PackedTokenIds
     """The client's prompt. Never empty."""
     emitted_token_ids: tuple[int, ...] = ()
     """Output tokens of earlier attempts; they are computed again as if they were prompt, and not sent again."""
@@ -78,6 +79,9 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """What was left of the request's deadline when this was sent."""
 
+    def __post_init__(self) -> None:
+        check_packed("prompt_token_ids", self.prompt_token_ids)
+
     @property
     def key(self) -> AttemptKey:
         """The key of this attempt."""
@@ -86,7 +90,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     @property
     def num_known_tokens(self) -> int:
         """Tokens whose ids are known: prompt and emitted ones."""
-        return len(self.prompt_token_ids) + len(self.emitted_token_ids)
+        return num_token_ids(self.prompt_token_ids) + len(self.emitted_token_ids)
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ def refusal(
     """Why this request cannot be taken now, whoever it is; None when it can be queued."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
-    num_prompt_tokens = len(request.prompt_token_ids)
+    num_prompt_tokens = request.num_prompt_tokens
     limit = fleet.longest_sequence
     if num_prompt_tokens >= limit:
         role = fleet.missing_role()

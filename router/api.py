@@ -11,6 +11,7 @@ import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
+from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.tally import Rates, Tally
 
 
@@ -19,7 +20,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     collector need not walk through them: a router has thousands."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: PackedTokenIds
     block_hashes: tuple[BlockHash, ...]
     root_hash: BlockHash
     sampling: Sampling
@@ -36,6 +37,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
     tenant: str = ""
     """Whose it is; empty where there are no keys."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return num_token_ids(self.prompt_token_ids)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,7 +151,7 @@ class Attempts:
         if record.trace.ttft_slo_s is not None and not num_released:
             ttft_left_ms = (record.trace.arrival + record.trace.ttft_slo_s - now) * 1000
         return Demand(
-            num_tokens=len(record.request.prompt_token_ids) + num_released,
+            num_tokens=record.num_tokens,
             reserve_tokens=min(left, self._config.decode_reserve_tokens),
             output_tokens=max(1.0, min(left, self._lengths.value)),
             ttft_left_ms=ttft_left_ms,

@@ -17,6 +17,7 @@ import msgspec
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.ledger import TokenLedger
@@ -107,7 +108,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and released ones."""
-        return len(self.request.prompt_token_ids) + len(self.ledger.released)
+        return self.request.num_prompt_tokens + len(self.ledger.released)
 
     @property
     def urgency(self) -> Urgency:
@@ -139,7 +140,7 @@ class RequestRecord(msgspec.Struct, gc=False):
         attempt = self.running
         attempt.advance(AttemptEvent.ENDED)
         if attempt.cached_tokens is not None:
-            known = len(self.request.prompt_token_ids) if self.cached_tokens is None else self.cached_tokens
+            known = self.request.num_prompt_tokens if self.cached_tokens is None else self.cached_tokens
             self.cached_tokens = min(known, attempt.cached_tokens)
         self.attempt = None
 
@@ -161,9 +162,9 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     def prepare_to_continue(self) -> None:
         """Hash the blocks that released tokens filled, so that the next attempt can find them in a cache."""
-        tokens = [*self.request.prompt_token_ids, *self.ledger.released]
+        tokens = PackedTokenIds(self.request.prompt_token_ids + pack_token_ids(self.ledger.released))
         parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
-        new = chain_hashes(parent, tokens[len(self.block_hashes) * HASH_BLOCK_TOKENS :])
+        new = chain_hashes(parent, slice_token_ids(tokens, len(self.block_hashes) * HASH_BLOCK_TOKENS))
         self.block_hashes += tuple(new)
 
     def completion(self, reason: EndOfAnswer) -> Completion:
@@ -189,7 +190,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         tenant=request.tenant,
         trace_parent=request.trace_parent,
         is_probe=request.pair is not None,
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
         ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
         tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
     )

@@ -89,7 +89,7 @@ class Answer:
             DisaggError: whatever happens to the request.
         """
         text, tokens = self._text, aiter(self._handle)
-        num_prompt_tokens = len(self._routed.prompt_token_ids)
+        num_prompt_tokens = self._routed.num_prompt_tokens
         try:
             while (batch := await self._read(tokens)) is not None:
                 first_index = text.num_tokens
@@ -148,7 +148,7 @@ class Answer:
         return Finish(
             request_id=self._routed.request_id,
             reason="stop" if completion is None else completion.reason,
-            num_prompt_tokens=len(self._routed.prompt_token_ids),
+            num_prompt_tokens=self._routed.num_prompt_tokens,
             num_cached_tokens=self._traced_cached_tokens() if completion is None else completion.cached_tokens,
             num_output_tokens=self._text.num_tokens,
             answer_index=self._index,

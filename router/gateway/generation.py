@@ -21,7 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.ids import BlockHash, RequestId
+from disagg.proto.ids import RequestId
+from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 from disagg.router.gateway.answer import Answer, Delta, Finish
 from disagg.router.gateway.mixing import mixed
@@ -115,13 +116,15 @@ class Generator:
         seed = self._mint_seed()
 
         def prepare() -> RoutedRequest:
-            prompt_token_ids = _encode(checked.prompt, self.model.tokenizer)
+            token_ids = _encode(checked.prompt, self.model.tokenizer)
+            sampling = fit_prompt(checked, token_ids, self.limits, seed)
+            packed = pack_token_ids(token_ids)
             root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
             return RoutedRequest(
                 request_id=call.request_id,
-                sampling=fit_prompt(checked, prompt_token_ids, self.limits, seed),
-                prompt_token_ids=prompt_token_ids,
-                block_hashes=_hashes(root, prompt_token_ids),
+                sampling=sampling,
+                prompt_token_ids=packed,
+                block_hashes=tuple(chain_hashes(root, packed)),
                 root_hash=root,
                 deadline=call.deadline,
                 ttft_slo_s=call.targets.ttft_s,
@@ -154,10 +157,6 @@ def prefix_salt(tenant: str, cache_salt: str) -> bytes:
         return b""
     name = tenant.encode()
     return struct.pack("<I", len(name)) + name + cache_salt.encode()
-
-
-def _hashes(root: BlockHash, prompt_token_ids: tuple[int, ...]) -> tuple[BlockHash, ...]:
-    return tuple(chain_hashes(root, prompt_token_ids))
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:

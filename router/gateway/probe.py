@@ -16,6 +16,7 @@ from disagg.proto.block_hash import HASH_BYTES, chain_hashes
 from disagg.proto.errors import InternalError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Sampling, WorkerInfo
+from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 
 MAX_PROMPT_TOKENS = 2048
@@ -95,7 +96,7 @@ class PairProbe:
         num_tokens = min(MAX_PROMPT_TOKENS, prefill.token_budget, longest - OUTPUT_TOKENS)
         if num_tokens < 1:
             raise UnavailableError(f"{prefill.worker_id}, {decode.worker_id}: not even one token fits", "no_room")
-        prompt = tuple(self._dice.randrange(self._vocab_size) for _ in range(num_tokens))
+        prompt = pack_token_ids(self._dice.randrange(self._vocab_size) for _ in range(num_tokens))
         root = BlockHash(self._dice.randbytes(HASH_BYTES))
         return RoutedRequest(
             request_id=self._mint_id(),
@@ -114,7 +115,7 @@ class PairProbe:
         computed, moved = trace.stages.get("first_token"), trace.stages.get("kv_transfer")
         return ProbeResult(
             kv_bytes=trace.kv_bytes,
-            expected_bytes=len(request.prompt_token_ids) * prefill.kv_layout.bytes_per_token,
+            expected_bytes=request.num_prompt_tokens * prefill.kv_layout.bytes_per_token,
             exposed_s=0.0 if computed is None or moved is None else max(0.0, moved - computed),
             transport=trace.transport,
         )

@@ -15,6 +15,7 @@ from disagg.kernels import dispatch
 from disagg.kernels.triton.ops import TritonOps
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 from tests.gpu import reference
 from tests.support.stepping import assert_logits_close, decode, generate, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
@@ -134,7 +135,7 @@ def test_the_core_serves_several_requests(folders: dict[str, Path], device: torc
             request_id=RequestId(f"r{row}"),
             attempt=0,
             gateway_id=GatewayId("g"),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=pack_token_ids(prompt),
             sampling=sampling,
         )
         events += core.handle(Add(spec), now=0.0)

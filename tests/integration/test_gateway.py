@@ -31,6 +31,7 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import Incarnation, RequestId, WorkerId
 from disagg.proto.messages import KvLayout, Load, WorkerInfo
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, RequestTrace, WorkerView
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.labels import LABEL, REQUEST_ID
@@ -90,9 +91,9 @@ async def test_a_stream(folder: Path) -> None:
         router.script = lambda _: [first, second, [EOS], Completion("stop", 0, 16)]
         deltas = await collect(client, "the cat", max_tokens=50, seed=5)
     routed = router.submitted[0][0]
-    assert server.model.tokenizer.decode(routed.prompt_token_ids) == "the cat"
+    assert server.model.tokenizer.decode(unpack_token_ids(routed.prompt_token_ids)) == "the cat"
     assert (routed.sampling.max_tokens, routed.sampling.seed) == (50, 5)
-    usage = Usage(len(routed.prompt_token_ids), 16, len(first) + 2)
+    usage = Usage(routed.num_prompt_tokens, 16, len(first) + 2)
     assert deltas == [
         Delta("hello ", tuple(first)),
         Delta("🙂", tuple(second)),
@@ -108,7 +109,7 @@ async def test_a_whole_answer(folder: Path) -> None:
         answer = await client.generate([9, 10, 11], model=MODEL_NAME)
         text = await client.detokenize([5, 6, 7])
     routed = router.submitted[0][0]
-    assert routed.prompt_token_ids == (9, 10, 11)
+    assert unpack_token_ids(routed.prompt_token_ids) == [9, 10, 11]
     assert answer == Answer(text, (5, 6, 7), "length", Usage(3, 0, 3), routed.request_id)
 
 
@@ -143,7 +144,7 @@ async def test_tokenize(folder: Path) -> None:
     async with running(folder, router) as server, AsyncClient(server.address) as client:
         chat = [{"role": "user", "content": "hi"}]
         await client.generate(chat)
-        assert await client.tokenize(chat) == list(router.submitted[0][0].prompt_token_ids)
+        assert await client.tokenize(chat) == unpack_token_ids(router.submitted[0][0].prompt_token_ids)
         assert await client.detokenize([]) == ""
         large = await client.tokenize("the cat " * 4000)
         assert await client.detokenize(large) == "the cat " * 4000
@@ -547,7 +548,7 @@ async def test_a_port_that_is_taken(folder: Path) -> None:
 
 
 async def test_many_streams_at_once_end_whole(folder: Path) -> None:
-    router = FakeRouter(lambda routed: [[routed.prompt_token_ids[0]]] * 20)
+    router = FakeRouter(lambda routed: [unpack_token_ids(routed.prompt_token_ids)[:1]] * 20)
     async with running(folder, router) as server, AsyncClient(server.address) as client:
         answers = await asyncio.gather(*(client.generate([i + 5]) for i in range(64)))
     assert [answer.token_ids for answer in answers] == [(i + 5,) * 20 for i in range(64)]

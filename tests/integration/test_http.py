@@ -15,6 +15,7 @@ import pytest
 
 from disagg.client import AsyncClient
 from disagg.proto.errors import ConfigError
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
@@ -92,7 +93,7 @@ async def test_tokens_come_as_they_are_made(folder: Path) -> None:
 
 
 async def test_many_streams_at_once_end_whole(folder: Path) -> None:
-    router = FakeRouter(lambda routed: [[routed.prompt_token_ids[0]]] * 20)
+    router = FakeRouter(lambda routed: [unpack_token_ids(routed.prompt_token_ids)[:1]] * 20)
 
     async def one(client: httpx.AsyncClient, token_id: int) -> str:
         body = {"model": MODEL_NAME, "prompt": [token_id], "stream": True, "max_tokens": 20}

@@ -18,6 +18,7 @@ from disagg.engine.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, WorkerInfo
+from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.server import RouterServer
@@ -126,7 +127,7 @@ async def _until_used(router: RouterServer, name: str, decode_workers: set[str])
 
 
 async def _answer(router: RouterServer, request_id: str, index: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    prompt, root = _prompt(index), root_hash("fake")
+    prompt, root = pack_token_ids(_prompt(index)), root_hash("fake")
     request = RoutedRequest(
         request_id=RequestId(request_id),
         prompt_token_ids=prompt,

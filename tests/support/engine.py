@@ -19,6 +19,7 @@ from disagg.engine.swap import SwapIn, SwapPool
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import RoleName, Sampling, SequenceSpec, TokenLogprobs
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 VOCAB_SIZE = 1000
 GATEWAY = GatewayId("gateway")
@@ -49,14 +50,13 @@ def make_spec(
     cached: bool = True,
 ) -> SequenceSpec:
     """A spec with the hashes that the gateway would send; `cached` false leaves them out."""
-    known = [*prompt, *emitted]
     return SequenceSpec(
         request_id=RequestId(request_id),
         attempt=attempt,
         gateway_id=GATEWAY,
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=pack_token_ids(prompt),
         emitted_token_ids=tuple(emitted),
-        block_hashes=tuple(chain_hashes(ROOT, known)) if cached else (),
+        block_hashes=tuple(chain_hashes(ROOT, pack_token_ids([*prompt, *emitted]))) if cached else (),
         root_hash=ROOT if cached else BlockHash(b""),
         sampling=Sampling(
             temperature=0.0,
@@ -225,7 +225,7 @@ def make_sequence(
         state=state,
         hold_after_prefill=hold,
         arrival=arrival,
-        token_ids=[*spec.prompt_token_ids, *spec.emitted_token_ids],
+        token_ids=[*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids],
         block_hashes=list(spec.block_hashes),
     )
 

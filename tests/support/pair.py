@@ -26,6 +26,7 @@ from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.pair_shells import ReceiverShell, SenderShell
 
 BYTES_PER_TOKEN = 8
@@ -44,13 +45,13 @@ def spec_of(
     name: str, prompt: Iterable[int], *, max_tokens: int = 4, stop: tuple[int, ...] = (), timeout_s: float | None = None
 ) -> SequenceSpec:
     """Attempt 0 of request `name`."""
-    prompt = tuple(prompt)
+    packed = pack_token_ids(prompt)
     return SequenceSpec(
         request_id=RequestId(name),
         attempt=0,
         gateway_id=GatewayId("gateway"),
-        prompt_token_ids=prompt,
-        block_hashes=tuple(chain_hashes(ROOT, prompt)),
+        prompt_token_ids=packed,
+        block_hashes=tuple(chain_hashes(ROOT, packed)),
         root_hash=ROOT,
         sampling=Sampling(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop),
         timeout_s=timeout_s,
@@ -344,7 +345,8 @@ class WorkerPair:
     def expected(self, key: AttemptKey) -> list[int]:
         """What the fake model answers, from the first token of this attempt on."""
         spec = self.specs[key]
-        return fake_generate(spec.prompt_token_ids, spec.sampling.max_tokens)[len(spec.emitted_token_ids) :]
+        prompt = unpack_token_ids(spec.prompt_token_ids)
+        return fake_generate(prompt, spec.sampling.max_tokens)[len(spec.emitted_token_ids) :]
 
     def answer(self, key: AttemptKey) -> list[int]:
         """Output tokens of this attempt so far, without a gap."""

@@ -31,6 +31,7 @@ from disagg.proto.messages import (
     StepUpdate,
     WorkerInfo,
 )
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.secret import SECRET
 
 GATEWAY = GatewayId("gateway")
@@ -67,7 +68,7 @@ def spec_of(request_id: str, num_tokens: int = 20, *, attempt: int = 1, timeout_
         request_id=RequestId(request_id),
         attempt=attempt,
         gateway_id=GATEWAY,
-        prompt_token_ids=tuple(range(num_tokens)),
+        prompt_token_ids=pack_token_ids(range(num_tokens)),
         root_hash=BlockHash(b""),
         sampling=Sampling(temperature=0.0),
         timeout_s=timeout_s,

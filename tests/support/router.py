@@ -31,6 +31,7 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
+from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
@@ -115,10 +116,11 @@ def routed_request(
     if isinstance(prompt, int):
         start = 1000 * (1 + sum(request_id.encode()))
         prompt = range(start, start + prompt)
+    packed = pack_token_ids(prompt)
     return RoutedRequest(
         request_id=RequestId(request_id),
-        prompt_token_ids=tuple(prompt),
-        block_hashes=tuple(chain_hashes(ROOT, prompt)),
+        prompt_token_ids=packed,
+        block_hashes=tuple(chain_hashes(ROOT, packed)),
         root_hash=ROOT,
         sampling=Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop), logprobs=logprobs),
         deadline=deadline,

@@ -14,6 +14,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 
 
 class Computes(Protocol):
@@ -49,7 +50,7 @@ def make_sequence(token_ids: list[int], block_table: list[int], **sampling: Any)
         request_id=RequestId("request"),
         attempt=0,
         gateway_id=GatewayId("gateway"),
-        prompt_token_ids=tuple(token_ids),
+        prompt_token_ids=pack_token_ids(token_ids),
         sampling=Sampling(**{"temperature": 0.0, "max_tokens": 1000, **sampling}),
     )
     return Sequence(spec, SequenceState.RUNNING, token_ids=list(token_ids), block_table=list(block_table))

@@ -43,6 +43,7 @@ from disagg.proto.messages import (
     encode,
 )
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
 
@@ -180,9 +181,9 @@ class GatewayStub:
             request_id=RequestId(uuid.uuid4().hex),
             attempt=attempt,
             gateway_id=GATEWAY,
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=pack_token_ids(prompt),
             emitted_token_ids=tuple(emitted),
-            block_hashes=tuple(chain_hashes(root, [*prompt, *emitted])),
+            block_hashes=tuple(chain_hashes(root, pack_token_ids([*prompt, *emitted]))),
             root_hash=root,
             sampling=sampling or Sampling(temperature=0.0, max_tokens=max_tokens),
             timeout_s=timeout_s,

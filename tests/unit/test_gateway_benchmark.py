@@ -22,6 +22,7 @@ from benchmarks.gateway_worker import Steps
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut
+from disagg.proto.token_ids import pack_token_ids
 from disagg.router.gateway.decoding import decode
 from disagg.v1 import inference_pb2 as pb
 from tests.support.router import ROOT
@@ -33,7 +34,7 @@ def dispatch(name: str, max_tokens: int) -> Dispatch:
             request_id=RequestId(name),
             attempt=0,
             gateway_id=GatewayId("g"),
-            prompt_token_ids=(1,),
+            prompt_token_ids=pack_token_ids([1]),
             emitted_token_ids=(),
             block_hashes=(),
             root_hash=ROOT,

@@ -5,9 +5,10 @@ import pytest
 from disagg.engine.block_manager import BlockManager
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksRemoved, BlocksStored
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import ROOT, make_prompt
 
-HASHES = chain_hashes(ROOT, make_prompt(160))
+HASHES = chain_hashes(ROOT, pack_token_ids(make_prompt(160)))
 
 
 def counts(blocks: BlockManager) -> tuple[int, int, int, int, int]:
@@ -79,7 +80,7 @@ def test_a_hit_renews_a_chain() -> None:
     blocks = BlockManager(4, 16)
     chain = cached_chain(blocks, 2)
     other = blocks.allocate(2, reserved=False)
-    other_hashes = chain_hashes(ROOT, make_prompt(32, seed=1))
+    other_hashes = chain_hashes(ROOT, pack_token_ids(make_prompt(32, seed=1)))
     for block, block_hash in zip(other, other_hashes, strict=True):
         blocks.publish(block, [block_hash])
     blocks.release(other)

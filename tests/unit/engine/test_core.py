@@ -27,6 +27,7 @@ from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import Load, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import (
     GATEWAY,
     IDLE,
@@ -141,7 +142,8 @@ class TestRefusals:
             (make_spec("a", make_prompt(160)), "refused", "160 tokens and an answer do not fit into 160"),
             (make_spec("a", ()), "failed", "the prompt is empty"),
             (make_spec("a", (1, VOCAB_SIZE)), "failed", "a token id is not in the vocabulary"),
-            (make_spec("a", (-1, 2), cached=False), "failed", "a token id is not in the vocabulary"),
+            (make_spec("a", (1,), emitted=(VOCAB_SIZE,)), "failed", "a token id is not in the vocabulary"),
+            (make_spec("a", (1,), emitted=(-1, 2), cached=False), "failed", "a token id is not in the vocabulary"),
             *(
                 (
                     make_spec("a", PROMPT, logit_bias=[(5, 1.0), bias]),
@@ -178,7 +180,7 @@ class TestRefusals:
             request_id=spec.request_id,
             attempt=1,
             gateway_id=GATEWAY,
-            prompt_token_ids=spec.prompt_token_ids[:47],
+            prompt_token_ids=pack_token_ids(make_prompt(47)),
             block_hashes=spec.block_hashes,
             root_hash=spec.root_hash,
             sampling=spec.sampling,

@@ -26,6 +26,7 @@ from disagg.engine.core import EngineCore
 from disagg.engine.fake import fake_logprobs
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, SequenceSpec, TokenLogprobs
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import (
     GATEWAY,
     ROOT,
@@ -139,7 +140,7 @@ class TestDecodeRole:
         assert core.drain_kv_events() == ()
         events = handle_all(core, Join(KEY, output[0]))
         assert events == [Joined(KEY), TokenSampled(KEY, GATEWAY, 0, output[0])]
-        hashes = tuple(chain_hashes(ROOT, PROMPT))
+        hashes = tuple(chain_hashes(ROOT, pack_token_ids(PROMPT)))
         assert core.drain_kv_events() == (BlocksStored(hashes=hashes),)
         assert core.prefix_snapshot() == BlocksSnapshot(hashes=hashes)
         events += run_until_idle(core)

@@ -32,6 +32,7 @@ from disagg.engine.fake import fake_generate, fake_logprobs
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
+from disagg.proto.token_ids import unpack_token_ids
 from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
 
 
@@ -167,7 +168,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def gather(self, data: st.DataObject) -> None:
         key = self.pick(data, self.live)
-        known = [*self.live[key].prompt_token_ids, *self.tokens[key]]
+        known = [*unpack_token_ids(self.live[key].prompt_token_ids), *self.tokens[key]]
         start = data.draw(st.integers(0, len(known) - 1))
         end = data.draw(st.integers(start + 1, len(known) + 1))
         out = kv_of([0] * end, start, end)
@@ -227,14 +228,15 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(self.core.handle(command, self.now))
 
     def scatter(self, key: AttemptKey, token_range: tuple[int, int]) -> None:
-        known = [*self.live[key].prompt_token_ids, *self.live[key].emitted_token_ids]
+        spec = self.live[key]
+        known = [*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids]
         self.handle(Scatter(key, 0, *token_range, kv_of(known, *token_range)))
         assert self.last_events == [Scattered(key, 0, ok=True)]
         self.missing[key].remove(token_range)
 
     def join(self, key: AttemptKey) -> None:
         del self.missing[key]
-        known = [*self.live[key].prompt_token_ids, *self.tokens[key]]
+        known = [*unpack_token_ids(self.live[key].prompt_token_ids), *self.tokens[key]]
         self.kinds[key] = "run"
         (token_id,) = fake_generate(known, 1, VOCAB_SIZE)
         self.handle(Join(key, token_id, self.logprobs(key, token_id)))
@@ -270,11 +272,12 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_end(self, event: Ended) -> None:
         spec, output = self.live[event.key], self.tokens[event.key]
-        assert output == fake_generate(spec.prompt_token_ids, len(output), VOCAB_SIZE)
+        prompt = unpack_token_ids(spec.prompt_token_ids)
+        assert output == fake_generate(prompt, len(output), VOCAB_SIZE)
         reasons = ["length", "deadline", "refused", "failed"]
         assert event.reason in reasons or (event.reason == "preempted" and self.may_be_preempted)
         if event.reason == "length":
-            num_tokens = len(spec.prompt_token_ids) + len(output)
+            num_tokens = len(prompt) + len(output)
             assert len(output) == spec.sampling.max_tokens or num_tokens == self.core.max_model_len
 
     def forget(self, key: AttemptKey) -> None:

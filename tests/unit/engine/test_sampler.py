@@ -16,6 +16,7 @@ from disagg.engine.sampler import BadLogitsError, Sampler
 from disagg.proto.errors import InternalError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 
 torch.set_num_threads(1)
 
@@ -25,7 +26,7 @@ def sequence(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **sam
         request_id=RequestId("r"),
         attempt=1,
         gateway_id=GatewayId("g"),
-        prompt_token_ids=prompt,
+        prompt_token_ids=pack_token_ids(prompt),
         sampling=Sampling(**sampling),
     )
     return Sequence(spec, SequenceState.RUNNING, token_ids=[*prompt, *output])
@@ -251,7 +252,7 @@ def test_emitted_tokens_of_earlier_attempts_are_output() -> None:
         request_id=RequestId("r"),
         attempt=2,
         gateway_id=GatewayId("g"),
-        prompt_token_ids=(0,),
+        prompt_token_ids=pack_token_ids([0]),
         emitted_token_ids=(1, 1),
         sampling=Sampling(seed=11),
     )

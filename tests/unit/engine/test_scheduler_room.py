@@ -10,6 +10,7 @@ from disagg.engine.request import SequenceState
 from disagg.engine.scheduler import Scheduler
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksRemoved, BlocksStored
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import (
     ROOT,
     add_to,
@@ -124,7 +125,7 @@ class TestPrefixHits:
         while scheduler.sequences:
             step_scheduler(scheduler, token_id=7)
         known = [*make_prompt(30, seed=1), *[7] * 20]
-        hashes = tuple(chain_hashes(ROOT, known))
+        hashes = tuple(chain_hashes(ROOT, pack_token_ids(known)))
         assert scheduler.blocks.prefix.drain_events() == (BlocksStored(hashes=hashes),)
         scheduler.add(make_sequence(make_spec("b", known)))
         assert shape_of(step_scheduler(scheduler)[0])[1] == [("b", 48, 2)]
@@ -145,7 +146,7 @@ class TestPrefixHits:
         stored = scheduler.blocks.prefix.drain_events()
         add_to(scheduler, "a", 32, seed=3, max_tokens=1)
         step_scheduler(scheduler)
-        hashes = chain_hashes(ROOT, make_prompt(48, seed=1))
+        hashes = chain_hashes(ROOT, pack_token_ids(make_prompt(48, seed=1)))
         assert len(stored) == 1
         assert scheduler.blocks.prefix.drain_events()[0] == BlocksRemoved(hashes=(hashes[2], hashes[1]))
 
@@ -159,7 +160,7 @@ class TestPrefixHits:
         step_scheduler(scheduler)
         assert states_of(scheduler) == {"b": "running"}
         chains = ([*make_prompt(33, seed=1), *[7] * 15], make_prompt(48, seed=3))
-        announced = {block_hash for chain in chains for block_hash in chain_hashes(ROOT, chain)}
+        announced = {block_hash for chain in chains for block_hash in chain_hashes(ROOT, pack_token_ids(chain))}
         assert set(scheduler.blocks.prefix.snapshot().hashes) == announced
 
     def test_blocks_of_64_tokens(self) -> None:

@@ -20,6 +20,7 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import Sampling, TokenLogprobs
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
 from disagg.router.gateway.auth import Caller
 from disagg.router.gateway.chat_template import ChatTurn
@@ -136,8 +137,8 @@ async def test_what_the_router_gets(model: ServedModel) -> None:
     root = root_hash(FINGERPRINT)
     expected = RoutedRequest(
         request_id=ID,
-        prompt_token_ids=tuple(PROMPT),
-        block_hashes=tuple(chain_hashes(root, PROMPT)),
+        prompt_token_ids=pack_token_ids(PROMPT),
+        block_hashes=tuple(chain_hashes(root, pack_token_ids(PROMPT))),
         root_hash=root,
         sampling=Sampling(seed=77, max_tokens=4),
         deadline=150.0,
@@ -166,7 +167,7 @@ async def test_cached_prefixes_are_separate_for_each_tenant_and_salt(model: Serv
     assert len(set(roots)) == len(pairs)
     assert roots[0] == root_hash(FINGERPRINT)
     for routed, _ in router.submitted:
-        assert routed.block_hashes == tuple(chain_hashes(routed.root_hash, PROMPT))
+        assert routed.block_hashes == tuple(chain_hashes(routed.root_hash, pack_token_ids(PROMPT)))
 
 
 async def test_text_and_chat_are_tokenized(model: ServedModel) -> None:
@@ -174,7 +175,7 @@ async def test_text_and_chat_are_tokenized(model: ServedModel) -> None:
     generator = make(model, router)
     for prompt in (TextPrompt("hello"), ChatPrompt((ChatTurn("user", "hi"),))):
         await collect(generator.run(asked(prompt=prompt), CALL))
-    texts = [model.tokenizer.decode(routed.prompt_token_ids) for routed, _ in router.submitted]
+    texts = [model.tokenizer.decode(unpack_token_ids(routed.prompt_token_ids)) for routed, _ in router.submitted]
     assert texts == ["hello", "user\nhi\nassistant\n"]
 
 

@@ -11,6 +11,7 @@ from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import Load, WorkerInfo
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, WorkerView
 from disagg.router.gateway.probe import TIMEOUT_S, PairProbe, ProbeResult
 from tests.support.gateway import FakeRouter, Wait
@@ -45,8 +46,8 @@ async def test_what_is_asked() -> None:
     request = await submitted(worker_info("p0"), worker_info("d0"))
     assert request.pair == (P, D)
     assert request.deadline == NOW + TIMEOUT_S
-    assert len(request.prompt_token_ids) == 128  # one step of P
-    assert all(0 <= token < VOCAB_SIZE for token in request.prompt_token_ids)
+    assert request.num_prompt_tokens == 128  # one step of P
+    assert all(0 <= token < VOCAB_SIZE for token in unpack_token_ids(request.prompt_token_ids))
     assert request.block_hashes == tuple(chain_hashes(request.root_hash, request.prompt_token_ids))
     assert (request.sampling.max_tokens, request.sampling.stop_token_ids) == (2, ())
 
@@ -62,7 +63,7 @@ async def test_what_is_asked() -> None:
 )
 async def test_the_prompt_fits(prefill: dict[str, int], decode: dict[str, int], num_tokens: int) -> None:
     request = await submitted(worker_info("p0", **prefill), worker_info("d0", **decode))  # type: ignore[arg-type]
-    assert len(request.prompt_token_ids) == num_tokens
+    assert request.num_prompt_tokens == num_tokens
 
 
 async def test_no_two_probes_share_a_prefix() -> None:

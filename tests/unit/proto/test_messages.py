@@ -10,13 +10,14 @@ import pytest
 from disagg.proto import handover as h
 from disagg.proto import messages as m
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.token_ids import pack_token_ids
 
 R = RequestId("r1")
 SPEC = m.SequenceSpec(
     request_id=R,
     attempt=2,
     gateway_id=GatewayId("g"),
-    prompt_token_ids=(1, 2, 3),
+    prompt_token_ids=pack_token_ids((1, 2, 3)),
     emitted_token_ids=(4, 5),
     block_hashes=(BlockHash(bytes(range(16))),),
     root_hash=BlockHash(b"\xff" * 16),
@@ -174,6 +175,24 @@ def test_a_frame_that_is_cut_off_is_refused() -> None:
     for length in range(len(frame)):
         with pytest.raises(msgspec.MsgspecError):
             decoder.decode(frame[:length])
+
+
+@pytest.mark.parametrize("message", [m.Dispatch(spec=SPEC), h.Offer(spec=SPEC)])
+@pytest.mark.parametrize(
+    ("prompt", "refusal"),
+    [
+        (b"1", r"prompt_token_ids has 1 bytes, which is no multiple of 4 - at `\$.spec`"),
+        (b"11 bytes...", r"prompt_token_ids has 11 bytes, which is no multiple of 4 - at `\$.spec`"),
+        ([1, 2, 3], r"Expected `bytes`, got `array` - at `\$.spec.prompt_token_ids`"),
+    ],
+)
+def test_a_prompt_that_is_not_packed_is_refused_by_name(
+    message: m.Dispatch | h.Offer, prompt: object, refusal: str
+) -> None:
+    frame = msgspec.msgpack.decode(m.encode(message))
+    frame["spec"]["prompt_token_ids"] = prompt
+    with pytest.raises(msgspec.ValidationError, match=f"^{refusal}$"):
+        m.decoder(m.Dispatch | h.Offer).decode(msgspec.msgpack.encode(frame))
 
 
 def test_an_unknown_end_is_refused() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import EndReason
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.router import (
     EMPTY,
     PLAIN,
@@ -107,7 +108,8 @@ def test_a_failed_decode_goes_on_elsewhere_after_the_tokens_that_were_shown() ->
     spec = it.dispatched["r0/1"].message.spec
     assert (spec.attempt, spec.prompt_token_ids) == (1, request.prompt_token_ids)
     assert spec.emitted_token_ids == (100, *more)
-    assert spec.block_hashes == tuple(chain_hashes(ROOT, [*request.prompt_token_ids, 100, *more]))
+    prompt = unpack_token_ids(request.prompt_token_ids)
+    assert spec.block_hashes == tuple(chain_hashes(ROOT, pack_token_ids([*prompt, 100, *more])))
     assert len(spec.block_hashes) == len(request.block_hashes) + 1
     it.hand_over("r0", "p0", "d1", 110, attempt=1, index=10)
     last = [tokens_update("r0", 1, 11, 111), end_update("r0", 1, "stop")]

@@ -10,6 +10,7 @@ from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Sc
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import BlocksSnapshot, KvLayout, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from disagg.router.config import RouterConfig
 from tests.support.engine import expected_output, handle_all, kv_of, make_core, make_prompt, run_until_idle
 from tests.support.placing import samples
@@ -77,7 +78,7 @@ class Conversation:
     def compute_on_pair(self, prefill: WorkerId, decode: WorkerId, spec: SequenceSpec) -> list[int]:
         p, d, name = self.cores[prefill], self.cores[decode], str(spec.request_id)
         first = _tokens(handle_all(p, Add(spec, hold_after_prefill=True)) + run_until_idle(p))[0]
-        known = list(spec.prompt_token_ids)
+        known = unpack_token_ids(spec.prompt_token_ids)
         handle_all(d, Reserve(spec))
         cached = d._scheduler.sequences[spec.key].cached_tokens
         scatter = Scatter(spec.key, 0, cached, len(known), kv_of(known, cached, len(known)))
@@ -129,6 +130,6 @@ def test_the_index_has_what_decode_filled() -> None:
     where, answer = it.turn("first", prompt)
     p, d = where.split()
     root = it.router.dispatched["first/0"].message.spec.root_hash
-    chain = chain_hashes(root, [*prompt, *answer])
+    chain = chain_hashes(root, pack_token_ids([*prompt, *answer]))
     index = it.router.core._fleet.index
     assert index.match(chain) == {p: 6, d: 8}

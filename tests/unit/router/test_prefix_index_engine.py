@@ -13,6 +13,7 @@ from disagg.engine.commands import Add, Command, Reserve
 from disagg.engine.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from disagg.router.prefix_index import PrefixIndex
 from tests.support.engine import ROOT, VOCAB_SIZE
 from tests.support.router import worker_report
@@ -73,9 +74,10 @@ def start(family: int, num_prompt_tokens: int, max_tokens: int) -> Start:
 
 
 @functools.cache
-def chain_of(prompt: tuple[int, ...], num_output_tokens: int) -> tuple[BlockHash, ...]:
+def chain_of(prompt: PackedTokenIds, num_output_tokens: int) -> tuple[BlockHash, ...]:
     """The blocks of a sequence to its very end: what the fake model answers is known beforehand."""
-    return tuple(chain_hashes(ROOT, [*prompt, *fake_generate(prompt, num_output_tokens, VOCAB_SIZE)]))
+    ids = unpack_token_ids(prompt)
+    return tuple(chain_hashes(ROOT, pack_token_ids(ids + fake_generate(ids, num_output_tokens, VOCAB_SIZE))))
 
 
 TestReports = ReportingMachine.TestCase

@@ -7,6 +7,7 @@ import pytest
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes
+from disagg.proto.token_ids import pack_token_ids
 from tests.support.pair import BYTES_PER_TOKEN, ROOT, WorkerPair, prompt_of, spec_of
 
 
@@ -56,7 +57,7 @@ def test_the_answer_is_found_on_d_alone() -> None:
     pair = WorkerPair()
     prompt = prompt_of(40)
     answer = take_turn(pair, "first", prompt, 40)
-    hashes = chain_hashes(ROOT, [*prompt, *answer])
+    hashes = chain_hashes(ROOT, pack_token_ids([*prompt, *answer]))
     on_p, on_d = (set(side.core.prefix_snapshot().hashes) for side in (pair.p, pair.d))
     assert on_p == set(hashes[:2])
     assert on_d == set(hashes[:4])  # Of 80 tokens the KV of the last one is missing, so the fifth block is not full.

@@ -10,6 +10,7 @@ import pytest
 
 from disagg.proto.errors import AuthenticationError, OverloadedError, UnavailableError
 from disagg.proto.messages import Load, TokenLogprobs
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, TokenBatch, WorkerView
 from disagg.router.gateway.auth import Caller
 from disagg.router.gateway.request import Targets
@@ -66,7 +67,7 @@ async def test_a_chat(app: TestApp) -> None:
             }
         ],
         "usage": {
-            "prompt_tokens": (prompt := len(app.router.submitted[0][0].prompt_token_ids)),
+            "prompt_tokens": (prompt := app.router.submitted[0][0].num_prompt_tokens),
             "completion_tokens": num_tokens,
             "total_tokens": prompt + num_tokens,
             "prompt_tokens_details": {"cached_tokens": 3},
@@ -74,7 +75,7 @@ async def test_a_chat(app: TestApp) -> None:
     }
     routed = app.router.submitted[0][0]
     assert (routed.sampling.temperature, routed.sampling.max_tokens) == (0.0, 9)
-    assert app.model.tokenizer.backend.decode(list(routed.prompt_token_ids), skip_special_tokens=False) == (
+    assert app.model.tokenizer.backend.decode(unpack_token_ids(routed.prompt_token_ids), skip_special_tokens=False) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert app.outcomes() == {"ok": 1}
@@ -96,7 +97,7 @@ async def test_a_chat_stream(app: TestApp) -> None:
 
 @pytest.mark.parametrize("prompt", ["a", [75], ["a", "b"], [[75, 76], [77]]])
 async def test_the_forms_of_prompts(app: TestApp, prompt: Any) -> None:
-    app.router.script = lambda routed: [[routed.prompt_token_ids[-1]]]
+    app.router.script = lambda routed: [unpack_token_ids(routed.prompt_token_ids)[-1:]]
     response = await app.text(prompt=prompt, n=2)
     choices = response.json()["choices"]
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -108,7 +109,7 @@ async def test_the_forms_of_prompts(app: TestApp, prompt: Any) -> None:
     assert [choice["text"] for choice in choices] == [text[-1] for text in texts for _ in range(2)]
     sent = [routed for routed, _ in app.router.submitted]
     assert len({routed.request_id for routed in sent}) == 2 * len(texts)
-    expected = sum({routed.prompt_token_ids: len(routed.prompt_token_ids) for routed in sent}.values())
+    expected = sum({routed.prompt_token_ids: routed.num_prompt_tokens for routed in sent}.values())
     assert response.json()["usage"]["prompt_tokens"] == expected
 
 
@@ -426,7 +427,7 @@ async def test_tokens_of_texts_and_chats(app: TestApp) -> None:
     assert (bare.json()["tokens"], bare.json()["token_strs"]) == (with_start[1:], ["hello"])
     chat = (await app.client.post("/tokenize", json={"messages": CHAT["messages"]})).json()
     await app.chat()
-    assert tuple(chat["tokens"]) == app.router.submitted[0][0].prompt_token_ids
+    assert chat["tokens"] == unpack_token_ids(app.router.submitted[0][0].prompt_token_ids)
     text = await app.client.post("/detokenize", json={"model": MODEL_NAME, "tokens": with_start})
     assert text.json() == {"prompt": "hello"}
 

@@ -149,7 +149,7 @@ async def test_vllm_bench_serve(app: TestApp, payload: dict[str, Any]) -> None:
     assert (num_chunks, text) == (3, "hello the")
     assert usage is not None
     assert usage["completion_tokens"] == 3
-    assert usage["prompt_tokens"] == len(app.router.submitted[0][0].prompt_token_ids)
+    assert usage["prompt_tokens"] == app.router.submitted[0][0].num_prompt_tokens
 
 
 async def test_sglang_bench_serving_text(app: TestApp) -> None:

@@ -16,6 +16,7 @@ from disagg.kernels.triton import sampling
 from disagg.kernels.triton.ranking import rank_top
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
 
 torch.set_num_threads(1)
 
@@ -29,7 +30,7 @@ def sequence(index: int, **rules: Any) -> Sequence:
         request_id=RequestId("r"),
         attempt=1,
         gateway_id=GatewayId("g"),
-        prompt_token_ids=(0,),
+        prompt_token_ids=pack_token_ids([0]),
         sampling=Sampling(**rules),
     )
     return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * (1 + index))
