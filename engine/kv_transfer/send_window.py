@@ -48,6 +48,8 @@ class SendWindow:
         self._closed = False
         self._outbox: deque[SentChunk] = deque()
         """Chunks to announce, in the order in which they were cut."""
+        self._due: deque[SentChunk] = deque()
+        """Chunks that D has cleared and whose bytes have not begun to leave, in the order of D's receives."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -137,6 +139,15 @@ class SendWindow:
             raise PeerError(f"receive {turn} was posted, {self._num_granted} were heard of")
         chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.GRANTED)
         self._num_granted += 1
+        self._due.append(chunk)
+
+    def pop_due(self) -> list[SentChunk]:
+        """The chunks whose bytes leave now. One that is not gathered holds up those behind it: their bytes would end in
+        its receive."""
+        due = []
+        while self._due and self._due[0].state is SentChunkState.SENDING:
+            due.append(self._due.popleft())
+        return due
 
     def sent(self, key: AttemptKey, seq: int) -> SentChunk:
         """The transport is done with the slot."""
@@ -175,9 +186,10 @@ class SendWindow:
         """No message comes any more: keep only slots that the engine or the transport still works on."""
         self._closed = True
         self._outbox.clear()
-        for chunk in list(self._chunks.values()):
-            if chunk.state not in TOUCHED:
-                self._drop(chunk)
+        unsent = [chunk for chunk in self._due if chunk.state is SentChunkState.SENDING]
+        self._due.clear()
+        for chunk in unsent + [chunk for chunk in self._chunks.values() if chunk.state not in TOUCHED]:
+            self._drop(chunk)
 
     def forget(self, chunk: SentChunk) -> None:
         """Drop a sent chunk whose acknowledgement cannot come any more."""

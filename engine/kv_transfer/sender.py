@@ -140,8 +140,7 @@ class Sender:
             chunk.checksum = checksum
             if chunk.is_announced:
                 out.append(Send(chunk.late_checksum))
-        if chunk.is_cleared:
-            out.append(chunk.send)
+        out += [due.send for due in self._window.pop_due()]
         self._pump(out)
         return out
 
@@ -292,8 +291,7 @@ class Sender:
             # D has posted a receive that nothing of ours belongs to: it would swallow the next chunk.
             raise PeerError(f"ClearToSend for chunk {message.seq} of {key}, which was not announced")
         self._window.grant(chunk, message.turn)
-        if chunk.is_cleared:
-            out.append(chunk.send)
+        out += [due.send for due in self._window.pop_due()]
 
     def _on_chunk_done(self, message: ChunkDone, out: Effects) -> None:
         key = AttemptKey(message.request_id, message.attempt)

@@ -227,11 +227,6 @@ class SentChunk:
         return self.state not in UNANNOUNCED
 
     @property
-    def is_cleared(self) -> bool:
-        """Whether its bytes are to leave now: D waits for them."""
-        return self.state is SentChunkState.SENDING
-
-    @property
     def is_last(self) -> bool:
         """Whether the prompt ends here."""
         return self.end == self.attempt.num_known_tokens
