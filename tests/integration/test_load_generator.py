@@ -139,6 +139,7 @@ def test_a_deadline_is_one_of_every_request(tmp_path: Path) -> None:
     assert {record.error.partition(":")[0] for record in records} == {"DEADLINE_EXCEEDED"}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_gateway_is_an_error_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"no gateway answers within 10 s \(UNAVAILABLE: .*onnect"):
         play(random_scenario(4), f"127.0.0.1:{free_port()}", tmp_path / "run.jsonl", PLAIN)
