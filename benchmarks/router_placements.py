@@ -322,14 +322,14 @@ def measure_placements(
     setup_s, resident_mib = time.perf_counter() - started, _resident_mib() - before_mib
     freeze_start()  # as a gateway does when its workers have greeted
     traffic.run(num_requests)
-    rates, calls = [], []
+    lives, placements = [], []
     all_times = no_times()
     for _ in range(repeats):
         traffic.times_ns.clear()
         num_before = traffic.num_finished
         traffic.run(num_requests)
-        rates.append((traffic.num_finished - num_before) / (sum(map(sum, traffic.times_ns.values())) / 1e9))
-        calls.append(len(traffic.times_ns["submit"]) / (sum(traffic.times_ns["submit"]) / 1e9))
+        lives.append((traffic.num_finished - num_before) / (sum(map(sum, traffic.times_ns.values())) / 1e9))
+        placements.append(len(traffic.times_ns["submit"]) / (sum(traffic.times_ns["submit"]) / 1e9))
         for kind, times in traffic.times_ns.items():
             all_times[kind] += times
     traffic.finish()
@@ -342,9 +342,9 @@ def measure_placements(
         "workers": num_workers,
         "indexed_blocks": traffic.holdings.num_blocks,
         "requests": num_requests * repeats,
-        "placements_per_s": round(statistics.median(rates)),
-        "least_placements_per_s": round(min(rates)),
-        "submits_per_s": round(statistics.median(calls)),
+        "placements_per_s": round(statistics.median(placements)),
+        "lives_per_s": round(statistics.median(lives)),
+        "least_lives_per_s": round(min(lives)),
         "submit_p50_us": round(percentile(submit_us, 50), 1),
         "submit_p99_us": round(percentile(submit_us, 99), 1),
         "longest_event_ms": round(max(map(max, all_times.values())) / 1e6, 1),

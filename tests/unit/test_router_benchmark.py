@@ -50,7 +50,7 @@ def test_a_row_of_placements() -> None:
     row = measure_placements(4, 2000, 20, 2, "least_loaded", "cpu")
     assert (row["workers"], row["requests"]) == (4, 40)
     assert 2000 <= row["indexed_blocks"] < 2200
-    assert row["placements_per_s"] < row["submits_per_s"]
+    assert row["lives_per_s"] < row["placements_per_s"]
     assert sorted(row["us_per_request"]) == ["end", "handed_over", "prefilled", "report", "submit", "token"]
 
 
@@ -98,6 +98,7 @@ def test_the_summary_takes_most_blocks_and_the_least_ratio() -> None:
             "workers": workers,
             "indexed_blocks": blocks,
             "placements_per_s": rate,
+            "lives_per_s": rate - 1,
             "submit_p99_us": p99_us,
         }
 
@@ -108,8 +109,10 @@ def test_the_summary_takes_most_blocks_and_the_least_ratio() -> None:
     ]
     assert summary(rows) == {
         "placements_per_s_10": 7,
+        "lives_per_s_10": 6,
         "submit_p99_us_10": 1.5,
         "placements_per_s_1000": 5,
+        "lives_per_s_1000": 4,
         "submit_p99_us_1000": 2.0,
         "lookups_over_radixtree": 1.5,
     }
