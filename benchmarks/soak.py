@@ -6,9 +6,10 @@ Two prefill and two decode workers as child processes, with the deterministic mo
 a random moment; failpoints fall on bytes, control messages and steps, at least five in a hundred requests. Prompts have
 shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
 
-Afterwards the same load runs without faults, slice by slice in turns, on this cluster and on a fresh one of the same
-kind: the median of the ratios of neighbours tells what is left of the goodput (tokens of exact, finished answers per
-second). Before and after in time would compare two minutes of a machine that others use too.
+Before and after that the same load runs without faults, slice by slice in turns, on this cluster and on a second one of
+the same kind, which is left in peace meanwhile. The median of the ratios of neighbours is compared: what it became over
+what it was tells what is left of the goodput (tokens of exact, finished answers per second). Without the second cluster
+the machine's own minutes would be compared; without the slices before, the luck of two clusters, which is up to 12 %.
 
 What each process holds is taken at rest before and after: the workers' own audit, memory, open files and threads.
 Threads of gRPC's own pool are shown and not counted: it takes one more when there is much to do, and gives it back when
@@ -26,9 +27,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ FAILPOINTS = ";".join(
 )
 FEWEST_FAULTS = 0.05
 """Per request."""
-NUM_SLICES = 30
+NUM_SLICES = 20
 """Of the load without faults, on each cluster: on a shared machine one slice may be half as fast as the next. Slices
 that ran next to each other are compared."""
 CANCELLED_SHARE = 0.22
@@ -174,15 +174,30 @@ async def follow(client: AsyncClient, work: Work, got: list[int]) -> bool:
 
 
 async def in_turns(
-    clients: Sequence[AsyncClient], seed: int, num_requests: int, concurrency: int
-) -> tuple[list[Outcome], ...]:
-    """The load without faults and cancels in slices, for each client in turn, in an order that turns round."""
-    outcomes: tuple[list[Outcome], ...] = tuple([] for _ in clients)
+    client: AsyncClient, other: AsyncClient, seed: int, num_requests: int, concurrency: int
+) -> Comparison:
+    """The load without faults and cancels in slices, for each cluster in turn, in an order that turns round."""
+    compared = Comparison([], [])
+    both = [(client, compared.mine), (other, compared.other)]
     for part in range(NUM_SLICES):
-        pairs = list(zip(clients, outcomes, strict=True))
-        for client, mine in pairs if part % 2 == 0 else reversed(pairs):
-            mine.append(await run(client, plan(seed + part, num_requests, 0.0), concurrency))
-    return outcomes
+        for each, outcomes in both if part % 2 == 0 else reversed(both):
+            outcomes.append(await run(each, plan(seed + part, num_requests, 0.0), concurrency))
+    return compared
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Slices of this cluster and of the one in peace, neighbours at one index."""
+
+    mine: list[Outcome]
+    other: list[Outcome]
+
+    @property
+    def ratio(self) -> float:
+        """Median goodput of this cluster over the other's."""
+        return statistics.median(
+            mine.goodput / other.goodput for mine, other in zip(self.mine, self.other, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +205,8 @@ class Result:
     """One soak."""
 
     soak: Outcome
-    after: list[Outcome]
-    fresh: list[Outcome]
+    before: Comparison
+    after: Comparison
     footprints: dict[str, tuple[Footprint, Footprint]]
     """By process, before and after."""
     left: list[str]
@@ -201,17 +216,16 @@ class Result:
 
 
 async def soak(
-    cluster: ProcessCluster,
-    start_fresh: Callable[[], ProcessCluster],
-    options: argparse.Namespace,
-    logs: Path,
-    pause: Path,
+    cluster: ProcessCluster, other: ProcessCluster, options: argparse.Namespace, logs: Path, pause: Path
 ) -> Result:
-    """All phases on one cluster, the last one beside a fresh cluster."""
+    """All phases on `cluster`, the first and the last one beside another cluster."""
     num_calm = max(100, options.requests // 50)
     lives = {info.worker_id: info.incarnation for info in cluster.workers}
-    async with AsyncClient(cluster.address) as client:
-        await warm_up(client, num_calm, options.concurrency)
+    async with AsyncClient(cluster.address) as client, AsyncClient(other.address) as other_client:
+        for each in (client, other_client):
+            await warm_up(each, num_calm, options.concurrency)
+        say("the load without faults, in turns with a cluster that is left in peace")
+        before = await in_turns(client, other_client, 200, num_calm, options.concurrency)
         await at_rest(client, cluster)
         first = footprints(cluster)
         say(f"{options.requests} requests with faults")
@@ -219,17 +233,14 @@ async def soak(
         outcome = await run(client, plan(options.seed + 1000, options.requests, CANCELLED_SHARE), options.concurrency)
         pause.touch()
         left = await at_rest(client, cluster)
-        with start_fresh() as other:
-            async with AsyncClient(other.address) as fresh_client:
-                await warm_up(fresh_client, num_calm, options.concurrency)
-                say("the same load without faults, in turns with a fresh cluster")
-                after, fresh = await in_turns((client, fresh_client), 200, num_calm, options.concurrency)
+        say("the load without faults again, in turns")
+        after = await in_turns(client, other_client, 300, num_calm, options.concurrency)
         left += await at_rest(client, cluster)
     last = footprints(cluster)
     return Result(
         soak=outcome,
+        before=before,
         after=after,
-        fresh=fresh,
         footprints={name: (first[name], last[name]) for name in first if name in last},
         left=left,
         fired=fired(logs),
@@ -254,9 +265,8 @@ def say(what: str) -> None:
 
 def summary(result: Result) -> dict[str, float]:
     """The figures of a soak, and `met`: 1 if every promise is kept."""
-    outcome, phases = result.soak, [result.soak, *result.after, *result.fresh]
-    after, fresh = (statistics.median(o.goodput for o in phase) for phase in (result.after, result.fresh))
-    ratios = [one.goodput / other.goodput for one, other in zip(result.after, result.fresh, strict=True)]
+    outcome, before, after = result.soak, result.before, result.after
+    phases = [outcome, *before.mine, *before.other, *after.mine, *after.other]
     total = sum(outcome.counts.values())
     failed = sum(number for what, number in outcome.counts.items() if what.startswith("failed"))
     growth = {name: last.rss_mib - first.rss_mib for name, (first, last) in result.footprints.items()}
@@ -273,9 +283,11 @@ def summary(result: Result) -> dict[str, float]:
         "left_over": len(result.left),
         "worker_restarts": result.restarts,
         "goodput_during": outcome.goodput,
-        "goodput_after": after,
-        "goodput_fresh": fresh,
-        "goodput_ratio": statistics.median(ratios),
+        "goodput_before": statistics.median(each.goodput for each in before.mine),
+        "goodput_after": statistics.median(each.goodput for each in after.mine),
+        "over_other_before": before.ratio,
+        "over_other_after": after.ratio,
+        "goodput_ratio": after.ratio / before.ratio,
         "longest_request_s": outcome.longest_s,
         "memory_growth_mib": max(growth.values()),
         "open_files_growth": max(files.values()),
@@ -300,8 +312,9 @@ def rows(result: Result) -> list[dict[str, Any]]:
     outcomes = [{"row": "outcome", "name": what, "count": n} for what, n in sorted(result.soak.counts.items())]
     faults = [{"row": "fault", "name": what, "count": n} for what, n in sorted(result.fired.items())]
     calm = [
-        {"row": phase, "name": str(number), "tokens_per_s": each.goodput, "counts": dict(each.counts)}
-        for phase, slices in (("after", result.after), ("fresh", result.fresh))
+        {"row": phase, "name": f"{whose} {number}", "tokens_per_s": each.goodput, "counts": dict(each.counts)}
+        for phase, compared in (("before", result.before), ("after", result.after))
+        for whose, slices in (("this", compared.mine), ("other", compared.other))
         for number, each in enumerate(slices)
     ]
     sizes = [
@@ -359,8 +372,10 @@ def main() -> int:
         os.environ[FAILPOINTS_VARIABLE] = f"seed={options.seed};{FAILPOINTS}"
         os.environ[PAUSE_VARIABLE] = str(pause)
         with ProcessCluster(cluster_config(), log_dir=logs) as cluster:
-            start_fresh = partial(ProcessCluster, cluster_config(), log_dir=Path(folder) / "fresh")
-            result = asyncio.run(soak(cluster, start_fresh, options, logs, pause))
+            os.environ[PAUSE_VARIABLE] = folder  # The other one's failpoints pause for ever.
+            with ProcessCluster(cluster_config(), log_dir=Path(folder) / "other") as other:
+                os.environ[PAUSE_VARIABLE] = str(pause)  # for workers that are started again
+                result = asyncio.run(soak(cluster, other, options, logs, pause))
     figures = summary(result)
     print_table("Soak", ["figure", "value"], [[name, f"{value:,.4g}"] for name, value in figures.items()])
     for what in result.left:
