@@ -7,6 +7,7 @@ times only: a curve holds recordings of one workload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -152,26 +153,36 @@ def rows(by_shape: Mapping[str, Curve], slos: Sequence[Slo], min_attainment: flo
 
 
 def ratio(numerator: ServedRate, others: Mapping[str, ServedRate]) -> Ratio | None:
-    """A shape's served rate over the best of others, all measured at the same rates.
+    """A shape's served rate over the best of others; each may have been measured at rates of its own.
 
-    None where the measured rates cannot tell: neither found its limit, or both were served at every rate.
+    A rate that is `none` lies anywhere below its number, one that is `all` anywhere above. So the best of the others
+    lies between the largest least and the largest most that they can be. Where these differ the ratio is a bound, the
+    lower one if there is one. None where there is neither: nobody found its limit.
 
     Raises:
         ValueError: without others.
     """
     if not others:
         raise ValueError("others: a ratio needs at least one shape to compare with")
-    against, best = max(others.items(), key=lambda item: (item[1].bound != "none", item[1].rate_per_s))
-    relation = _relation(numerator, best)
-    if relation is None:
-        return None
-    return Ratio(value=numerator.rate_per_s / best.rate_per_s, relation=relation, against=against)
+    at_least, at_most = _limits(numerator)
+    by_least = max(others, key=lambda shape: _limits(others[shape])[0])
+    by_most = max(others, key=lambda shape: _limits(others[shape])[1])
+    least, most = _limits(others[by_least])[0], _limits(others[by_most])[1]
+    if at_least == at_most and least == most:
+        return Ratio(value=at_least / most, relation="=", against=by_most)
+    if at_least > 0 and most < math.inf:
+        return Ratio(value=at_least / most, relation=">=", against=by_most)
+    if at_most < math.inf and least > 0:
+        return Ratio(value=at_most / least, relation="<=", against=by_least)
+    return None
 
 
-def _relation(numerator: ServedRate, denominator: ServedRate) -> Relation | None:
-    """A rate that is `none` is really smaller, one that is `all` really larger than its number."""
-    if numerator.bound == denominator.bound:
-        return "=" if numerator.bound == "between" else None
-    if numerator.bound == "all" or denominator.bound == "none":
-        return ">="
-    return "<="
+def _limits(served: ServedRate) -> tuple[float, float]:
+    """The least and the most that a served rate can really be."""
+    match served.bound:
+        case "none":
+            return 0.0, served.rate_per_s
+        case "all":
+            return served.rate_per_s, math.inf
+        case "between":
+            return served.rate_per_s, served.rate_per_s

@@ -69,10 +69,17 @@ def test_what_is_not_the_same_work_is_not_compared() -> None:
 
 
 def test_the_best_other_shape_is_the_denominator() -> None:
-    others = {"small": served(1.0), "good": served(2.0), "lost": served(3.0, "none")}
+    others = {"small": served(1.0), "good": served(2.0), "lost": served(1.5, "none")}
     found = ratio(served(5.0), others)
     assert found == Ratio(value=2.5, against="good")
     assert str(found) == "2.50x"
+
+
+def test_a_shape_that_may_be_the_best_makes_the_ratio_a_bound() -> None:
+    """It served too little at 3/s, and nobody knows how much it would have served at less."""
+    others = {"good": served(2.0), "lost": served(3.0, "none")}
+    assert ratio(served(6.0), others) == Ratio(value=2.0, relation=">=", against="lost")
+    assert ratio(served(6.0, "none"), others) == Ratio(value=3.0, relation="<=", against="good")
 
 
 @pytest.mark.parametrize(
