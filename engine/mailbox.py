@@ -43,20 +43,19 @@ class Mailbox(Generic[T]):
 
     async def batches(self) -> AsyncIterator[list[T]]:
         """All that is queued, in order, whenever something is; until closed. For one reader, instead of the items."""
-        while not self._closed:
-            if self._items:
-                batch = list(self._items)
-                self._items.clear()
-                yield batch
-            self._wake.clear()
-            if not self._items and not self._closed:
-                await self._wake.wait()
+        while await self._has_items():
+            batch = list(self._items)
+            self._items.clear()
+            yield batch
 
     async def __aiter__(self) -> AsyncIterator[T]:
         """Items in order, until closed."""
-        while not self._closed:
-            while self._items:
-                yield self._items.popleft()
+        while await self._has_items():
+            yield self._items.popleft()
+
+    async def _has_items(self) -> bool:
+        """Waits until something is queued; false once closed."""
+        while not self._items and not self._closed:
             self._wake.clear()
-            if not self._items and not self._closed:
-                await self._wake.wait()
+            await self._wake.wait()
+        return not self._closed

@@ -75,9 +75,7 @@ class Order:
                 rank_of.pop(worker, None)
                 continue
             rank_of[worker] = rank
-            at = bisect_left(ranks, rank)
-            if at < len(ranks) and ranks[at] == rank:  # It shares its rank with others.
-                at = self._place(rank, worker)
+            at = self._place(rank, worker)
             ranks.insert(at, rank)
             workers.insert(at, worker)
         self._changed.clear()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
 from disagg.router.books import Account
-from disagg.router.cost_model import StepCoefficients, StepModel
+from disagg.router.cost_model import StepModel
 from disagg.router.prefix_match import WorkerSet
 
 
@@ -80,7 +80,6 @@ class Worker:
     """Whether it takes no other sequence."""
 
     # The coefficients of its step times, as of the latest report.
-    speed: StepCoefficients = field(init=False)
     base_ms: float = 0.0
     prefill_token_ms: float = 0.0
     attended_ms: float = 0.0
@@ -159,8 +158,8 @@ class Worker:
         self._num_held_blocks = load.blocks_active + load.blocks_reserved
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
         self.free_tokens = max(0, num_free) * info.block_size
-        self.speed = speed = self.model.coefficients
-        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = speed
+        coefficients = self.model.coefficients
+        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
 
 
 def longest_sequence(info: WorkerInfo) -> int:
