@@ -93,10 +93,16 @@ def test_a_start_can_be_ended_and_leaves_nothing() -> None:
     cluster = ProcessCluster(parse_config(FAKE))
     started: list[ProcessRef] = []
 
+    def all_started() -> bool:
+        try:
+            started[:] = [ProcessRef.of(cluster.pid(name)) for name in ("prefill-0", "decode-0")]
+        except KeyError:
+            return False
+        return True
+
     def stop() -> None:
         if [record.worker_id for record in cluster.state().workers]:
-            assert wait_until(lambda: len(children_mentioning(WORKER_MODULE)) == 2)
-            started.extend(ProcessRef.of(cluster.pid(name)) for name in ("prefill-0", "decode-0"))
+            assert wait_until(all_started)
             raise Stopped
 
     with pytest.raises(Stopped):
