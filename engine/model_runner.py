@@ -23,7 +23,7 @@ from disagg.engine.model.arrays import BatchArrays, BatchBuilder, blocks_for_tok
 from disagg.engine.model.batch import to_batch
 from disagg.engine.model.decoder import Decoder
 from disagg.engine.model.parameters import ModelParameters, pack_parameters
-from disagg.engine.model.replay import ReplayedDecoder
+from disagg.engine.model.replay import ReplayedDecoder, Scored
 from disagg.engine.model.rope import RopeTable
 from disagg.engine.model.sharding import rank_model
 from disagg.engine.parallel.collective import Collective
@@ -99,7 +99,9 @@ class TorchModelRunner:
         self._replayed: ReplayedDecoder | None = None
         if collective is None:  # ranks meet in every layer
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
-            self._replayed = ReplayedDecoder(self._decoder, self._config.max_num_seqs, max_blocks, self._device)
+            self._replayed = ReplayedDecoder(
+                self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
+            )
         self._batches = BatchBuilder(self.block_size, self.max_model_len)
 
     # ------------------------------------------------------------ steps
@@ -119,7 +121,7 @@ class TorchModelRunner:
 
         Token ids must be within the vocabulary: the engine core checked them.
         """
-        return self._logits(self.arrays(plan)).clone()
+        return self._score(self.arrays(plan)).logits_SV.clone()
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """See `ShardRunner.arrays`."""
@@ -127,22 +129,21 @@ class TorchModelRunner:
 
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
         """See `ShardRunner.step`."""
-        logits_SV = self._logits(arrays)
+        logits_SV, largest_S = self._score(arrays)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
-        token_ids = self._sampler.sample(logits_SV, sequences) if sequences else []
+        token_ids = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
         return StepResult(token_ids, sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids))
 
     def compute(self, arrays: BatchArrays) -> None:
         """See `ShardRunner.compute`."""
         self._decoder.forward(to_batch(arrays, self._device))
 
-    def _logits(self, arrays: BatchArrays) -> Tensor:
-        """Good until the next step."""
+    def _score(self, arrays: BatchArrays) -> Scored:
         if self._replayed is not None:
             return self._replayed.forward(arrays)
         logits_SV = self._decoder.forward(to_batch(arrays, self._device))
         assert logits_SV is not None, "rank 0 samples"
-        return logits_SV
+        return Scored(logits_SV, None)
 
     # ------------------------------------------------------------ KV in and out
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -45,9 +44,9 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    @torch.inference_mode()
-    def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[int]:
+    def sample(self, logits_SV: Tensor, sequences: list[Sequence], largest_S: Tensor | None = None) -> list[int]:
         """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
+        `largest_S` is `argmax_rows` of them, where that is known.
 
         Columns past the vocabulary (padding) are ignored. BadLogitsError when a row holds NaN, +inf or nothing finite;
         ValueError when shapes do not fit.
@@ -59,22 +58,24 @@ class Sampler:
         if not sequences:
             return []
         plain, edited, drawn = _by_kind(sequences)
-        if len(plain) == len(sequences):
-            return _argmax(logits_SV, self._vocab_size, sequences)
         tokens = [0] * len(sequences)
-        for rows, choose in ((plain, self._choose_plain), (edited, self._choose_edited), (drawn, self._draw)):
+        if plain:
+            tokens = (argmax_rows(logits_SV, self._vocab_size) if largest_S is None else largest_S).tolist()
+            _refuse([row for row in plain if tokens[row] < 0], sequences)
+        for rows, choose in ((edited, self._choose_edited), (drawn, self._draw)):
             if rows:
                 chosen = choose(logits_SV[rows], [sequences[row] for row in rows])
                 for row, token in zip(rows, chosen, strict=True):
                     tokens[row] = token
         return tokens
 
-    def _choose_plain(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        return _argmax(logits_RV, self._vocab_size, sequences)
-
+    @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        return _argmax(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size, sequences)
+        chosen: list[int] = argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size).tolist()
+        _refuse([row for row, token in enumerate(chosen) if token < 0], sequences)
+        return chosen
 
+    @torch.inference_mode()
     def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
         return _draw_rows(_edit(logits_RV[:, : self._vocab_size], sequences), sequences)
 
@@ -162,14 +163,6 @@ def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
 
 
 # ---------------------------------------------------------------- the choice
-
-
-def _argmax(logits_SV: Tensor, vocab_size: int, sequences: Seq[Sequence]) -> list[int]:
-    """The largest logit of each row, the smallest id among equals."""
-    chosen: list[int] = argmax_rows(logits_SV, vocab_size).tolist()
-    if min(chosen) < 0:
-        _refuse([row for row, token in enumerate(chosen) if token < 0], sequences)
-    return chosen
 
 
 def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
@@ -273,10 +266,12 @@ def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling
 
 def _check(finite_S: Tensor, sequences: Seq[Sequence]) -> None:
     """Each row's sum is finite exactly when the row can be sampled from."""
-    if bad := (~torch.isfinite(finite_S)).nonzero()[:, 0].tolist():
-        _refuse(bad, sequences)
+    _refuse((~torch.isfinite(finite_S)).nonzero()[:, 0].tolist(), sequences)
 
 
-def _refuse(rows: Seq[int], sequences: Seq[Sequence]) -> NoReturn:
+def _refuse(rows: Seq[int], sequences: Seq[Sequence]) -> None:
+    """Raise BadLogitsError if there are any."""
+    if not rows:
+        return
     keys = ", ".join(f"{sequences[row].key}" for row in rows)
     raise BadLogitsError(f"the model's logits are not finite for {keys}")

@@ -11,12 +11,16 @@ On a CPU there is a capture for each number of sequences. On a GPU there is one 
 padded (`device_inputs`), and all are made at start (`capture_all`): a capture waits for the whole device and needs
 memory, neither of which a request shall pay for, and a model that cannot be captured is known before it serves.
 
+The largest logit of each row is found in the same capture, where it costs no call of its own; a step that is the
+decoder's own leaves that to the sampler.
+
 Shapes: S decoding sequences, M blocks of a table, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +30,7 @@ from disagg.engine.model.batch import Batch, to_batch
 from disagg.engine.model.decoder import Decoder
 from disagg.engine.model.device_inputs import DeviceStepInputs
 from disagg.kernels.capture import Captured, CaptureError, Capturer, capturer
+from disagg.kernels.dispatch import argmax_rows
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +78,30 @@ class StepInputs:
         return int(num_seqs)
 
 
+class Scored(NamedTuple):
+    """What a step gives for each row that it samples. Good until the next step."""
+
+    logits_SV: Tensor
+    largest_S: Tensor | None
+    """As of `argmax_rows`; None where nobody looked yet."""
+
+    def first(self, num_rows: int) -> Scored:
+        """Without the rows that only filled up a bucket."""
+        if num_rows == len(self.logits_SV):
+            return self
+        return Scored(self.logits_SV[:num_rows], None if self.largest_S is None else self.largest_S[:num_rows])
+
+
 class ReplayedDecoder:
     """A decoder of one rank whose decode steps are replayed. Owner: the model runner."""
 
-    def __init__(self, decoder: Decoder, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, vocab_size: int, max_num_seqs: int, max_blocks: int, device: torch.device
+    ) -> None:
         self._decoder = decoder
+        self._vocab_size = vocab_size
         self._device = device
-        self._captured: dict[int, Captured[Tensor]] = {}
+        self._captured: dict[int, Captured[Scored]] = {}
         self._capturer: Capturer | None = None
         try:
             self._capturer = capturer(device)
@@ -107,31 +129,35 @@ class ReplayedDecoder:
                 self._inputs.fill_padding(bucket)
                 self._capture(self._capturer, bucket)
 
-    def forward(self, arrays: BatchArrays) -> Tensor:
-        """Logits as of `Decoder.forward`; they are good until the next call.
+    def forward(self, arrays: BatchArrays) -> Scored:
+        """Logits as of `Decoder.forward`, and with a captured step the largest of each row.
 
         Raises:
             IndexError: a block, a slot or an id is outside (on a CPU).
         """
         num_seqs = arrays.num_decodes
         if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
-            return _logits(self._decoder, to_batch(arrays, self._device))
+            return Scored(_logits(self._decoder, to_batch(arrays, self._device)), None)
         bucket = self._inputs.fill(arrays)
         captured = self._captured.get(bucket)
-        logits_SV = self._capture(self._capturer, bucket) if captured is None else captured.replay()
-        return logits_SV[:num_seqs]
+        scored = self._capture(self._capturer, bucket) if captured is None else captured.replay()
+        return scored.first(num_seqs)
 
-    def _capture(self, capturer: Capturer, num_seqs: int) -> Tensor:
+    def _capture(self, capturer: Capturer, num_seqs: int) -> Scored:
         """Compute what the inputs hold, and keep how."""
         batch = self._inputs.batch(num_seqs)
         try:
-            logits_SV, self._captured[num_seqs] = capturer.capture(lambda: _logits(self._decoder, batch))
+            scored, self._captured[num_seqs] = capturer.capture(lambda: self._scored(batch))
         except CaptureError as error:
             logger.warning("decode steps are computed op by op from now on: %s", error)
             self._capturer = None
             self._captured.clear()
-            return _logits(self._decoder, batch)  # what was computed before it failed is computed again
-        return logits_SV
+            return self._scored(batch)  # what was computed before it failed is computed again
+        return scored
+
+    def _scored(self, batch: Batch) -> Scored:
+        logits_SV = _logits(self._decoder, batch)
+        return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size))
 
 
 def _logits(decoder: Decoder, batch: Batch) -> Tensor:

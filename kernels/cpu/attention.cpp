@@ -1,24 +1,27 @@
-// Paged decode attention, whose threads take (sequence, KV head) pairs. Sizes and strides in elements.
+// Paged decode attention, whose threads take pieces of contexts. Sizes and strides in elements.
 //
-// Decode attention reads the cache where it lies. For each (sequence, KV head) it makes two passes over the context, block by
-// block: scores of all query heads of the group (each K row is loaded once for up to four of them), softmax, then the
-// weighted sum of V rows with the accumulators in registers. Everything between load and store is fp32; where the processor
-// multiplies bf16 pairs, both sums are of such products, added in fp32: the weights are rounded to bf16 then, as in prefill,
-// and subnormal numbers count as zero.
+// Decode attention reads the cache where it lies. A context is cut into pieces of PIECE_TOKENS tokens, wherever it ends and
+// however many threads there are. For each piece there are two passes over its blocks: scores of all query heads (each K row
+// is loaded once for up to four heads of a group), softmax, then the weighted sums of V rows; all KV heads of a block in turn,
+// because they lie together. The sums of the pieces of a sequence are put together at the end, in order (flash decoding:
+// https://pytorch.org/blog/flash-decoding). Everything between load and store is fp32; where the processor multiplies bf16
+// pairs, both sums are of such products, added in fp32: the weights are rounded to bf16 then, as in prefill, and subnormal
+// numbers count as zero.
 
 #include <atomic>
+#include <cfloat>
 #include <type_traits>
 #include <vector>
 
 #include "calls.h"
+#include "rows.h"
 #include "team.h"
-#include "vec.h"
 
 namespace disagg {
 namespace {
 
-constexpr int MAX_HEAD_DIM = 512;
-constexpr int64_t AHEAD = 6;  // blocks; measured on Zen 5: 0 gives 9 GB/s, 3 22, 6 23, 12 22
+constexpr int64_t PIECE_TOKENS = 256;
+constexpr int64_t AHEAD_BYTES = 8 << 10;
 
 // A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous.
 struct Cache {
@@ -28,237 +31,28 @@ struct Cache {
     int64_t num_blocks, num_kv_heads, block_size;
 };
 
-inline void prefetch(const void* start, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(start) + at);
-}
+// Memory that is read as vectors is not written as floats by name: compilers may think them apart.
+inline void put(void* floats, int64_t i, float x) { std::memcpy(static_cast<char*>(floats) + i * sizeof x, &x, sizeof x); }
 
-// K or V of one sequence and KV head: rows of tokens, in blocks that are scattered over the cache.
-template <class T>
-struct Stream {
-    const T* rows;  // of block 0 of the cache
-    int64_t block_stride, block_size;
-    int dim;
-    const int32_t* table;
-    int64_t length;
-
-    Stream(const void* base, const Cache& cache, const int32_t* blocks, int64_t head, int64_t num_tokens, int head_dim)
-        : rows(static_cast<const T*>(base) + head * cache.block_size * head_dim),
-          block_stride(cache.block_stride),
-          block_size(cache.block_size),
-          dim(head_dim),
-          table(blocks),
-          length(num_tokens) {}
-    int64_t num_blocks() const { return (length + block_size - 1) / block_size; }
-    const T* block(int64_t i) const { return rows + table[i] * block_stride; }
+// What a softmax divides by, and the score that it was taken from.
+struct Softmax {
+    float top, total;
 };
 
-// Visits runs of at most 16 rows that lie together. Scattered blocks are hidden from the processor's own prefetching: the block
-// AHEAD places on is asked for by hand, and at the end the first blocks of `following`, which is read next.
-template <class T, class Visit>
-void walk(const Stream<T>& stream, const Stream<T>& following, Visit visit) {
-    const int64_t num_blocks = stream.num_blocks(), num_following = following.num_blocks();
-    const int64_t block_bytes = stream.block_size * stream.dim * static_cast<int64_t>(sizeof(T));
-    for (int64_t block = 0; block < num_blocks; ++block) {
-        const int64_t first = block * stream.block_size, next = block + AHEAD - num_blocks;
-        if (next < 0)
-            prefetch(stream.block(block + AHEAD), block_bytes);
-        else if (next < num_following)
-            prefetch(following.block(next), block_bytes);
-        const T* rows = stream.block(block);
-        const int64_t count = stream.length - first < stream.block_size ? stream.length - first : stream.block_size;
-        for (int64_t t = 0; t < count; t += LANES)
-            visit(rows + t * stream.dim, first + t, static_cast<int>(count - t < LANES ? count - t : LANES));
-    }
-}
-
-// DIM is the head dim, or 0 for one that is known at run time only (then the last vector of a row may be short).
-template <int DIM>
-struct Shape {
-    static constexpr int VECS = DIM ? DIM / LANES : MAX_HEAD_DIM / LANES;
-    int dim;
-    int size() const { return DIM ? DIM : dim; }
-    int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
-    int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
-};
-
-// How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and acc[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything.
-template <class T, int DIM>
-struct Rows {
-    using Weight = float;
-    static constexpr int VECS = Shape<DIM>::VECS;
-
-    static void load_query(const T* q, Shape<DIM> shape, vf* query) {
-        for (int v = 0; v < shape.vecs(); ++v) query[v] = load(q + v * LANES, shape.lanes(v));
-    }
-
-    template <int H>
-    static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, int count, float scale, float* scores,
-                      int64_t stride) {
-        vf partial[H][LANES] = {};
-        for (int t = 0; t < count; ++t) {
-            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            vf acc[H] = {};
-            for (int v = 0; v < shape.vecs(); ++v) {
-                const vf k = load(row + v * LANES, shape.lanes(v));
-                for (int h = 0; h < H; ++h) acc[h] += q[h][v] * k;
-            }
-            for (int h = 0; h < H; ++h) partial[h][t] = acc[h];
-        }
-        for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
-    }
-
-    template <int H>
-    static void add(vf (*acc)[VECS], Shape<DIM> shape, const T* rows, int count, const float* weights, int64_t stride) {
-        for (int t = 0; t < count; ++t) {
-            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            for (int v = 0; v < shape.vecs(); ++v) {
-                const vf value = load(row + v * LANES, shape.lanes(v));
-                for (int h = 0; h < H; ++h) acc[h][v] += weights[h * stride + t] * value;
-            }
-        }
-    }
-
-    static void finish(const vf* acc, Shape<DIM> shape, float factor, T* out) {
-        for (int v = 0; v < shape.vecs(); ++v) store(out + v * LANES, acc[v] * factor, shape.lanes(v));
-    }
-};
-
-#ifdef __AVX512BF16__
-// Two bf16 numbers a lane, where the head dim fills whole registers. A sum of weighted rows takes two rows at a time; their
-// numbers are interleaved within 128-bit lanes, and sorted once at the end.
-template <int DIM>
-struct PairRows {
-    using Weight = bf16;
-    static constexpr int VECS = Shape<DIM>::VECS, PAIRS = DIM / 2 / LANES;
-
-    static __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
-    static vf madd(vf acc, __m512i a, __m512i b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-
-    static void load_query(const bf16* q, Shape<DIM>, vf* query) { std::memcpy(query, q, DIM * sizeof(bf16)); }
-
-    // Four vectors to one: in each 128-bit lane, their sums over that lane.
-    static __m512 sum_lanes(const vf* x) {
-        const auto add_halves = [](vf a, vf b) {
-            return (__m512d)((vf)_mm512_unpacklo_ps((__m512)a, (__m512)b) + (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b));
-        };
-        const __m512d a = add_halves(x[0], x[1]), b = add_halves(x[2], x[3]);
-        return (__m512)((vf)_mm512_unpacklo_pd(a, b) + (vf)_mm512_unpackhi_pd(a, b));
-    }
-
-    // Four vectors to one: lane i of the result is the sum of the lanes, of 128 bits, of vector i.
-    static __m512 sum_across(__m512 a, __m512 b) {
-        return (__m512)((vf)_mm512_shuffle_f32x4(a, b, 0x88) + (vf)_mm512_shuffle_f32x4(a, b, 0xdd));
-    }
-
-    template <int H>
-    static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale, float* scores,
-                      int64_t stride) {
-        __m512 quarters[H][4];
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            vf acc[H][4] = {};
-            for (int i = 0; i < 4; ++i) {
-                const int t = 4 * quarter + i;
-                const bf16* row = rows + (t < count ? t : 0) * DIM;
-                for (int v = 0; v < PAIRS; ++v) {
-                    const __m512i k = load_pairs(row + v * 2 * LANES);
-                    for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);
-                }
-            }
-            for (int h = 0; h < H; ++h) quarters[h][quarter] = sum_lanes(acc[h]);
-        }
-        for (int h = 0; h < H; ++h) {
-            const __m512 *x = quarters[h], total = sum_across(sum_across(x[0], x[1]), sum_across(x[2], x[3]));
-            store(scores + h * stride, (vf)total * scale);
-        }
-    }
-
-    template <int H>
-    static void add(vf (*acc)[VECS], Shape<DIM>, const bf16* rows, int count, const bf16* weights, int64_t stride) {
-        const auto add_two = [&](const bf16* row, const bf16* second, int t) {
-            for (int v = 0; v < PAIRS; ++v) {
-                const __m512i a = load_pairs(row + v * 2 * LANES);
-                const __m512i b = second ? load_pairs(second + v * 2 * LANES) : __m512i{};
-                const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
-                for (int h = 0; h < H; ++h) {
-                    int32_t pair;
-                    std::memcpy(&pair, weights + h * stride + t, sizeof pair);
-                    acc[h][2 * v] = madd(acc[h][2 * v], _mm512_set1_epi32(pair), low);
-                    acc[h][2 * v + 1] = madd(acc[h][2 * v + 1], _mm512_set1_epi32(pair), high);
-                }
-            }
-        };
-        int t = 0;
-        for (; t + 2 <= count; t += 2) add_two(rows + t * DIM, rows + (t + 1) * DIM, t);
-        if (t < count) add_two(rows + t * DIM, nullptr, t);
-    }
-
-    static void finish(const vf* acc, Shape<DIM>, float factor, bf16* out) {
-        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        for (int v = 0; v < VECS; v += 2) {
-            const __m512 low = (__m512)(acc[v] * factor), high = (__m512)(acc[v + 1] * factor);
-            store(out + v * LANES, (vf)_mm512_permutex2var_ps(low, first, high));
-            store(out + (v + 1) * LANES, (vf)_mm512_permutex2var_ps(low, second, high));
-        }
-    }
-};
-template <>
-struct Rows<bf16, 32> : PairRows<32> {};
-template <>
-struct Rows<bf16, 64> : PairRows<64> {};
-template <>
-struct Rows<bf16, 96> : PairRows<96> {};
-template <>
-struct Rows<bf16, 128> : PairRows<128> {};
-#endif
-
-// In place: scores to e^(score - max), as numbers of type W. Returns 1 / their sum, and 0 for an empty row. `stride` is a
-// multiple of 16.
+// In place: `length` > 0 scores to e^(score - top), as numbers of type W. `stride` is a multiple of 16.
 template <class W>
-inline float softmax(float* scores, int64_t length, int64_t stride) {
-    if (length == 0) return 0.0f;
-    for (int64_t i = length; i < stride; ++i) scores[i] = -INFINITY;
+inline Softmax softmax(float* scores, int64_t length, int64_t stride) {
+    for (int64_t i = length; i < stride; ++i) put(scores, i, -INFINITY);
     vf best = splat(-INFINITY);
     for (int64_t i = 0; i < stride; i += LANES) best = max(load(scores + i), best);
-    const vf top = splat(max(best));
+    const float top = max(best), finite = top > -FLT_MAX ? top : -FLT_MAX;  // one piece may have nothing but -inf
     vf total = {};
     for (int64_t i = 0; i < stride; i += LANES) {
-        const vf weight = exp(load(scores + i) - top);
+        const vf weight = exp(load(scores + i) - finite);
         store(reinterpret_cast<W*>(scores) + i, weight);  // never past what was read
         total += weight;
     }
-    return 1.0f / sum(total);
-}
-
-// K and V that one KV head of a sequence attends to, and K of the one that comes next.
-template <class T>
-struct Context {
-    Stream<T> keys, values, next_keys;
-};
-
-// H query heads of one sequence that share a KV head. `scores` holds H rows of `stride` floats, at least length + 16: a short
-// run of rows writes 16 scores, and the next run, or the softmax, writes over those past its end.
-template <class T, int DIM, int H>
-void attend(const T* q, int64_t q_stride, const Context<T>& context, Shape<DIM> shape, float scale, float* scores,
-            int64_t stride, T* out) {
-    constexpr int VECS = Shape<DIM>::VECS;
-    using Meet = Rows<T, DIM>;
-    using Weight = typename Meet::Weight;
-    vf query[H][VECS];
-    for (int h = 0; h < H; ++h) Meet::load_query(q + h * q_stride, shape, query[h]);
-    walk(context.keys, context.values, [&](const T* rows, int64_t first, int count) {
-        Meet::template score<H>(query, shape, rows, count, scale, scores + first, stride);
-    });
-    float inverse[H];
-    for (int h = 0; h < H; ++h) inverse[h] = softmax<Weight>(scores + h * stride, context.keys.length, stride);
-    const auto* weights = reinterpret_cast<const Weight*>(scores);
-    constexpr int64_t WEIGHTS_PER_SCORE = sizeof(float) / sizeof(Weight);
-    vf acc[H][VECS] = {};
-    walk(context.values, context.next_keys, [&](const T* rows, int64_t first, int count) {
-        Meet::template add<H>(acc, shape, rows, count, weights + first, stride * WEIGHTS_PER_SCORE);
-    });
-    for (int h = 0; h < H; ++h) Meet::finish(acc[h], shape, inverse[h], out + h * shape.dim);
+    return {top, sum(total)};
 }
 
 struct Decode {
@@ -274,58 +68,192 @@ struct Decode {
     void* out;
 };
 
-template <class T>
-Stream<T> stream_of(const Decode& args, const void* base, int64_t s, int64_t head) {
-    return {base, args.cache, args.tables + s * args.table_stride, head, args.lengths[s], static_cast<int>(args.dim)};
+// Part of a sequence's context: whole blocks, but for the last one.
+struct Piece {
+    int64_t seq;
+    const int32_t* blocks;
+    int64_t num_blocks, num_tokens;
+};
+
+void cut(const Decode& args, std::vector<Piece>& pieces) {
+    const int64_t block_size = args.cache.block_size;
+    const int64_t most = block_size < PIECE_TOKENS ? PIECE_TOKENS / block_size * block_size : block_size;
+    pieces.clear();
+    for (int64_t s = 0; s < args.num_seqs; ++s)
+        for (int64_t first = 0; first < args.lengths[s]; first += most) {
+            const int64_t left = args.lengths[s] - first, num_tokens = left < most ? left : most;
+            const int32_t* blocks = args.tables + s * args.table_stride + first / block_size;
+            pieces.push_back({s, blocks, (num_tokens + block_size - 1) / block_size, num_tokens});
+        }
 }
 
-// Keys of a (sequence, KV head) pair; none past the last pair.
-template <class T>
-Stream<T> keys_of(const Decode& args, int64_t pair) {
-    const int64_t s = pair / args.cache.num_kv_heads;
-    if (s < args.num_seqs) return stream_of<T>(args, args.cache.keys, s, pair % args.cache.num_kv_heads);
-    return {args.cache.keys, args.cache, args.tables, 0, 0, static_cast<int>(args.dim)};
-}
+// What a piece leaves, in vectors: top and total of each query head, then their weighted sums.
+template <int DIM>
+struct Partial {
+    vf* at;
+    int64_t num_heads;
+    int64_t head_vecs() const { return (num_heads + LANES - 1) / LANES; }
+    int64_t size() const { return 2 * head_vecs() + num_heads * Shape<DIM>::VECS; }
+    vf* tops() const { return at; }
+    vf* totals() const { return at + head_vecs(); }
+    vf (*sums() const)[Shape<DIM>::VECS] { return reinterpret_cast<vf(*)[Shape<DIM>::VECS]>(at + 2 * head_vecs()); }
+    Partial piece(int64_t i) const { return {at + i * size(), num_heads}; }
+};
 
-// All query heads of one sequence that share a KV head; `next` is the pair that this thread probably takes then.
-template <class T, int DIM>
-void decode_group(const Decode& args, int64_t pair, int64_t next) {
-    static thread_local std::vector<float> scores;
-    const int64_t num_kv_heads = args.cache.num_kv_heads, s = pair / num_kv_heads, head = pair % num_kv_heads;
-    const int64_t group = args.num_heads / num_kv_heads;
-    const Shape<DIM> shape{static_cast<int>(args.dim)};
+// The rows of each KV head in each block of a piece, first the keys, then the values, and then the keys of the piece that
+// comes next: what is read, in order.
+template <class T>
+class Chunks {
+   public:
+    Chunks(const Decode& args, const Piece& piece, const Piece& following)
+        : cache_(args.cache), dim_(args.dim), piece_(&piece), following_(&following) {}
+
+    const T* next() {
+        const auto* base = static_cast<const T*>(at_values_ ? cache_.values : cache_.keys);
+        const T* rows = base + piece_->blocks[block_] * cache_.block_stride + head_ * cache_.block_size * dim_;
+        if (++head_ < cache_.num_kv_heads) return rows;
+        head_ = 0;
+        if (++block_ < piece_->num_blocks) return rows;
+        block_ = 0;
+        if (at_values_) piece_ = following_;
+        at_values_ = !at_values_;
+        return rows;
+    }
+
+   private:
+    const Cache cache_;
+    const int64_t dim_;
+    const Piece *piece_, *following_;
+    int64_t block_ = 0, head_ = 0;
+    bool at_values_ = false;
+};
+
+// `body(heads, first)` on tiles of query heads, as many as there are registers for.
+template <int DIM, class Body>
+void in_tiles(int64_t num_heads, Body body) {
     constexpr int TILE = DIM && DIM <= 64 ? 4 : 2;
-    const int64_t stride = (args.lengths[s] + 2 * LANES - 1) / LANES * LANES;
-    if (scores.size() < static_cast<size_t>(TILE * stride)) scores.resize(TILE * stride);
-    const Context<T> context{keys_of<T>(args, pair), stream_of<T>(args, args.cache.values, s, head), keys_of<T>(args, next)};
-    for (int64_t n = head * group, end = n + group; n < end;) {
-        const int64_t left = end - n;
-        const T* q = static_cast<const T*>(args.q) + s * args.q_stride_seq + n * args.q_stride_head;
-        T* out = static_cast<T*>(args.out) + (s * args.num_heads + n) * args.dim;
-        const auto run = [&](auto heads) {
-            attend<T, DIM, decltype(heads)::value>(q, args.q_stride_head, context, shape, args.scale, scores.data(), stride,
-                                                   out);
-            n += decltype(heads)::value;
+    for (int64_t first = 0; first < num_heads;) {
+        const int64_t left = num_heads - first;
+        const auto take = [&](auto heads) {
+            body(heads, first);
+            first += heads();
         };
-        if (TILE >= 4 && left >= 4)
-            run(std::integral_constant<int, TILE >= 4 ? 4 : 1>{});
-        else if (TILE >= 4 && left == 3)
-            run(std::integral_constant<int, TILE >= 4 ? 3 : 1>{});
-        else if (left >= 2)
-            run(std::integral_constant<int, 2>{});
+        if (left >= TILE)
+            take(std::integral_constant<int, TILE>{});
+        else if (TILE > 2 && left == 3)
+            take(std::integral_constant<int, TILE - 1>{});
+        else if (TILE > 2 && left == 2)
+            take(std::integral_constant<int, 2>{});
         else
-            run(std::integral_constant<int, 1>{});
+            take(std::integral_constant<int, 1>{});
+    }
+}
+
+inline void grow(std::vector<vf>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+}
+
+// All query heads of one piece; `following` is the piece that this thread probably takes then.
+template <class T, int DIM>
+void attend(const Decode& args, const Piece& piece, const Piece& following, Partial<DIM> out) {
+    constexpr int VECS = Shape<DIM>::VECS;
+    using Meet = Rows<T, DIM>;
+    using Weight = typename Meet::Weight;
+    using Query = vf[VECS];
+    static thread_local std::vector<vf> queries, lines;
+    const int64_t num_heads = args.num_heads, group = num_heads / args.cache.num_kv_heads;
+    const Shape<DIM> shape{static_cast<int>(args.dim)};
+    // a short run of rows writes 16 scores, and the next run, or the softmax, writes over those past its end
+    const int64_t stride = (piece.num_tokens + 2 * LANES - 1) / LANES * LANES;
+    grow(queries, num_heads * VECS);
+    grow(lines, num_heads * stride / LANES);
+    const auto query = reinterpret_cast<Query*>(queries.data());
+    const auto scores = reinterpret_cast<float*>(lines.data());
+    const T* q = static_cast<const T*>(args.q) + piece.seq * args.q_stride_seq;
+    for (int64_t n = 0; n < num_heads; ++n) Meet::load_query(q + n * args.q_stride_head, shape, query[n]);
+
+    Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
+    const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
+    for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
+    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them
+    const auto walk = [&](auto visit) {
+        for (int64_t first = 0; first < piece.num_tokens; first += args.cache.block_size)
+            for (int64_t n = 0; n < num_heads; n += group) {
+                const T *rows = chunks.next(), *later = ahead.next();
+                const int64_t left = piece.num_tokens - first;
+                const int64_t count = left < args.cache.block_size ? left : args.cache.block_size;
+                for (int64_t t = 0; t < count; t += LANES)
+                    in_tiles<DIM>(group, [&](auto heads, int64_t tile) {
+                        const T* asked = (tile ? rows : later) + t * shape.dim;
+                        const int run = static_cast<int>(count - t < LANES ? count - t : LANES);
+                        visit(rows + t * shape.dim, asked, first + t, run, heads, n + tile);
+                    });
+            }
+    };
+    walk([&](const T* rows, const T* asked, int64_t token, int count, auto heads, int64_t n) {
+        Meet::template score<heads()>(query + n, shape, rows, asked, count, args.scale, scores + n * stride + token, stride);
+    });
+    for (int64_t n = 0; n < num_heads; ++n) {
+        const Softmax found = softmax<Weight>(scores + n * stride, piece.num_tokens, stride);
+        put(out.tops(), n, found.top);
+        put(out.totals(), n, found.total);
+        for (int v = 0; v < shape.vecs(); ++v) out.sums()[n][v] = vf{};
+    }
+    constexpr int64_t WEIGHTS_PER_SCORE = sizeof(float) / sizeof(Weight);
+    walk([&](const T* rows, const T* asked, int64_t token, int count, auto heads, int64_t n) {
+        const auto* weights = reinterpret_cast<const Weight*>(scores + n * stride) + token;
+        const auto sums = out.sums() + n;
+        vf acc[heads()][VECS];
+        for (int h = 0; h < heads(); ++h)
+            for (int v = 0; v < shape.vecs(); ++v) acc[h][v] = sums[h][v];
+        Meet::template add<heads()>(acc, shape, rows, asked, count, weights, stride * WEIGHTS_PER_SCORE);
+        for (int h = 0; h < heads(); ++h)
+            for (int v = 0; v < shape.vecs(); ++v) sums[h][v] = acc[h][v];
+    });
+}
+
+// The pieces of a sequence together, each by e^(its top - the largest top) / total; zeros without any.
+template <class T, int DIM>
+void put_together(const Decode& args, int64_t s, Partial<DIM> pieces, int64_t num_pieces) {
+    const Shape<DIM> shape{static_cast<int>(args.dim)};
+    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.dim;
+    for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
+        vf top = splat(-INFINITY), total = {};
+        for (int64_t p = 0; p < num_pieces; ++p) top = max(pieces.piece(p).tops()[i], top);
+        for (int64_t p = 0; p < num_pieces; ++p) {
+            const Partial<DIM> piece = pieces.piece(p);
+            piece.tops()[i] = exp(piece.tops()[i] - top);
+            total += piece.totals()[i] * piece.tops()[i];
+        }
+        for (int64_t n = first; n < args.num_heads && n < first + LANES; ++n) {
+            vf acc[Shape<DIM>::VECS] = {};
+            for (int64_t p = 0; p < num_pieces; ++p) {
+                const float share = pieces.piece(p).tops()[i][n - first] / total[n - first];
+                for (int v = 0; v < shape.vecs(); ++v) acc[v] += pieces.piece(p).sums()[n][v] * share;
+            }
+            Rows<T, DIM>::finish(acc, shape, out + n * args.dim);
+        }
     }
 }
 
 template <class T, int DIM>
 void decode(const Decode& args) {
-    const int64_t num_pairs = args.num_seqs * args.cache.num_kv_heads;
-    std::atomic<int64_t> unclaimed{0};  // contexts differ in length: whoever is free takes the next one
+    static thread_local std::vector<Piece> pieces;
+    static thread_local std::vector<vf> memory;
+    cut(args, pieces);
+    const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+    grow(memory, num_pieces * Partial<DIM>{nullptr, args.num_heads}.size());
+    const Partial<DIM> partials{memory.data(), args.num_heads};
+    const Piece* piece = pieces.data();
+    std::atomic<int64_t> unclaimed{0};  // a slower thread takes fewer of them
     in_parts([&](int, int num_parts) {
-        for (int64_t pair; (pair = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pairs;)
-            decode_group<T, DIM>(args, pair, pair + num_parts);
+        for (int64_t i; (i = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
+            attend<T, DIM>(args, piece[i], piece[i + num_parts < num_pieces ? i + num_parts : i], partials.piece(i));
     });
+    for (int64_t s = 0, first = 0, end = 0; s < args.num_seqs; ++s, first = end) {
+        while (end < num_pieces && piece[end].seq == s) ++end;
+        put_together<T, DIM>(args, s, partials.piece(first), end - first);
+    }
 }
 
 template <class T>

@@ -8,7 +8,6 @@
 namespace disagg {
 namespace {
 
-constexpr int MAX_HEAD_DIM = 512;
 constexpr int64_t TOKENS_FOR_A_TEAM = 8;
 
 struct Qkv {

@@ -12,6 +12,7 @@
 namespace disagg {
 
 constexpr int LANES = 16;
+constexpr int MAX_HEAD_DIM = 512;
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from disagg.engine.model.batch import to_batch
+from disagg.engine.model.replay import Scored
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence
@@ -122,3 +123,12 @@ def test_a_block_outside_the_cache_is_refused_by_a_replay_too(folder: Path) -> N
             runner.run(StepPlan(decodes=(last_token(a),)))
     a.block_table[:] = [9, 2]
     step(runner, [a])
+
+
+def test_rows_that_fill_up_a_bucket_are_dropped() -> None:
+    scored = Scored(torch.arange(8.0).view(4, 2), torch.ones(4, dtype=torch.int64))
+    assert scored.first(4) is scored
+    logits_SV, largest_S = scored.first(3)
+    assert logits_SV.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert largest_S is not None
+    assert largest_S.tolist() == [1, 1, 1]

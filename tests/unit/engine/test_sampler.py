@@ -66,6 +66,14 @@ def test_greedy_takes_the_largest_logit() -> None:
     assert Sampler(3).sample(logits([1, 3, 2], [0, -1, 5]), sequences) == [1, 2]
 
 
+def test_the_largest_logits_may_be_known_before() -> None:
+    values, known = logits([1, 3, 2], [0, 9, 0], [5, 4, 0]), torch.tensor([1, -1, 0])
+    mixed = [sequence(temperature=0.0), sequence(top_k=1), sequence(temperature=0.0, logit_bias=((2, 9.0),))]
+    assert Sampler(3).sample(values, mixed, known) == [1, 1, 2]
+    with pytest.raises(BadLogitsError, match="not finite"):
+        Sampler(3).sample(values, [sequence(temperature=0.0)] * 3, known)
+
+
 def test_greedy_takes_the_smallest_id_among_equals() -> None:
     row = [0.0] * 3000
     row[700] = row[2000] = row[2999] = 1.0

@@ -1,0 +1,161 @@
+// How query heads meet rows of K and V in decode attention: products of a few heads and a run of rows that lie together.
+
+#pragma once
+
+#include "vec.h"
+
+namespace disagg {
+
+inline void prefetch(const void* start, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(start) + at);
+}
+
+// DIM is the head dim, or 0 for one that is known at run time only (then the last vector of a row may be short).
+template <int DIM>
+struct Shape {
+    static constexpr int VECS = DIM ? DIM / LANES : MAX_HEAD_DIM / LANES;
+    int dim;
+    int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
+    int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
+};
+
+// How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and acc[h] += sum over t of weights[h][t] * v[t], for H heads
+// and `count` <= 16 rows. Scores past `count` may hold anything. With each row the one at its place in `ahead` is asked for:
+// scattered blocks are hidden from the processor's own prefetching, and many requests at once would wait for each other.
+template <class T, int DIM>
+struct Rows {
+    using Weight = float;
+    static constexpr int VECS = Shape<DIM>::VECS;
+
+    static void load_query(const T* q, Shape<DIM> shape, vf* query) {
+        for (int v = 0; v < shape.vecs(); ++v) query[v] = load(q + v * LANES, shape.lanes(v));
+    }
+
+    template <int H>
+    static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, const T* ahead, int count, float scale,
+                      float* scores, int64_t stride) {
+        vf partial[H][LANES] = {};
+        for (int t = 0; t < count; ++t) {
+            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
+            prefetch(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
+            vf acc[H] = {};
+            for (int v = 0; v < shape.vecs(); ++v) {
+                const vf k = load(row + v * LANES, shape.lanes(v));
+                for (int h = 0; h < H; ++h) acc[h] += q[h][v] * k;
+            }
+            for (int h = 0; h < H; ++h) partial[h][t] = acc[h];
+        }
+        for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
+    }
+
+    template <int H>
+    static void add(vf (*acc)[VECS], Shape<DIM> shape, const T* rows, const T* ahead, int count, const float* weights,
+                    int64_t stride) {
+        for (int t = 0; t < count; ++t) {
+            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
+            prefetch(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
+            for (int v = 0; v < shape.vecs(); ++v) {
+                const vf value = load(row + v * LANES, shape.lanes(v));
+                for (int h = 0; h < H; ++h) acc[h][v] += weights[h * stride + t] * value;
+            }
+        }
+    }
+
+    static void finish(const vf* acc, Shape<DIM> shape, T* out) {
+        for (int v = 0; v < shape.vecs(); ++v) store(out + v * LANES, acc[v], shape.lanes(v));
+    }
+};
+
+#ifdef __AVX512BF16__
+// Two bf16 numbers a lane, where the head dim fills whole registers. A sum of weighted rows takes two rows at a time; their
+// numbers are interleaved within 128-bit lanes, and sorted once at the end.
+template <int DIM>
+struct PairRows {
+    using Weight = bf16;
+    static constexpr int VECS = Shape<DIM>::VECS, PAIRS = DIM / 2 / LANES;
+
+    static __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
+    static vf madd(vf acc, __m512i a, __m512i b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+
+    static void load_query(const bf16* q, Shape<DIM>, vf* query) { std::memcpy(query, q, DIM * sizeof(bf16)); }
+
+    // Four vectors to one: in each 128-bit lane, their sums over that lane.
+    static __m512 sum_lanes(const vf* x) {
+        const auto add_halves = [](vf a, vf b) {
+            return (__m512d)((vf)_mm512_unpacklo_ps((__m512)a, (__m512)b) + (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b));
+        };
+        const __m512d a = add_halves(x[0], x[1]), b = add_halves(x[2], x[3]);
+        return (__m512)((vf)_mm512_unpacklo_pd(a, b) + (vf)_mm512_unpackhi_pd(a, b));
+    }
+
+    // Four vectors to one: lane i of the result is the sum of the lanes, of 128 bits, of vector i.
+    static __m512 sum_across(__m512 a, __m512 b) {
+        return (__m512)((vf)_mm512_shuffle_f32x4(a, b, 0x88) + (vf)_mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+
+    template <int H>
+    static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, const bf16* ahead, int count, float scale,
+                      float* scores, int64_t stride) {
+        __m512 quarters[H][4];
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            vf acc[H][4] = {};
+            for (int i = 0; i < 4; ++i) {
+                const int t = 4 * quarter + i;
+                const bf16* row = rows + (t < count ? t : 0) * DIM;
+                prefetch(ahead + t * DIM, DIM * sizeof(bf16));
+                for (int v = 0; v < PAIRS; ++v) {
+                    const __m512i k = load_pairs(row + v * 2 * LANES);
+                    for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);
+                }
+            }
+            for (int h = 0; h < H; ++h) quarters[h][quarter] = sum_lanes(acc[h]);
+        }
+        for (int h = 0; h < H; ++h) {
+            const __m512 *x = quarters[h], total = sum_across(sum_across(x[0], x[1]), sum_across(x[2], x[3]));
+            store(scores + h * stride, (vf)total * scale);
+        }
+    }
+
+    template <int H>
+    static void add(vf (*acc)[VECS], Shape<DIM>, const bf16* rows, const bf16* ahead, int count, const bf16* weights,
+                    int64_t stride) {
+        const auto add_two = [&](const bf16* row, const bf16* second, int t) {
+            prefetch(ahead + t * DIM, 2 * DIM * sizeof(bf16));
+            for (int v = 0; v < PAIRS; ++v) {
+                const __m512i a = load_pairs(row + v * 2 * LANES);
+                const __m512i b = second ? load_pairs(second + v * 2 * LANES) : __m512i{};
+                const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+                for (int h = 0; h < H; ++h) {
+                    int32_t pair;
+                    std::memcpy(&pair, weights + h * stride + t, sizeof pair);
+                    acc[h][2 * v] = madd(acc[h][2 * v], _mm512_set1_epi32(pair), low);
+                    acc[h][2 * v + 1] = madd(acc[h][2 * v + 1], _mm512_set1_epi32(pair), high);
+                }
+            }
+        };
+        int t = 0;
+        for (; t + 2 <= count; t += 2) add_two(rows + t * DIM, rows + (t + 1) * DIM, t);
+        if (t < count) add_two(rows + t * DIM, nullptr, t);
+    }
+
+    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        for (int v = 0; v < VECS; v += 2) {
+            const __m512 low = (__m512)acc[v], high = (__m512)acc[v + 1];
+            store(out + v * LANES, (vf)_mm512_permutex2var_ps(low, first, high));
+            store(out + (v + 1) * LANES, (vf)_mm512_permutex2var_ps(low, second, high));
+        }
+    }
+};
+template <>
+struct Rows<bf16, 32> : PairRows<32> {};
+template <>
+struct Rows<bf16, 64> : PairRows<64> {};
+template <>
+struct Rows<bf16, 96> : PairRows<96> {};
+template <>
+struct Rows<bf16, 128> : PairRows<128> {};
+#endif
+
+}  // namespace disagg
