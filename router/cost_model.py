@@ -216,8 +216,8 @@ def _next_fit(num_observed: int) -> int:
 
 _LINK_UNKNOWNS = 2
 _MEGABYTE = 1e6
-_LINK_DEFAULT_MS = (1.0, 0.5)
-"""Of a transfer of no bytes, and of each megabyte."""
+_LATENCY_MS, _MEGABYTE_MS = 1.0, 0.5
+"""Of a transfer of no bytes, and of each megabyte: the default."""
 _LINK_FLOOR_MS = 1.0
 """Errors below this do not matter, however large they are relatively."""
 _FLEET_WINDOW, _PAIR_WINDOW = 1024.0, 64.0
@@ -300,8 +300,7 @@ class LinkModel:
             else:
                 self._fit_pair(link)
         latency, per_megabyte = link.multiples
-        bytes_ms = kv_bytes * (per_megabyte * _LINK_DEFAULT_MS[1] / _MEGABYTE)
-        exposed_ms = latency * _LINK_DEFAULT_MS[0] + bytes_ms
+        exposed_ms = latency * _LATENCY_MS + kv_bytes * (per_megabyte * _MEGABYTE_MS / _MEGABYTE)
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
     def forget(self, worker_id: WorkerId) -> None:
@@ -342,5 +341,4 @@ class LinkModel:
 
 
 def _link_row(kv_bytes: int) -> list[tuple[int, float]]:
-    latency_ms, megabyte_ms = _LINK_DEFAULT_MS
-    return [(0, latency_ms), (1, max(0, kv_bytes) / _MEGABYTE * megabyte_ms)]
+    return [(0, _LATENCY_MS), (1, max(0, kv_bytes) / _MEGABYTE * _MEGABYTE_MS)]

@@ -143,18 +143,33 @@ def total(size: int, parts: Iterable[Moments]) -> Moments:
 
 
 def solve_two(gram: Sequence[float], moment: Sequence[float]) -> tuple[float, float] | None:
-    """What `Moments.solve` gives for two unknowns, to the last bit; None where that is not the unbounded solution."""
+    """What `Moments.solve` gives for two unknowns, to the last bit; None in the few cases that take more steps."""
     (a, b, c), (p, q) = gram, moment
-    a *= 1.0 + _JITTER
+    a, c = a * (1.0 + _JITTER), c * (1.0 + _JITTER)
     if not a > 0.0:
         return None
     share = b / a
-    c = c * (1.0 + _JITTER) - share * b
-    if not c > 0.0:
+    pivot = c - share * b
+    if not pivot > 0.0:
         return None
-    second = (q - share * p) / c
+    second = (q - share * p) / pivot
     first = (p - b * second) / a
-    return (first, second) if first >= 0.0 and second >= 0.0 else None
+    if first >= 0.0 and second >= 0.0:
+        return first, second
+    return _solve_on_edge((a, b, c), moment)
+
+
+def _solve_on_edge(gram: Sequence[float], moment: Sequence[float]) -> tuple[float, float] | None:
+    """`_solve_bounded` for two unknowns of which one at least is 0; None where the steeper one is not the other."""
+    (a, b, c), (p, q) = gram, moment
+    tolerance = 1e-12 * max(abs(p), abs(q))
+    steepest, other, diagonal = (p, q, a) if p >= q else (q, p, c)
+    if steepest <= tolerance:
+        return 0.0, 0.0
+    value = steepest / diagonal
+    if other - b * value > tolerance or not value > 0.0:
+        return None
+    return (value, 0.0) if p >= q else (0.0, value)
 
 
 def _solve_bounded(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:

@@ -275,17 +275,24 @@ class _Best:
             return near
         near = [option for option in near if not option[1]] or near
         if len(near) > 1 and limit > min([option[0] for option in near]):
-            counts = [_num_sequences(option) for option in near]
-            fewest = min(counts)
-            near = [option for option, count in zip(near, counts, strict=True) if count == fewest]
+            return _with_fewest_sequences(near)
         return near
 
 
-def _num_sequences(option: _Option) -> int:
-    """Those that would be booked on the workers of an option: of two idle ones, one worker alone has fewer."""
-    prefill, decode = option[2], option[3]
-    booked = decode[5].worker.num_sequences + 1
-    return booked if prefill is None else booked + prefill[5].worker.num_sequences + 1
+def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
+    """Those with the fewest sequences that would be booked on their workers: of two idle ones, one worker alone has
+    fewer."""
+    fewest, found = math.inf, []
+    for option in options:
+        _, _, prefill, decode, _ = option
+        booked = decode[5].worker.num_sequences + 1
+        if prefill is not None:
+            booked += prefill[5].worker.num_sequences + 1
+        if booked < fewest:
+            fewest, found = booked, [option]
+        elif booked == fewest:
+            found.append(option)
+    return found
 
 
 def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> tuple[list[Side], list[Side]]:

@@ -160,8 +160,9 @@ class PrefixIndex:
         lacking = hashes[_num_leading(holder.hashes, hashes, most) :]
         if not lacking:
             return
-        end = now + PREDICTED_FOR_S
-        holder.predicted.update(dict.fromkeys(lacking, end))
+        end, predicted = now + PREDICTED_FOR_S, holder.predicted
+        for block_hash in lacking:
+            predicted[block_hash] = end
         self._mark(holder.bit, lacking)
         self._predictions.append(_Prediction(end, holder, lacking))
 

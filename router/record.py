@@ -8,7 +8,7 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -128,12 +128,11 @@ class RequestRecord(msgspec.Struct, gc=False):
         """Whether the deadline has come."""
         return self.request.deadline is not None and self.request.deadline <= now
 
-    def avoided(self, now: float) -> set[WorkerId]:
+    def avoided(self, now: float) -> Collection[WorkerId]:
         """Workers that it must not go to now."""
-        if not self.avoid_until:
-            return set()
-        self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
-        return set(self.avoid_until)
+        if self.avoid_until:
+            self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
+        return self.avoid_until
 
     def end_attempt(self) -> None:
         """The attempt is over and holds nothing."""

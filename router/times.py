@@ -24,4 +24,4 @@ def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
 
 def num_pairs(cached_tokens: int, num_tokens: int) -> int:
     """Query-key pairs of the tokens [cached_tokens, num_tokens), each attending to itself and all before it."""
-    return (num_tokens * (num_tokens + 1) - cached_tokens * (cached_tokens + 1)) // 2
+    return (num_tokens - cached_tokens) * (num_tokens + cached_tokens + 1) // 2

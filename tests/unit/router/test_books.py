@@ -35,9 +35,11 @@ def test_a_computed_prompt_gives_back_its_tokens_once() -> None:
 
 def test_a_booking_is_opened_and_closed_exactly_once() -> None:
     books = Books()
-    books.open(P, K0, Booking(tokens=1))
-    with pytest.raises(ValueError, match="r0/0 is booked on p0 already"):
-        books.open(P, K0, Booking(tokens=1))
+    booking = Booking(tokens=1)
+    books.open(P, K0, booking)
+    for again in (Booking(tokens=1), booking):
+        with pytest.raises(ValueError, match="r0/0 is booked on p0 already"):
+            books.open(P, K0, again)
     books.close(P, K0)
     with pytest.raises(KeyError):
         books.close(P, K0)

@@ -51,6 +51,21 @@ def test_two_unknowns_written_out_are_the_general_solution(rows: list[tuple[floa
         assert 0.0 in fit.solve()
 
 
+@pytest.mark.parametrize(
+    ("observations", "expected"),
+    [
+        ([([1, 0], 3.0), ([1, 1], 2.0), ([1, 2], 1.0)], [2.0, 0.0]),
+        ([([1, 1], 1.0), ([1, 2], 3.0), ([1, 3], 5.0)], [0.0, 22 / 14]),
+        ([([1, 0], -3.0), ([1, 1], -2.0)], [0.0, 0.0]),
+    ],
+)
+def test_two_unknowns_written_out_may_be_zero(observations: list[Observation], expected: list[float]) -> None:
+    fit = moments_of(observations)
+    solution = solve_two(fit.gram, fit.moment)
+    assert solution is not None
+    assert list(solution) == fit.solve() == pytest.approx(expected)
+
+
 def test_weights_count_as_repetitions() -> None:
     weighted, repeated = Moments(1), Moments(1)
     weighted.add([(0, 1.0)], 4.0, 3.0)
