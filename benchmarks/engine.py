@@ -63,6 +63,8 @@ class Decode:
 
     batch: int
     steps_ms: tuple[float, ...]
+    ceilings: Ceilings
+    """Of these seconds: the better ones of before and after."""
 
     @property
     def step_ms(self) -> float:
@@ -79,9 +81,10 @@ class Decode:
 class Repeat:
     """What one engine did in one repeat."""
 
-    ceilings: Ceilings
     decodes: tuple[Decode, ...]
     prefill_ms: float
+    ceilings: Ceilings
+    """Of the prompts."""
 
 
 @dataclass(kw_only=True)
@@ -94,15 +97,16 @@ class Measured:
 
 
 def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
-    """One repeat of one engine. Its ceilings are the better ones of before and after."""
-    before = engine.ceilings()
+    """One repeat of one engine. The ceilings of a shared machine drift, so that they are measured again and again."""
+    seen = [engine.ceilings()]
     prefills_ms = [engine.prefill(options.input_tokens) for _ in range(PROMPT_REPEATS)]
-    decodes = [
-        Decode(batch=batch, steps_ms=tuple(engine.decode(batch, options.input_tokens, options.steps)))
-        for batch in options.batches
-    ]
-    ceilings = best_of([before, engine.ceilings()])
-    return Repeat(ceilings=ceilings, decodes=tuple(decodes), prefill_ms=statistics.median(prefills_ms))
+    seen.append(engine.ceilings())
+    decodes = []
+    for batch in options.batches:
+        steps_ms = tuple(engine.decode(batch, options.input_tokens, options.steps))
+        seen.append(engine.ceilings())
+        decodes.append(Decode(batch=batch, steps_ms=steps_ms, ceilings=best_of(seen[-2:])))
+    return Repeat(ceilings=best_of(seen[:2]), decodes=tuple(decodes), prefill_ms=statistics.median(prefills_ms))
 
 
 def measure(options: argparse.Namespace, model_path: Path, peer: LlamaCpp | None) -> Measured:
@@ -155,8 +159,9 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
         for index, first in enumerate(repeats[0].decodes):
             works = decode_works(model, first.batch, context, WEIGHT_BYTES[kind.quantization])
             steps_ms = [repeat.decodes[index].step_ms for repeat in repeats]
-            limits_ms = [limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
-            whole_ms = [overlapped_limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
+            ceilings = [repeat.decodes[index].ceilings for repeat in repeats]
+            limits_ms = [limit_s(works, each) * 1e3 for each in ceilings]
+            whole_ms = [overlapped_limit_s(works, each) * 1e3 for each in ceilings]
             row = {
                 "what": "decode",
                 "engine": kind.name,
@@ -222,7 +227,9 @@ def ceilings_by_threads(measured: Measured) -> dict[int, list[Ceilings]]:
     """All that were measured."""
     found: dict[int, list[Ceilings]] = {}
     for kind, repeats in measured.kinds.items():
-        found.setdefault(kind.num_threads, []).extend(repeat.ceilings for repeat in repeats)
+        for repeat in repeats:
+            of_decodes = [decode.ceilings for decode in repeat.decodes]
+            found.setdefault(kind.num_threads, []).extend([repeat.ceilings, *of_decodes])
     return found
 
 
