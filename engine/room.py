@@ -62,8 +62,9 @@ class Room:
             return
         num_promised = min(num_missing, sequence.reserved_blocks)
         sequence.reserved_blocks -= num_promised
-        sequence.block_table += self.blocks.allocate(num_promised, reserved=True)
-        sequence.block_table += self.blocks.allocate(num_missing - num_promised, reserved=False)
+        for num_blocks, reserved in ((num_promised, True), (num_missing - num_promised, False)):
+            table = sequence.block_table
+            table += self.blocks.allocate(num_blocks, reserved=reserved, after=table[-1] if table else None)
 
     def publish(self, sequence: Sequence, start: int) -> None:
         """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.block_manager import BlockManager
+from disagg.engine.block_manager import LEAST_EXTENTS, BlockManager
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksRemoved, BlocksStored
 from disagg.proto.token_ids import pack_token_ids
@@ -48,6 +48,41 @@ def test_allocate_and_release_of_unpublished_blocks() -> None:
     blocks.release(table)
     assert counts(blocks) == (10, 0, 0, 0, 10)
     assert blocks.check_integrity([], 0) == []
+
+
+def test_sequences_that_grow_in_turns_have_their_blocks_in_rows() -> None:
+    blocks = BlockManager(8 * LEAST_EXTENTS, 16)
+    tables = [blocks.allocate(3, reserved=False) for _ in range(2)]
+    for _ in range(7):
+        for table in tables:
+            table += blocks.allocate(1, reserved=False, after=table[-1])
+    assert tables == [[*range(8), 16, 17], [*range(8, 16), 24, 25]]
+    assert blocks.check_integrity(tables, 0) == []
+
+
+def test_a_new_extent_is_made_of_the_oldest_cached_blocks() -> None:
+    blocks = BlockManager(2 * LEAST_EXTENTS, 16)  # extents of two
+    table = blocks.allocate(blocks.num_blocks, reserved=False)
+    chains = [table[:3], table[3:7], table[7:]]
+    hashes = iter(chain_hashes(ROOT, pack_token_ids(make_prompt(16 * len(table)))))
+    for chain in chains:
+        for block in chain:
+            blocks.publish(block, [next(hashes)])
+    for chain in chains[1], chains[0]:
+        blocks.release(chain)
+    assert blocks.allocate(1, reserved=False, after=table[-1]) == [4]  # 6 was given up before it, and 5 with it
+    assert (blocks.num_free, blocks.num_cached) == (2, 4)
+    assert blocks.allocate(3, reserved=False, after=4) == [5, 2, 3]
+    assert (blocks.num_free, blocks.num_cached) == (1, 2)
+    assert blocks.check_integrity([chains[2], [4, 5, 2, 3]], 0) == []
+
+
+def test_blocks_between_those_of_others_will_do_where_no_extent_is_whole() -> None:
+    blocks = BlockManager(2 * LEAST_EXTENTS, 16)
+    table = blocks.allocate(blocks.num_blocks, reserved=False)
+    for block in table[1::2]:
+        blocks.release([block])
+    assert blocks.allocate(3, reserved=False, after=table[0]) == [1, 3, 5]
 
 
 def test_a_published_block_stays_cached_and_is_found_and_locked() -> None:
@@ -158,9 +193,11 @@ def test_integrity_findings() -> None:
         "block 0: 1 references counted, 0 tables list it",
         "1 blocks reserved, 0 promised to sequences",
     ]
-    blocks._free.append(table[0])
-    blocks._free.remove(2)
+    assert [blocks._free.take(), blocks._free.take()] == [1, 2]
+    blocks._free.give(1)
+    blocks._free.give(0)
     assert blocks.check_integrity([table], 1) == ["block 0 is free and active", "block 2 is lost"]
-    blocks._free = [2, 1]
+    assert blocks._free.take() == 0
+    blocks._free.give(2)
     blocks._num_reserved = 3
     assert blocks.check_integrity([table], 3) == ["3 blocks reserved, 2 to be had"]
