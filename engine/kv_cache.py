@@ -1,6 +1,6 @@
 """The paged KV cache: one tensor, made once, owned by the model runner, and the arithmetic of its blocks.
 
-A block holds `block_size` tokens of all layers, so that it moves between workers as one piece. Which block belongs to
+A block holds `block_size` tokens of all layers. Which block belongs to
 whom is the block manager's business; here a block is only an index. KV goes in and out through staging memory, in the
 slices that a worker of another width sends or wants (`parallel.parts`).
 """
@@ -58,6 +58,9 @@ class KvCache:
     """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one rank of several, the heads
     that it holds. `layout` is the whole model's.
 
+    In memory the planes (K or V of a layer) come first and the blocks within them, so that what a layer reads of a
+    sequence with neighbouring blocks lies in a row.
+
     All of it is written once here, so that no transfer pays for the first use of a page: that costs ten times the
     copy. On a CPU it is on huge pages: attention reads a block here and a block there, and is a fifth faster so.
     """
@@ -70,12 +73,13 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         num_heads = len(shard.kv_heads(layout.num_kv_heads))
-        shape = (num_blocks, layout.num_layers, 2, num_heads, block_size, layout.head_dim)
+        shape = (layout.num_layers, 2, num_blocks, num_heads, block_size, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         if device.type == "cpu":
-            self.tensor_NL2KBD = HugePages().new(shape, dtype).zero_()
+            tensor_L2NKBD = HugePages().new(shape, dtype).zero_()
         else:
-            self.tensor_NL2KBD = torch.zeros(shape, dtype=dtype, device=device)
+            tensor_L2NKBD = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor_NL2KBD = tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
         self._layers = tuple(
             (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(layout.num_layers)
         )

@@ -4,15 +4,15 @@ Plain and stateless; any device, any dtype. `disagg.kernels.dispatch` is what ca
 
 Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV
 heads, D head dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K,
-B, D]: a strided view `cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], its inner
-[K, B, D] contiguous.
+B, D]: a view `cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], which may be strided,
+its inner [K, B, D] contiguous.
 
 Cache slots that no token was written to may hold anything, NaN included; no op lets them reach a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +190,34 @@ def _token_bytes(cache_NL2KBD: Tensor, data: Tensor, start: int, end: int, num_b
     return cache, data.view(L, two, K, end - start, row_bytes)
 
 
+def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tokens [start, end) as (first token, end, first block, number of blocks): neighbours in the sequence that are
+    neighbours in the cache, or a part of a block alone."""
+    token = start
+    while token < end:
+        first = token // block_size
+        count = 1
+        if token % block_size == 0:
+            while (first + count + 1) * block_size <= end and block_ids[first + count] == block_ids[first] + count:
+                count += 1
+        run_end = min((first + count) * block_size, end)
+        yield token, run_end, block_ids[first], count
+        token = run_end
+
+
+def _pairs(
+    cache_NL2KBD: Tensor, flat: Tensor, block_ids: Sequence[int], start: int, end: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same tokens in the cache and in the flat buffer, `[L, 2, K, blocks, tokens, row_bytes]`."""
+    cache, flat_L2KT = _token_bytes(cache_NL2KBD, flat, start, end, len(block_ids))
+    block_size = cache.shape[4]
+    for token, run_end, block, count in _runs(block_ids, block_size, start, end):
+        num_tokens = (run_end - token) // count
+        offset = token % block_size
+        held = cache[block : block + count, :, :, :, offset : offset + num_tokens].permute(1, 2, 3, 0, 4, 5)
+        yield held, flat_L2KT[:, :, :, token - start : run_end - start].view(held.shape)
+
+
 def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
     """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor.
 
@@ -197,26 +225,12 @@ def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: i
     need not be aligned to blocks. Some of the heads: a view `cache[:, :, :, first:last]`. ValueError when the range or
     the size of `out` does not fit.
     """
-    cache, flat = _token_bytes(cache_NL2KBD, out, start, end, len(block_ids))
-    block_size = cache.shape[4]
-    token = start
-    while token < end:
-        offset = token % block_size
-        count = min(block_size - offset, end - token)
-        source = cache[block_ids[token // block_size], :, :, :, offset : offset + count]
-        flat[:, :, :, token - start : token - start + count].copy_(source)
-        token += count
+    for held, flat in _pairs(cache_NL2KBD, out, block_ids, start, end):
+        flat.copy_(held)
 
 
 def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
     """Copy `data` (as `gather_kv` wrote it, possibly from a cache of another block size) into tokens [start, end) of
     the cache, or of the heads in a view of it."""
-    cache, flat = _token_bytes(cache_NL2KBD, data, start, end, len(block_ids))
-    block_size = cache.shape[4]
-    token = start
-    while token < end:
-        offset = token % block_size
-        count = min(block_size - offset, end - token)
-        source = flat[:, :, :, token - start : token - start + count]
-        cache[block_ids[token // block_size], :, :, :, offset : offset + count].copy_(source)
-        token += count
+    for held, flat in _pairs(cache_NL2KBD, data, block_ids, start, end):
+        held.copy_(flat)

@@ -108,6 +108,9 @@ class Chunks {
     Chunks(const Decode& args, const Piece& piece, const Piece& following)
         : cache_(args.cache), dim_(args.dim), piece_(&piece), following_(&following) {}
 
+    // Whether the next rows lie apart from those before them, or from the block before theirs.
+    bool is_apart() const { return block_ == 0 || piece_->blocks[block_] != piece_->blocks[block_ - 1] + 1; }
+
     const T* next() {
         const auto* base = static_cast<const T*>(at_values_ ? cache_.values : cache_.keys);
         const T* rows = base + piece_->blocks[block_] * cache_.block_stride + head_ * cache_.block_size * dim_;
@@ -175,11 +178,14 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
     const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
     for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
-    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them
+    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Blocks that follow
+    // each other are left to the processor's own prefetching, which has to see where the reads go.
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += args.cache.block_size)
             for (int64_t n = 0; n < num_heads; n += group) {
+                const bool is_apart = ahead.is_apart();
                 const T *rows = chunks.next(), *later = ahead.next();
+                if (!is_apart) later = rows;
                 const int64_t left = piece.num_tokens - first;
                 const int64_t count = left < args.cache.block_size ? left : args.cache.block_size;
                 for (int64_t t = 0; t < count; t += LANES)

@@ -9,12 +9,11 @@ from disagg.engine.free_blocks import FreeBlocks
 def test_the_first_whole_extent_goes_first_and_then_what_was_broken_first() -> None:
     free = FreeBlocks(7, 3)
     assert [free.take() for _ in range(3)] == [0, 3, 6]
-    assert not free.has_whole
-    assert len(free) == 4
+    assert (len(free), free.has_whole) == (4, False)
     assert [free.take() for _ in range(4)] == [1, 2, 4, 5]
     for block in (4, 6, 2):
         free.give(block)
-    assert free.has_whole  # the last extent has but one block
+    assert (len(free), free.has_whole) == (3, True)  # the last extent has but one block
     assert [free.take() for _ in range(3)] == [6, 4, 2]
 
 

@@ -34,33 +34,36 @@ def test_gather_is_in_canonical_order() -> None:
                     assert torch.equal(found[layer, kv, head, token - 10], expected)
 
 
-BLOCKS = {16: [5, 0, 7, 2, 9, 1], 32: [4, 1, 3], 48: [2, 0]}
-"""96 tokens in scattered blocks."""
+SCATTERED = {16: [5, 0, 7, 2, 9, 1], 32: [4, 1, 3], 48: [2, 0]}
+IN_RUNS = {16: [6, 7, 8, 1, 2, 0], 32: [3, 4, 5], 48: [0, 1]}
+"""Blocks of 96 tokens."""
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
-    source=st.sampled_from(sorted(BLOCKS)),
-    target=st.sampled_from(sorted(BLOCKS)),
+    source=st.sampled_from([(size, table) for blocks in (SCATTERED, IN_RUNS) for size, table in blocks.items()]),
+    target=st.sampled_from([(size, table) for blocks in (SCATTERED, IN_RUNS) for size, table in blocks.items()]),
     dtype=st.sampled_from(DTYPES),
     bounds=st.tuples(st.integers(0, 96), st.integers(0, 96)).map(sorted),
 )
 def test_any_range_survives_the_way_into_another_block_size(
-    source: int, target: int, dtype: torch.dtype, bounds: list[int]
+    source: tuple[int, list[int]], target: tuple[int, list[int]], dtype: torch.dtype, bounds: list[int]
 ) -> None:
     start, end = bounds
-    sent, received = random_cache(10, source, dtype, seed=1), random_cache(10, target, dtype, seed=2)
+    (source_size, source_table), (target_size, target_table) = source, target
+    sent, received = random_cache(10, source_size, dtype, seed=1), random_cache(10, target_size, dtype, seed=2)
+    received = received.permute(1, 2, 0, 3, 4, 5).contiguous().permute(2, 0, 1, 3, 4, 5)  # as `KvCache` has it
     before = received.clone()
     wire = torch.empty(2 * 2 * 3 * (end - start) * 8 * sent.element_size(), dtype=torch.uint8)
-    gather_kv(sent, BLOCKS[source], start, end, wire)
-    scatter_kv(received, BLOCKS[target], start, end, wire)
+    gather_kv(sent, source_table, start, end, wire)
+    scatter_kv(received, target_table, start, end, wire)
     for token in range(96):
-        found = received[BLOCKS[target][token // target], :, :, :, token % target]
+        found = received[target_table[token // target_size], :, :, :, token % target_size]
         origin, size, table = (
-            (sent, source, BLOCKS[source]) if start <= token < end else (before, target, BLOCKS[target])
+            (sent, source_size, source_table) if start <= token < end else (before, target_size, target_table)
         )
         assert torch.equal(found, origin[table[token // size], :, :, :, token % size])
-    unused = sorted(set(range(10)) - set(BLOCKS[target]))
+    unused = sorted(set(range(10)) - set(target_table))
     assert torch.equal(received[unused], before[unused])
 
 
