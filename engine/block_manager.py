@@ -1,9 +1,9 @@
 """The KV blocks of a worker: who holds them, how many are promised, which can be found again by content.
 
     free ──allocate──> active ──last holder lets go──> free      never published
-                         │                        └──> cached    published: its content stays until the block is needed
-                         │<──lock (prefix hit)───────────┤
-                         │<──evict and allocate──────────┘
+      │                  │                        └──> cached    published: its content stays until the block, or the
+      │                  │<──lock (prefix hit)───────────┤       extent that it lies in, is needed
+      │<──evict──────────────────────────────────────────┘
 
 A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Nobody else
 needs to hold one: whatever copies from blocks or into them does so on the engine thread, between two steps, and is done
@@ -62,6 +62,11 @@ class BlockManager:
     def num_free(self) -> int:
         """Blocks without content or holder."""
         return len(self._free)
+
+    @property
+    def num_apart(self) -> int:
+        """Of the free blocks, those in extents where others have blocks."""
+        return self._free.num_apart
 
     @property
     def num_cached(self) -> int:
@@ -215,5 +220,10 @@ class BlockManager:
         if block is not None:
             return block
         while self.num_cached and not self._free.has_whole and len(self._free) <= self._most_free:
+            if self._free and self._is_shared(self.prefix.oldest):
+                break
             self._free.give(self.prefix.evict())
         return self._free.take()
+
+    def _is_shared(self, block: int) -> bool:
+        return any(self._refs[other] for other in self._free.extent(block))

@@ -327,6 +327,7 @@ class EngineCore:
             blocks_cached=self._blocks.num_cached,
             blocks_reserved=self._blocks.num_reserved,
             steps=self._num_steps,
+            blocks_apart=self._blocks.num_apart,
         )
 
     def totals(self) -> EngineTotals:

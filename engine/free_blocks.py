@@ -18,7 +18,7 @@ class FreeBlocks:
         firsts = range(0, num_blocks, extent_blocks)
         self._extent_blocks = extent_blocks
         self._sizes = [min(extent_blocks, num_blocks - first) for first in firsts]
-        self._num_free = num_blocks
+        self._num_free = self._num_in_whole = num_blocks
         self._is_free = bytearray(b"\1" * num_blocks)
         self._counts = list(self._sizes)
         """Free blocks of each extent."""
@@ -38,6 +38,17 @@ class FreeBlocks:
         """Whether an extent is free as a whole."""
         return bool(self._whole)
 
+    @property
+    def num_apart(self) -> int:
+        """Those in extents where others have blocks."""
+        return self._num_free - self._num_in_whole
+
+    def extent(self, block: int) -> range:
+        """The blocks of its extent."""
+        index = block // self._extent_blocks
+        first = index * self._extent_blocks
+        return range(first, first + self._sizes[index])
+
     def take_after(self, block: int) -> int | None:
         """The block after one that is not free, if it is free and of the same extent."""
         assert not self._is_free[block]
@@ -48,7 +59,11 @@ class FreeBlocks:
 
     def take(self) -> int:
         """The first block of the first whole extent, or one of a broken extent; there is one."""
-        extent = heapq.heappop(self._whole) if self._whole else next(iter(self._broken))
+        if self._whole:
+            extent = heapq.heappop(self._whole)
+            self._num_in_whole -= self._sizes[extent]
+        else:
+            extent = next(iter(self._broken))
         return self._take(self._is_free.index(1, extent * self._extent_blocks))
 
     def give(self, block: int) -> None:
@@ -63,6 +78,7 @@ class FreeBlocks:
         else:
             self._broken.pop(extent, None)
             heapq.heappush(self._whole, extent)
+            self._num_in_whole += self._sizes[extent]
 
     def _take(self, block: int) -> int:
         self._is_free[block] = 0

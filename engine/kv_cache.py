@@ -62,7 +62,7 @@ class KvCache:
     sequence with neighbouring blocks lies in a row.
 
     All of it is written once here, so that no transfer pays for the first use of a page: that costs ten times the
-    copy. On a CPU it is on huge pages: attention reads a block here and a block there, and is a fifth faster so.
+    copy. On a CPU it is on huge pages: attention was a fifth faster so.
     """
 
     def __init__(

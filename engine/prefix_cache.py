@@ -83,8 +83,13 @@ class PrefixCache:
         """A published block is referenced again."""
         del self._evictable[block]
 
+    @property
+    def oldest(self) -> int:
+        """The block that was evictable for longest; there is one."""
+        return next(iter(self._evictable))
+
     def evict(self) -> int:
-        """Forget the content of the block that was evictable for longest, and return that block."""
+        """Forget the content of the oldest block, and return that block."""
         block, _ = self._evictable.popitem(last=False)
         hashes = self._hashes_of.pop(block)
         del self._block_of[hashes[-1]]

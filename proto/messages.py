@@ -300,6 +300,8 @@ class Load(Message, frozen=True, kw_only=True):
     """Promised and not written."""
     steps: int = 0
     """Engine steps since start."""
+    blocks_apart: int = 0
+    """Free, but between blocks of others: cached ones are given up before a new sequence gets these."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):

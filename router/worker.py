@@ -157,7 +157,7 @@ class Worker:
         load, info = self.load, self.info
         self._num_held_blocks = load.blocks_active + load.blocks_reserved
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
-        self.free_tokens = max(0, num_free) * info.block_size
+        self.free_tokens = max(0, num_free - load.blocks_apart) * info.block_size
         coefficients = self.model.coefficients
         self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
 

@@ -108,7 +108,7 @@ class Chunks {
     Chunks(const Decode& args, const Piece& piece, const Piece& following)
         : cache_(args.cache), dim_(args.dim), piece_(&piece), following_(&following) {}
 
-    // Whether the next rows lie apart from those before them, or from the block before theirs.
+    // Whether the next rows are of a block that does not follow the one before it, or of the first one of a pass.
     bool is_apart() const { return block_ == 0 || piece_->blocks[block_] != piece_->blocks[block_ - 1] + 1; }
 
     const T* next() {

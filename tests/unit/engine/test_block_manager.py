@@ -57,6 +57,7 @@ def test_sequences_that_grow_in_turns_have_their_blocks_in_rows() -> None:
         for table in tables:
             table += blocks.allocate(1, reserved=False, after=table[-1])
     assert tables == [[*range(8), 16, 17], [*range(8, 16), 24, 25]]
+    assert (blocks.num_free, blocks.num_apart) == (8 * LEAST_EXTENTS - 20, 12)
     assert blocks.check_integrity(tables, 0) == []
 
 
@@ -75,6 +76,19 @@ def test_a_new_extent_is_made_of_the_oldest_cached_blocks() -> None:
     assert blocks.allocate(3, reserved=False, after=4) == [5, 2, 3]
     assert (blocks.num_free, blocks.num_cached) == (1, 2)
     assert blocks.check_integrity([chains[2], [4, 5, 2, 3]], 0) == []
+
+
+def test_no_prefix_is_given_up_where_that_makes_no_extent() -> None:
+    blocks = BlockManager(2 * LEAST_EXTENTS, 16)
+    table = blocks.allocate(blocks.num_blocks, reserved=False)
+    for block, block_hash in zip(table[1:20:2], HASHES, strict=True):
+        blocks.publish(block, [block_hash])
+        blocks.release([block])
+    assert blocks.allocate(2, reserved=False) == [1, 3]  # nothing else was free
+    blocks.release([500])
+    assert (blocks.num_free, blocks.num_apart, blocks.num_cached) == (1, 1, 8)
+    assert blocks.allocate(1, reserved=False) == [500]
+    assert blocks.num_cached == 8
 
 
 def test_blocks_between_those_of_others_will_do_where_no_extent_is_whole() -> None:

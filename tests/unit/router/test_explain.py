@@ -49,9 +49,10 @@ def test_the_chosen_option_is_the_decision_word_for_word() -> None:
     assert (decision.policy, decision.num_options) == ("joint", 4)
 
 
-def test_what_a_prefill_pushes_out_is_part_of_the_delay() -> None:
+@pytest.mark.parametrize("load", [Load(blocks_total=64, blocks_cached=64), Load(blocks_total=64, blocks_apart=64)])
+def test_what_a_prefill_pushes_out_is_part_of_the_delay(load: Load) -> None:
     it = Placing("joint", busy(worker_info("p0", num_blocks=64)), "d0")
-    it.fleet.report(worker_report("p0", 1, load=Load(blocks_total=64, blocks_cached=64)), 0.0)
+    it.fleet.report(worker_report("p0", 1, load=load), 0.0)
     choice = it.choose(reuse=0.5, output_tokens=1.0)
     assert choice is not None
     option = Placed(it.policy, DEMAND, choice).decision()
