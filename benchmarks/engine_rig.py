@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
+
+PIECE_TOKENS = 128
+"""Of the KV that comes in at a time."""
 
 WARM_UP_STEPS = 3
 """Steps of a batch that are not counted: the first ones of a size may prepare what the others use."""
@@ -87,9 +91,7 @@ class EngineRig:
             RuntimeError: where the engine does not take the sequences, or a step is not what was asked for.
         """
         specs = [self._spec(context - WARM_UP_STEPS, WARM_UP_STEPS + num_steps + 2) for _ in range(batch)]
-        data = self._random_kv(context - WARM_UP_STEPS)
-        for spec in specs:
-            self._place(spec, data)
+        self._place(specs)
         for _ in range(WARM_UP_STEPS):
             self._core.step(time.monotonic())
         gc.collect()
@@ -98,12 +100,21 @@ class EngineRig:
             self._core.handle(Release(spec.key), time.monotonic())
         return times_ms
 
-    def _place(self, spec: SequenceSpec, data: Buffer) -> None:
-        core, now, num_tokens = self._core, time.monotonic(), spec.num_known_tokens
-        events = [*core.handle(Reserve(spec), now), *core.handle(Scatter(spec.key, 0, 0, num_tokens, data), now)]
-        events += core.handle(Join(spec.key, unpack_token_ids(spec.prompt_token_ids)[0]), now)
-        if not {Reserved, Joined} <= {type(event) for event in events}:
-            raise RuntimeError(f"the engine does not decode {spec.request_id}: {events}")
+    def _place(self, specs: list[SequenceSpec]) -> None:
+        """Their KV comes in pieces of `PIECE_TOKENS`, of each sequence in turn, as from several prefill workers at a
+        time: none has all its blocks in a row."""
+        core, now, num_tokens = self._core, time.monotonic(), specs[0].num_known_tokens
+        events = [event for spec in specs for event in core.handle(Reserve(spec), now)]
+        for start in range(0, num_tokens, PIECE_TOKENS):
+            end = min(start + PIECE_TOKENS, num_tokens)
+            data = self._random_kv(end - start)
+            for spec in specs:
+                events += core.handle(Scatter(spec.key, start // PIECE_TOKENS, start, end, data), now)
+        for spec in specs:
+            events += core.handle(Join(spec.key, unpack_token_ids(spec.prompt_token_ids)[0]), now)
+        kinds = Counter(type(event) for event in events)
+        if not kinds[Reserved] == kinds[Joined] == len(specs):
+            raise RuntimeError(f"the engine does not decode {len(specs)} sequences of {num_tokens} tokens: {kinds}")
 
     def _timed_step(self, batch: int) -> float:
         started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Attention over the paged cache on a GPU, against FlashAttention-3 and the chip's peak.
 
 32 query heads on 8 KV heads of 128, as in Llama-3-8B; blocks of 64 tokens in random order, and prefill with blocks of
-16 besides; the cache has two layers, so that one of them is strided as it is in the engine.
+16 besides.
 
 The figures of FlashAttention-3 were measured by others with vLLM 0.24 on an H200: ai-dynamo/aiconfigurator
 (Apache-2.0), `generation_attention_perf` and `context_attention_perf` of h200_sxm, kernel `vllm_flash_attn_fa3`, bf16,
@@ -84,15 +84,16 @@ TINY = Shape(
 
 
 class Cache:
-    """Two layers of random KV, of which the second is used, and tables of its blocks."""
+    """Random KV of one layer, in the order in memory that `KvCache` has, and tables of its blocks."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape, self._device = shape, device
         most = max(max(b * c for b, c in shape.decode_cells), max(t + s for t, s in shape.prefill_chunks))
         num_blocks = 2 * -(-most // shape.block_size)
-        size = (num_blocks, 2, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        cache_NL2KBD = torch.empty(size, dtype=shape.dtype, device=device).normal_().to(shape.cache_dtype)
-        self.keys_NKBD, self.values_NKBD = cache_NL2KBD[:, 1, 0], cache_NL2KBD[:, 1, 1]
+        size = (2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self.keys_NKBD, self.values_NKBD = (
+            torch.empty(size, dtype=shape.dtype, device=device).normal_().to(shape.cache_dtype)
+        )
         self._order_N = torch.randperm(num_blocks, device=device).to(torch.int32)
 
     def tables(self, num_seqs: int, context_len: int) -> Tensor:

@@ -233,5 +233,6 @@ def _random(*shape: int) -> Tensor:
 
 
 def _cache(model: ModelConfig, num_blocks: int, layers: int) -> Tensor:
-    """[num_blocks, layers, 2, K, B, D], K then V."""
-    return _random(num_blocks, layers, 2, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
+    """[num_blocks, layers, 2, K, B, D], K then V, in the order in memory that `KvCache` has."""
+    cache_L2NKBD = _random(layers, 2, num_blocks, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
+    return cache_L2NKBD.permute(2, 0, 1, 3, 4, 5)

@@ -212,6 +212,8 @@ def _pairs(
     cache, flat_L2KT = _token_bytes(cache_NL2KBD, flat, start, end, len(block_ids))
     block_size = cache.shape[4]
     for token, run_end, block, count in _runs(block_ids, block_size, start, end):
+        if not 0 <= block <= cache.shape[0] - count:
+            raise IndexError(f"blocks [{block}, {block + count}) are not within a cache of {cache.shape[0]}")
         num_tokens = (run_end - token) // count
         offset = token % block_size
         held = cache[block : block + count, :, :, :, offset : offset + num_tokens].permute(1, 2, 3, 0, 4, 5)

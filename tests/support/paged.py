@@ -32,7 +32,8 @@ class PagedCase:
         self.device, self.dtype, self.dim, self.scale = device, dtype, dim, dim**-0.5
         self.num_heads, K = heads
         widths = [-(-length // block_size) for length in context_lens]
-        cache = torch.full((sum(widths) + 1, 2, 2, K, block_size, dim), math.nan, dtype=dtype, device=device)
+        cache = torch.full((2, 2, sum(widths) + 1, K, block_size, dim), math.nan, dtype=dtype, device=device)
+        cache = cache.permute(2, 0, 1, 3, 4, 5)  # the order in memory that `KvCache` has
         ids = (torch.randperm(sum(widths), generator=self._random, device=device) + 1).int()
         self.tables_SM = torch.zeros(len(context_lens), max(widths) + 1, dtype=torch.int32, device=device)
         """Padded with 0, as the reference wants it."""

@@ -20,8 +20,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def new_cache(num_blocks: int, layers: int, K: int, block_size: int, D: int, dtype: torch.dtype) -> Tensor:
-    """A whole cache [num_blocks, layers, 2, K, B, D] of NaN: what is read without being written shows."""
-    return torch.full((num_blocks, layers, 2, K, block_size, D), math.nan, dtype=dtype)
+    """A whole cache [num_blocks, layers, 2, K, B, D] of NaN, in the order in memory that `KvCache` has: what is read
+    without being written shows."""
+    return torch.full((layers, 2, num_blocks, K, block_size, D), math.nan, dtype=dtype).permute(2, 0, 1, 3, 4, 5)
 
 
 def write(cache_NKBD: Tensor, table: Sequence[int], rows_CKD: Tensor) -> None:

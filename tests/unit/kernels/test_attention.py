@@ -134,6 +134,20 @@ def test_nan_in_a_late_key_shows_in_its_heads(native: NativeOps) -> None:
     assert case.decode(native).isnan().any(-1).tolist() == [[False, False, True, True], [False] * 4]
 
 
+def test_blocks_in_a_row_are_read_as_scattered_ones(ops: Any) -> None:
+    case = Case([700, 40], (9, 3), 64, torch.bfloat16)
+    scattered = case.decode(ops)
+    rows = oracle.new_cache(50, 3, 3, 16, 64, torch.bfloat16)[:, 1]
+    tables = torch.zeros_like(case.tables_SM)
+    tables[0, :44] = torch.cat([torch.arange(3, 27), torch.arange(28, 48)])  # two rows
+    tables[1, :3] = torch.arange(3)
+    for sequence, width in ((0, 44), (1, 3)):
+        there, here = tables[sequence, :width].long(), case.tables_SM[sequence, :width].long()
+        rows[there, 0], rows[there, 1] = case.keys_NKBD[here], case.values_NKBD[here]
+    case.keys_NKBD, case.values_NKBD, case.tables_SM = rows[:, 0], rows[:, 1], tables
+    assert torch.equal(case.decode(ops), scattered)
+
+
 def test_keys_may_be_the_values(native: NativeOps) -> None:
     case = Case([300, 40], (4, 2), 64, torch.float32)
     case.values_NKBD = case.keys_NKBD

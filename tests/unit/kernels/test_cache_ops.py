@@ -106,6 +106,14 @@ def test_a_range_outside_the_blocks_is_refused(copy: Any, start: int, end: int) 
 
 
 @pytest.mark.parametrize("copy", [gather_kv, scatter_kv])
+@pytest.mark.parametrize(("table", "blocks"), [([0, 2, 3, 4], r"\[2, 5\)"), ([-1], r"\[-1, 0\)")])
+def test_a_block_outside_the_cache_is_refused(copy: Any, table: list[int], blocks: str) -> None:
+    buffer = torch.empty(len(table) * 16 * 2 * 2 * 3 * 8 * 4, dtype=torch.uint8)
+    with pytest.raises(IndexError, match=f"blocks {blocks} are not within a cache of 4"):
+        copy(random_cache(4, 16, torch.float32), table, 0, len(table) * 16, buffer)
+
+
+@pytest.mark.parametrize("copy", [gather_kv, scatter_kv])
 @pytest.mark.parametrize(
     "buffer", [torch.empty(383, dtype=torch.uint8), torch.empty(384), torch.empty(2, 192, dtype=torch.uint8)]
 )

@@ -151,7 +151,7 @@ def test_an_fp8_cache_is_read_with_its_scales() -> None:
         lambda case, q: (q.double(), case.keys_NKBD, case.values_NKBD, case.tables_SM),
         lambda case, q: (q, case.keys_NKBD.half(), case.values_NKBD.half(), case.tables_SM),
         lambda case, q: (q, case.keys_NKBD, case.values_NKBD, case.tables_SM.long()),
-        lambda case, q: (q, case.keys_NKBD, case.values_NKBD.contiguous(), case.tables_SM),
+        lambda case, q: (q, case.keys_NKBD, case.values_NKBD.repeat(1, 2, 1, 1)[:, :1], case.tables_SM),
         lambda case, q: (
             q.transpose(0, 1).contiguous().transpose(0, 1),
             case.keys_NKBD,

@@ -158,9 +158,9 @@ def test_fp8_cache_holds_values_over_the_scale_and_clamps() -> None:
 def test_gather_and_scatter(
     ops: TritonOps, dtype: torch.dtype, dim: int, heads: int, block_size: int, chosen: slice
 ) -> None:
-    """Words of 8, 4 and 1 bytes; ranges that begin and end inside blocks; some of the heads."""
-    shape = (9, 2, 2, heads, block_size, dim)
-    cache = (random(*shape, dtype=torch.float32) * 50).to(dtype)
+    """Words of 8, 4 and 1 bytes; ranges that begin and end inside blocks; some of the heads; the order of `KvCache`."""
+    shape = (2, 2, 9, heads, block_size, dim)
+    cache = (random(*shape, dtype=torch.float32) * 50).to(dtype).permute(2, 0, 1, 3, 4, 5)
     start, end, blocks = 1, 2 * block_size + 2, [7, 2, 5]
     view = cache[:, :, :, chosen]
     expected = torch.zeros((end - start) * view[0, :, :, :, 0].numel() * dtype.itemsize, dtype=torch.uint8)
