@@ -315,13 +315,12 @@ class EngineCore:
         """What this worker is doing. Reserved sequences count as waiting; their prompt is computed by another
         worker."""
         scheduler = self._scheduler
-        live = scheduler.sequences.values()
         num_suspended = scheduler.swap.num_kept
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) - num_suspended + scheduler.num_reserved,
             num_suspended=num_suspended,
-            uncomputed_prompt_tokens=sum(sequence.num_uncomputed_prompt_tokens for sequence in live),
+            uncomputed_prompt_tokens=sum(it.num_uncomputed_prompt_tokens for it in scheduler.sequences.values()),
             blocks_total=self._blocks.num_blocks,
             blocks_active=self._blocks.num_active,
             blocks_cached=self._blocks.num_cached,

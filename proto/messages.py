@@ -1,7 +1,6 @@
 """Messages between our own processes: frozen structs in closed tagged unions, msgpack on the wire.
 
 Four conversations, in frames of `encode` and `decoder`:
-
     gateway  <-> worker   Session    down: dispatch, cancel, connect; up: one `StepUpdate` per step
     router    -> worker   Watch      up: `WorkerReport`, load and KV events, coalesced
     operator  -> worker   Audit      `AuditReport`: what the worker holds, for conservation checks
