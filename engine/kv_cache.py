@@ -1,8 +1,8 @@
 """The paged KV cache: one tensor, made once, owned by the model runner, and the arithmetic of its blocks.
 
-A block holds `block_size` tokens of all layers. Which block belongs to
-whom is the block manager's business; here a block is only an index. KV goes in and out through staging memory, in the
-slices that a worker of another width sends or wants (`parallel.parts`).
+A block holds `block_size` tokens of all layers. Which block belongs to whom is the block manager's business; here a
+block is only an index. KV goes in and out through staging memory, in the slices that a worker of another width sends or
+wants (`parallel.parts`).
 """
 
 from __future__ import annotations

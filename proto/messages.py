@@ -1,6 +1,7 @@
 """Messages between our own processes: frozen structs in closed tagged unions, msgpack on the wire.
 
 Four conversations, in frames of `encode` and `decoder`:
+
     gateway  <-> worker   Session    down: dispatch, cancel, connect; up: one `StepUpdate` per step
     router    -> worker   Watch      up: `WorkerReport`, load and KV events, coalesced
     operator  -> worker   Audit      `AuditReport`: what the worker holds, for conservation checks
@@ -339,8 +340,7 @@ STEP_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 
 
 class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
-    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream (a
-    snapshot)."""
+    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream."""
 
     worker_id: WorkerId
     incarnation: Incarnation
