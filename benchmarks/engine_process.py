@@ -11,10 +11,12 @@ The parent's side is `Engine`. Between tasks the process waits for input and use
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -114,14 +116,15 @@ class Engine:
 
 
 @contextmanager
-def running_engine(config: WorkerConfig) -> Iterator[Engine]:
-    """An engine on the cores of `config`, until the block ends.
+def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterator[Engine]:
+    """An engine on the cores of `config`, until the block ends; that of other sources where `packages` is their `src`.
 
     Raises:
         RuntimeError: if the process does not start, or a task fails; the reason is on its stderr.
     """
     command = [sys.executable, "-m", "benchmarks.engine_process"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    env = os.environ if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield Engine(process, config)
         finally:

@@ -13,6 +13,8 @@
 
 #ifdef __AVX512BF16__
 
+#include <unistd.h>
+
 #include <vector>
 
 #include "panels.h"
@@ -23,6 +25,20 @@ namespace {
 constexpr int64_t LINE = 64;
 constexpr int64_t STREAM_AHEAD = 8192;
 constexpr int64_t PANELS_A_RUN = 3;
+
+// Whether weights are asked for into the second-level cache, because the first one is small: what they would push out of it
+// is needed sooner. With 48 KiB (Zen 5) the first level was the better one, with 32 (Zen 4) it cost a fifth of the time; and
+// there, the processor's own prefetching does best with up to UNASKED_ROWS rows of bf16. docs/benchmarks/2026-11-22-panels.md
+constexpr int64_t SMALL_CACHE = 32 << 10;
+constexpr int64_t UNASKED_ROWS = 5;
+const bool INTO_SECOND_LEVEL = [] {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    return size > 0 && size <= SMALL_CACHE;
+#else
+    return false;
+#endif
+}();
 
 struct Linear {
     const bf16* x;
@@ -53,8 +69,9 @@ void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROW
     }
 }
 
-// While it computes, a tile asks the memory for AHEAD_LINES cache lines from `ahead` on for each pair of inputs.
-template <int ROWS, int AHEAD_LINES, class Source>
+// While it computes, a tile asks the memory for AHEAD_LINES cache lines from `ahead` on for each pair of inputs, into the cache
+// of that LEVEL.
+template <int ROWS, int AHEAD_LINES, int LEVEL, class Source>
 void tile(const Linear& args, int64_t row, int64_t column, Source source, const char* ahead) {
     const bf16* x = args.x + row * args.x_stride;
     vf acc[ROWS][VECS] = {};
@@ -69,7 +86,7 @@ void tile(const Linear& args, int64_t row, int64_t column, Source source, const 
     };
     int64_t k = 0;
     for (; k + 2 <= args.depth; k += 2) {
-        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) __builtin_prefetch(ahead);
+        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 4 - LEVEL);
         step(k, 2);
     }
     if (k < args.depth) step(k, 1);
@@ -79,11 +96,22 @@ void tile(const Linear& args, int64_t row, int64_t column, Source source, const 
 template <class Source>
 using Tile = void (*)(const Linear&, int64_t, int64_t, Source, const char*);
 
-template <class Source, int AHEAD_LINES>
+template <class Source, int LINES, int LEVEL>
 constexpr Tile<Source> TILES[] = {
-    tile<1, AHEAD_LINES, Source>, tile<2, AHEAD_LINES, Source>,  tile<3, AHEAD_LINES, Source>,  tile<4, AHEAD_LINES, Source>,
-    tile<5, AHEAD_LINES, Source>, tile<6, AHEAD_LINES, Source>,  tile<7, AHEAD_LINES, Source>,  tile<8, AHEAD_LINES, Source>,
-    tile<9, AHEAD_LINES, Source>, tile<10, AHEAD_LINES, Source>, tile<11, AHEAD_LINES, Source>, tile<12, AHEAD_LINES, Source>};
+    tile<1, LINES, LEVEL, Source>,  tile<2, LINES, LEVEL, Source>,  tile<3, LINES, LEVEL, Source>,
+    tile<4, LINES, LEVEL, Source>,  tile<5, LINES, LEVEL, Source>,  tile<6, LINES, LEVEL, Source>,
+    tile<7, LINES, LEVEL, Source>,  tile<8, LINES, LEVEL, Source>,  tile<9, LINES, LEVEL, Source>,
+    tile<10, LINES, LEVEL, Source>, tile<11, LINES, LEVEL, Source>, tile<12, LINES, LEVEL, Source>};
+
+template <class Source, int AHEAD_LINES>
+Tile<Source> tile_of(int64_t num_rows) {
+    const auto& tiles = INTO_SECOND_LEVEL ? TILES<Source, AHEAD_LINES, 2> : TILES<Source, AHEAD_LINES, 1>;
+    return tiles[num_rows - 1];
+}
+template <class Source>
+Tile<Source> unasking_tile_of(int64_t num_rows) {
+    return TILES<Source, 0, 1>[num_rows - 1];
+}
 constexpr int64_t MAX_ROWS = 12;
 
 // The rows of tile t of `num_tiles`, nearly equal shares.
@@ -99,12 +127,16 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
 // the next panel each, and all find their own in the cache.
 void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
     const char* start = reinterpret_cast<const char*>(panel);
-    if (num_tiles == 1) return TILES<Bf16Source, VECS>[args.num_rows - 1](args, 0, column, {panel}, start + STREAM_AHEAD);
+    if (num_tiles == 1) {
+        const bool asks = !INTO_SECOND_LEVEL || args.num_rows > UNASKED_ROWS;
+        const auto choose = asks ? tile_of<Bf16Source, VECS> : unasking_tile_of<Bf16Source>;
+        return choose(args.num_rows)(args, 0, column, {panel}, start + STREAM_AHEAD);
+    }
     const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
     for (int64_t t = 0; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        const Tile<Bf16Source>* tiles = t < VECS ? TILES<Bf16Source, 1> : TILES<Bf16Source, 0>;
-        tiles[rows.count - 1](args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
+        const auto choose = t < VECS ? tile_of<Bf16Source, 1> : unasking_tile_of<Bf16Source>;
+        choose(rows.count)(args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
     }
 }
 
@@ -113,13 +145,13 @@ void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_
 void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int64_t panel_size, int64_t num_tiles) {
     thread_local std::vector<bf16> widened;
     const char* ahead = reinterpret_cast<const char*>(panel) + STREAM_AHEAD;
-    if (num_tiles == 1) return TILES<Int8Source, 1>[args.num_rows - 1](args, 0, column, Int8Source(panel), ahead);
+    if (num_tiles == 1) return tile_of<Int8Source, 1>(args.num_rows)(args, 0, column, Int8Source(panel), ahead);
     if (static_cast<int64_t>(widened.size()) < panel_size) widened.resize(panel_size);
     const Rows first = rows_of(0, num_tiles, args.num_rows);
-    TILES<KeepingSource, 1>[first.count - 1](args, 0, column, KeepingSource(panel, widened.data()), ahead);
+    tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened.data()), ahead);
     for (int64_t t = 1; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        TILES<Bf16Source, 0>[rows.count - 1](args, rows.first, column, {widened.data()}, ahead);
+        unasking_tile_of<Bf16Source>(rows.count)(args, rows.first, column, {widened.data()}, ahead);
     }
 }
 

@@ -1,0 +1,141 @@
+"""Decode steps and prompts of this tree's engine beside another commit's, in turns.
+
+python benchmarks/engine_commits.py REVISION --json FILE
+
+Both engines live at once, each a process on the same first cores, one of them at work at a time; what drives them is
+this tree's. A turn measures each batch size and a prompt on one engine and then on the other, the order turned round from
+turn to turn. A ratio is the median, over the turns, of this tree's time over the other's, so that what the machine does
+meanwhile meets both. A revision whose engine takes other commands than this tree's is refused by its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import REPOSITORY, print_table, report, write_json
+from benchmarks.engine import BATCHES, WEIGHT_BYTES, Kind, worker_config
+from benchmarks.engine_process import Engine, running_engine
+from benchmarks.serving import positive
+from disagg.cluster.models import DEFAULT_MODEL, resolve_model
+from disagg.cluster.process_tools import available_cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Milliseconds of one work in one turn, on both engines."""
+
+    before: float
+    after: float
+
+
+def measure_kind(engines: tuple[Engine, Engine], options: argparse.Namespace) -> dict[str, list[Pair]]:
+    """All turns of `(the other revision's engine, this tree's)`, by the name of the work."""
+    found: dict[str, list[Pair]] = {}
+    for turn in range(options.turns):
+        for batch in [*options.batches, None]:
+            times = [0.0, 0.0]
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                times[side] = _time_ms(engines[side], batch, options)
+            name = f"decode {batch}" if batch else f"prompt of {options.input_tokens}"
+            found.setdefault(name, []).append(Pair(before=times[0], after=times[1]))
+    return found
+
+
+def _time_ms(engine: Engine, batch: int | None, options: argparse.Namespace) -> float:
+    """Of the median step, or of a prompt."""
+    if batch is None:
+        return engine.prefill(options.input_tokens)
+    return statistics.median(engine.decode(batch, options.input_tokens, options.steps))
+
+
+def rows_of(kind: Kind, found: dict[str, list[Pair]]) -> list[dict[str, Any]]:
+    """A row for each work."""
+    rows = []
+    for name, pairs in found.items():
+        ratios = [pair.after / pair.before for pair in pairs]
+        rows.append(
+            {
+                "engine": kind.name,
+                "what": name,
+                "before_ms": round(statistics.median(pair.before for pair in pairs), 3),
+                "after_ms": round(statistics.median(pair.after for pair in pairs), 3),
+                "ratio": round(statistics.median(ratios), 4),
+                "least_ratio": round(min(ratios), 4),
+                "most_ratio": round(max(ratios), 4),
+            }
+        )
+    return rows
+
+
+def check_out(revision: str, folder: Path) -> Path:
+    """The files of a revision in an empty folder; its packages, to be found before this tree's.
+
+    Raises:
+        ValueError: git does not know the revision.
+    """
+    archive = subprocess.run(["git", "archive", revision], cwd=REPOSITORY, capture_output=True, check=False)
+    if archive.returncode:
+        raise ValueError(f"revision: {archive.stderr.decode().strip()}")
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    return folder / "src"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    num_cores = len(available_cores())
+    parser.add_argument("revision", help="what to compare with: a commit, a branch, a tag")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
+    parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--quantization", choices=[*WEIGHT_BYTES], nargs="+", default=["none"])
+    parser.add_argument("--input-tokens", type=positive, default=512, help="of a prompt, and of contexts")
+    parser.add_argument("--steps", type=positive, default=48, help="decode steps of each batch size, each turn")
+    parser.add_argument("--turns", type=positive, default=6)
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure, print the table, write the report."""
+    options = parse_arguments()
+    model_path = resolve_model(options.model)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="disagg-commit-") as folder:
+        other = check_out(options.revision, Path(folder))
+        for quantization in options.quantization:
+            for num_threads in options.threads:
+                kind = Kind(num_threads=num_threads, quantization=quantization)
+                print(f"{kind.name} ...", file=sys.stderr, flush=True)
+                with ExitStack() as stack:
+                    config = worker_config(kind, model_path)
+                    before = stack.enter_context(running_engine(config, other))
+                    after = stack.enter_context(running_engine(config))
+                    rows += rows_of(kind, measure_kind((before, after), options))
+    columns = ("engine", "work", f"{options.revision}, ms", "this tree, ms", "ratio", "least", "most")
+    lines = [
+        (row["engine"], row["what"], f"{row['before_ms']:.2f}", f"{row['after_ms']:.2f}", f"{row['ratio']:.3f}",
+         f"{row['least_ratio']:.3f}", f"{row['most_ratio']:.3f}")
+        for row in rows
+    ]  # fmt: skip
+    print_table(f"this tree beside {options.revision}", columns, lines)
+    if options.json:
+        summary = {f"{row['what']}, {row['engine']}".replace(" ", "_").replace(",", ""): row["ratio"] for row in rows}
+        write_json(options.json, report(rows, summary))
+        print(f"report: {options.json}")
+
+
+if __name__ == "__main__":
+    main()
