@@ -3,9 +3,9 @@
 python benchmarks/engine_commits.py REVISION --json FILE
 
 Both engines live at once, each a process on the same first cores, one of them at work at a time; what drives them is
-this tree's. A turn measures each batch size and a prompt on one engine and then on the other, the order turned round from
-turn to turn. A ratio is the median, over the turns, of this tree's time over the other's, so that what the machine does
-meanwhile meets both. A revision whose engine takes other commands than this tree's is refused by its process.
+this tree's. A turn measures each batch size and a prompt on one engine and then on the other, the order turned round
+from turn to turn. A ratio is the median, over the turns, of this tree's time over the other's, so that what the machine
+does meanwhile meets both. The other engine has to understand the configuration and the commands of this tree's.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "ahead.h"
 #include "calls.h"
 #include "rows.h"
 #include "team.h"
@@ -178,14 +179,15 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
     const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
     for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
-    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Blocks that follow
-    // each other are left to the processor's own prefetching, which has to see where the reads go.
+    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Where lines go into
+    // the first-level cache, blocks that follow each other are left to the processor's own prefetching, which has to see where
+    // the reads go.
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += args.cache.block_size)
             for (int64_t n = 0; n < num_heads; n += group) {
-                const bool is_apart = ahead.is_apart();
+                const bool asks = INTO_SECOND_LEVEL || ahead.is_apart();
                 const T *rows = chunks.next(), *later = ahead.next();
-                if (!is_apart) later = rows;
+                if (!asks) later = rows;
                 const int64_t left = piece.num_tokens - first;
                 const int64_t count = left < args.cache.block_size ? left : args.cache.block_size;
                 for (int64_t t = 0; t < count; t += LANES)

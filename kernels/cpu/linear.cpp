@@ -6,14 +6,13 @@
 // cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
 // Threads take panels. Subnormal numbers count as zero. Strides in elements, rows of x contiguous, the output contiguous.
 
+#include "ahead.h"
 #include "calls.h"
 #include "elementwise.h"
 #include "team.h"
 #include "vec.h"
 
 #ifdef __AVX512BF16__
-
-#include <unistd.h>
 
 #include <vector>
 
@@ -22,23 +21,11 @@
 namespace disagg {
 namespace {
 
-constexpr int64_t LINE = 64;
 constexpr int64_t STREAM_AHEAD = 8192;
 constexpr int64_t PANELS_A_RUN = 3;
 
-// Whether weights are asked for into the second-level cache, because the first one is small: what they would push out of it
-// is needed sooner. With 48 KiB (Zen 5) the first level was the better one, with 32 (Zen 4) it cost a fifth of the time; and
-// there, the processor's own prefetching does best with up to UNASKED_ROWS rows of bf16. docs/benchmarks/2026-11-22-panels.md
-constexpr int64_t SMALL_CACHE = 32 << 10;
+// Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone.
 constexpr int64_t UNASKED_ROWS = 5;
-const bool INTO_SECOND_LEVEL = [] {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    return size > 0 && size <= SMALL_CACHE;
-#else
-    return false;
-#endif
-}();
 
 struct Linear {
     const bf16* x;
@@ -86,7 +73,7 @@ void tile(const Linear& args, int64_t row, int64_t column, Source source, const 
     };
     int64_t k = 0;
     for (; k + 2 <= args.depth; k += 2) {
-        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 4 - LEVEL);
+        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) ask<LEVEL>(ahead);
         step(k, 2);
     }
     if (k < args.depth) step(k, 1);

@@ -2,13 +2,10 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "vec.h"
 
 namespace disagg {
-
-inline void prefetch(const void* start, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(start) + at);
-}
 
 // DIM is the head dim, or 0 for one that is known at run time only (then the last vector of a row may be short).
 template <int DIM>
@@ -37,7 +34,7 @@ struct Rows {
         vf partial[H][LANES] = {};
         for (int t = 0; t < count; ++t) {
             const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            prefetch(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
+            ask_all(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
             vf acc[H] = {};
             for (int v = 0; v < shape.vecs(); ++v) {
                 const vf k = load(row + v * LANES, shape.lanes(v));
@@ -53,7 +50,7 @@ struct Rows {
                     int64_t stride) {
         for (int t = 0; t < count; ++t) {
             const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            prefetch(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
+            ask_all(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
             for (int v = 0; v < shape.vecs(); ++v) {
                 const vf value = load(row + v * LANES, shape.lanes(v));
                 for (int h = 0; h < H; ++h) acc[h][v] += weights[h * stride + t] * value;
@@ -102,7 +99,7 @@ struct PairRows {
             for (int i = 0; i < 4; ++i) {
                 const int t = 4 * quarter + i;
                 const bf16* row = rows + (t < count ? t : 0) * DIM;
-                prefetch(ahead + t * DIM, DIM * sizeof(bf16));
+                ask_all(ahead + t * DIM, DIM * sizeof(bf16));
                 for (int v = 0; v < PAIRS; ++v) {
                     const __m512i k = load_pairs(row + v * 2 * LANES);
                     for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);
@@ -120,7 +117,7 @@ struct PairRows {
     static void add(vf (*acc)[VECS], Shape<DIM>, const bf16* rows, const bf16* ahead, int count, const bf16* weights,
                     int64_t stride) {
         const auto add_two = [&](const bf16* row, const bf16* second, int t) {
-            prefetch(ahead + t * DIM, 2 * DIM * sizeof(bf16));
+            ask_all(ahead + t * DIM, 2 * DIM * sizeof(bf16));
             for (int v = 0; v < PAIRS; ++v) {
                 const __m512i a = load_pairs(row + v * 2 * LANES);
                 const __m512i b = second ? load_pairs(second + v * 2 * LANES) : __m512i{};

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engine, kernel_cases, kernels, kv_use, peers_llamacpp
+from benchmarks import engine, engine_commits, kernel_cases, kernels, kv_use, peers_llamacpp
 from benchmarks.ceilings import Ceilings
 from benchmarks.engine import Decode, Kind, Measured, Repeat
+from benchmarks.engine_commits import Pair
 from benchmarks.engine_rig import EngineRig, LoopShape
 from benchmarks.peers_llamacpp import PeerRun
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
@@ -238,3 +239,26 @@ def test_a_request_that_never_fits_is_an_error() -> None:
     speed = kv_use.Speed(prefill_tok_s=1.0, decode_ms=1.0)
     with pytest.raises(ValueError, match=r"request 0 has 120 \+ 9 tokens; the blocks hold 128"):
         kv_use.replay([trace_request(0.0, 120, 9)], kv_use.new_scheduler(8, 16, 512), speed)
+
+
+# ---------------------------------------------------------------- two commits
+
+
+def test_a_ratio_is_the_median_over_turns_of_this_tree_over_the_other_commit() -> None:
+    pairs = [Pair(before=10.0, after=8.0), Pair(before=20.0, after=10.0), Pair(before=4.0, after=5.0)]
+    assert engine_commits.rows_of(Kind(num_threads=1, quantization="int8"), {"decode 8": pairs}) == [
+        {
+            "engine": "int8, 1 thread",
+            "what": "decode 8",
+            "before_ms": 10.0,
+            "after_ms": 8.0,
+            "ratio": 0.8,
+            "least_ratio": 0.5,
+            "most_ratio": 1.25,
+        }
+    ]
+
+
+def test_a_commit_that_git_does_not_know_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="revision: "):
+        engine_commits.check_out("no-such-commit", tmp_path)

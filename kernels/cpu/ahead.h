@@ -1,0 +1,40 @@
+// Asking the memory for what will soon be read.
+
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace disagg {
+
+constexpr int64_t LINE = 64;
+
+// Whether what is read once, weights and KV, is asked for into the second-level cache, because the first one is small: what it
+// would push out of there is needed sooner, and the first level waits for few lines at a time. With 32 KiB (Zen 4) that takes
+// a fifth to a third off products and attention; processors with more (Zen 5 has 48 KiB) are asked to fetch into the first.
+// docs/benchmarks/2026-11-22-second-level.md
+constexpr int64_t SMALL_CACHE = 32 << 10;
+inline const bool INTO_SECOND_LEVEL = [] {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    return size > 0 && size <= SMALL_CACHE;
+#else
+    return false;
+#endif
+}();
+
+template <int LEVEL>
+inline void ask(const void* at) {
+    __builtin_prefetch(at, 0, 4 - LEVEL);
+}
+
+inline void ask_all(const void* start, int64_t bytes) {
+    const char* first = static_cast<const char*>(start);
+    if (INTO_SECOND_LEVEL)
+        for (int64_t at = 0; at < bytes; at += LINE) ask<2>(first + at);
+    else
+        for (int64_t at = 0; at < bytes; at += LINE) ask<1>(first + at);
+}
+
+}  // namespace disagg
