@@ -25,7 +25,7 @@ constexpr int64_t STREAM_AHEAD = 8192;
 constexpr int64_t PANELS_A_RUN = 3;
 
 // Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone.
-constexpr int64_t UNASKED_ROWS = 5;
+constexpr int64_t UNASKED_ROWS = 4;
 
 struct Linear {
     const bf16* x;
