@@ -1,14 +1,15 @@
 // Causal attention of a chunk of one sequence over its paged context. Threads take tiles of rows; each packs the context.
 //
 // Per KV head, K and V of the context are packed once from their blocks into the order in which the products read them. Then,
-// for each query head and tile of query tokens: scores = Q K^T as far as the tile can see, softmax of each row up to its own
-// position, out = P V. Tiles are small enough for their scores to stay in the second-level cache.
+// for each query head and tile of query tokens: scores = Q K^T as far as each block of rows can see, softmax of each row up to
+// its own position, out = P V. Tiles are small enough for their scores to stay in the second-level cache.
 //
 // Products work on 32-bit words: one fp32 number, or, where the processor multiplies bf16 pairs (AVX512-BF16), two bf16
 // numbers along the summed dimension. Sums and softmax are fp32; P is rounded to bf16 in the latter case, as in torch's own
 // CPU kernel.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "calls.h"
@@ -83,13 +84,12 @@ void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, i
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
+// The same for up to ROW_TILE rows.
 template <class Mul, int VECS>
-void product_rows(int64_t rows, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c,
-                  int64_t c_stride, bool add) {
-    int64_t r = 0;
-    for (; r + ROW_TILE <= rows; r += ROW_TILE)
-        product<Mul, ROW_TILE, VECS>(a + r * a_stride, a_stride, b, b_stride, size, c + r * c_stride, c_stride, add);
-    for (; r < rows; ++r)
+void product_of(int64_t rows, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c,
+                int64_t c_stride, bool add) {
+    if (rows == ROW_TILE) return product<Mul, ROW_TILE, VECS>(a, a_stride, b, b_stride, size, c, c_stride, add);
+    for (int64_t r = 0; r < rows; ++r)
         product<Mul, 1, VECS>(a + r * a_stride, a_stride, b, b_stride, size, c + r * c_stride, c_stride, add);
 }
 
@@ -167,16 +167,11 @@ class Attention {
         for (int64_t r = 0; r < rows; ++r)
             Mul::pack(static_cast<const T*>(args_.q) + (first + r) * args_.q_stride_token + head * args_.q_stride_head,
                       args_.dim, padded_dim_, queries_.data() + r * row_words_);
-        const int64_t visible = round_up(args_.start + first + rows, KEY_TILE);
-        float* scores = reinterpret_cast<float*>(scores_.data());
-        for (int64_t key = 0; key < visible; key += KEY_TILE)
-            product_rows<Mul, 4>(rows, queries_.data(), row_words_, keys_.data() + key * row_words_, KEY_TILE, row_words_,
-                                 scores + key, padded_end_, false);
+        const int64_t before = args_.start + first;
+        score(before, rows);
         float inverse[16 * ROW_TILE];
-        for (int64_t r = 0; r < rows; ++r)
-            inverse[r] = softmax(scores_.data() + r * padded_end_, args_.start + first + r + 1, visible);
-        for (int64_t token = 0; token < visible; token += SUM_TILE)
-            add_values(rows, token, std::min(SUM_TILE, visible - token), token > 0);
+        for (int64_t r = 0; r < rows; ++r) inverse[r] = softmax(scores_.data() + r * padded_end_, before + r + 1);
+        for (int64_t token = 0; token < before + rows; token += SUM_TILE) add_values(before, rows, token);
         for (int64_t r = 0; r < rows; ++r) {
             T* out = static_cast<T*>(args_.out) + ((first + r) * args_.num_heads + head) * args_.dim;
             for (int d = 0; d < args_.dim; d += LANES)
@@ -184,14 +179,28 @@ class Attention {
         }
     }
 
-    // In place: scores of the first `length` keys to weights e^(score - max), the others up to `width` to 0. 1 / their sum.
-    float softmax(Word* row, int64_t length, int64_t width) {
+    // Scores of rows that have `before` keys and one more for each row before them; a block of rows as far as its last one sees.
+    void score(int64_t before, int64_t rows) {
+        float* scores = reinterpret_cast<float*>(scores_.data());
+        for (int64_t key = 0; key < before + rows; key += KEY_TILE)
+            for (int64_t r = std::max<int64_t>(key - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE)
+                product_of<Mul, 4>(std::min<int64_t>(ROW_TILE, rows - r), queries_.data() + r * row_words_, row_words_,
+                                   keys_.data() + key * row_words_, KEY_TILE, row_words_, scores + r * padded_end_ + key,
+                                   padded_end_, false);
+    }
+
+    // In place: scores of the first `length` keys to weights e^(score - max), and 0 as far as a row of the same block may see.
+    // 1 / their sum.
+    float softmax(Word* row, int64_t length) {
         float* scores = reinterpret_cast<float*>(row);
-        const int64_t padded = round_up(length, LANES);
-        for (int64_t i = 0; i < length; i += LANES) store(scores + i, load(scores + i) * args_.scale);
+        const int64_t padded = round_up(length, LANES), width = std::min(round_up(length + ROW_TILE, LANES), padded_end_);
         for (int64_t i = length; i < padded; ++i) scores[i] = -INFINITY;
         vf best = splat(-INFINITY);
-        for (int64_t i = 0; i < padded; i += LANES) best = max(load(scores + i), best);
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const vf scaled = load(scores + i) * args_.scale;
+            store(scores + i, scaled);
+            best = max(scaled, best);
+        }
         const vf top = splat(max(best));
         vf total = {};
         for (int64_t i = 0; i < padded; i += LANES) {
@@ -203,16 +212,22 @@ class Attention {
         return 1.0f / sum(total);
     }
 
-    // sums_ (+)= weights of tokens [token, token + count) times their values.
-    void add_values(int64_t rows, int64_t token, int64_t count, bool add) {
+    // sums_ (+)= weights of up to SUM_TILE tokens from `token` on times their values, a block of rows as far as its last one
+    // sees.
+    void add_values(int64_t before, int64_t rows, int64_t token) {
         const Word* weights = scores_.data() + token / Mul::PER_WORD;
         const Word* values = values_.data() + token / Mul::PER_WORD * padded_dim_;
-        const int64_t size = count / Mul::PER_WORD;
+        const auto add = [&](auto vecs, int d) {
+            for (int64_t r = std::max<int64_t>(token - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE) {
+                const int64_t block = std::min<int64_t>(ROW_TILE, rows - r), seen = before + r + block - token;
+                product_of<Mul, vecs()>(block, weights + r * padded_end_, padded_end_, values + d, padded_dim_,
+                                        round_up(std::min(seen, SUM_TILE), Mul::PER_WORD) / Mul::PER_WORD,
+                                        sums_.data() + r * padded_dim_ + d, padded_dim_, token > 0);
+            }
+        };
         int d = 0;
-        for (; d + 4 * LANES <= padded_dim_; d += 4 * LANES)
-            product_rows<Mul, 4>(rows, weights, padded_end_, values + d, padded_dim_, size, sums_.data() + d, padded_dim_, add);
-        for (; d < padded_dim_; d += LANES)
-            product_rows<Mul, 1>(rows, weights, padded_end_, values + d, padded_dim_, size, sums_.data() + d, padded_dim_, add);
+        for (; d + 4 * LANES <= padded_dim_; d += 4 * LANES) add(std::integral_constant<int, 4>{}, d);
+        for (; d < padded_dim_; d += LANES) add(std::integral_constant<int, 1>{}, d);
     }
 
     const Prefill& args_;

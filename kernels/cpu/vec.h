@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -131,13 +131,19 @@ inline vf sum_each(const vf* x) {
 #endif
 }
 
-// e^x to about 1e-7 relative, for x clamped to [-87, 88]; NaN stays NaN. x = n ln2 + r with |r| <= ln2 / 2, n rounded by
-// adding 1.5 * 2^23; e^r by its Taylor series to r^7; 2^n by writing the exponent.
+// e^x to about 1e-7 relative, for x clamped to [-87, 88]; NaN stays NaN. x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor
+// series to r^7. Without AVX-512, n is rounded by adding 1.5 * 2^23, and 2^n made by writing the exponent.
 inline vf exp(vf x) {
+#ifdef __AVX512F__
+    x = (vf)_mm512_max_ps((__m512)splat(-87.0f), (__m512)x);  // of a NaN and a number, the second
+    x = (vf)_mm512_min_ps((__m512)splat(88.0f), (__m512)x);
+    const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = x < splat(-87.0f) ? splat(-87.0f) : x;
     x = x > splat(88.0f) ? splat(88.0f) : x;
     const vf shifted = x * 1.44269504088896341f + 12582912.0f;
     const vf n = shifted - 12582912.0f;
+#endif
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = splat(1.0f / 5040.0f);
@@ -148,8 +154,12 @@ inline vf exp(vf x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
+#ifdef __AVX512F__
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     const vi exponent = ((vi)shifted - 0x4b400000 + 127) << 23;
     return p * (vf)exponent;
+#endif
 }
 
 }  // namespace disagg
