@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-O3",
-    "-march=native",
     "-std=c++17",
     "-shared",
     "-fPIC",
@@ -68,26 +67,30 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
 
 
-def build(files: Sequence[Path], folder: Path, compiler: str) -> Library:
-    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done."""
-    macros = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-    path = folder / f"{_digest(files, macros)}.so"
+def build(files: Sequence[Path], folder: Path, compiler: str, processor: str = "native") -> Library:
+    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done.
+
+    `processor` is what the compiler calls the one to compile for.
+    """
+    flags = (*FLAGS, f"-march={processor}")
+    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
+    path = folder / f"{_digest(files, flags, macros)}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _compile(files, path, compiler)
+                _compile(files, path, [compiler, *flags])
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
     return Library(path, _simd(macros))
 
 
-def _compile(files: Sequence[Path], path: Path, compiler: str) -> None:
-    logger.info("compiling the CPU kernels with %s into %s: once, a few seconds", compiler, path)
+def _compile(files: Sequence[Path], path: Path, compiler: Sequence[str]) -> None:
+    logger.info("compiling the CPU kernels with %s into %s: once, a few seconds", compiler[0], path)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
-        _run([compiler, *FLAGS, *(str(file) for file in files if file.suffix == ".cpp"), "-o", str(made)])
+        _run([*compiler, *(str(file) for file in files if file.suffix == ".cpp"), "-o", str(made)])
         made.replace(path)
 
 
@@ -102,9 +105,9 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _digest(files: Sequence[Path], macros: str) -> str:
+def _digest(files: Sequence[Path], flags: Sequence[str], macros: str) -> str:
     """Names sources, flags, compiler version and processor: the last two are among the predefined macros."""
-    digest = hashlib.sha256("\n".join((*FLAGS, macros)).encode())
+    digest = hashlib.sha256("\n".join((*flags, macros)).encode())
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:32]

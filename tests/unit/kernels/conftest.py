@@ -1,4 +1,5 @@
-"""Every op is tested in both implementations: the torch reference and, where a compiler is, the C++ kernels."""
+"""Every op is tested in all implementations: the torch reference and, where a compiler is, the C++ kernels, for this
+processor and, where it has AVX-512, for those that end at AVX2."""
 
 from __future__ import annotations
 
@@ -16,30 +17,49 @@ from disagg.kernels.cpu.ops import NativeOps
 torch.set_num_threads(1)
 
 
+AVX2 = "x86-64-v3"
+
+
 @functools.cache
-def native_ops() -> NativeOps | str:
+def native_ops(processor: str = "native") -> NativeOps | str:
     """The C++ kernels, or why there are none."""
     try:
-        return NativeOps(build.build(build.sources(), build.cache_folder(), build.find_compiler()).path)
+        library = build.build(build.sources(), build.cache_folder(), build.find_compiler(), processor)
     except build.BuildError as error:
         return str(error)
+    return NativeOps(library.path)
 
 
-@pytest.fixture
-def native() -> NativeOps:
-    ops = native_ops()
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this processor's kernels differ from those for AVX2, which it can run."""
+    return build.build(build.sources(), build.cache_folder(), build.find_compiler()).simd == "avx512"
+
+
+def ops_or_skip(processor: str = "native") -> NativeOps:
+    """The C++ kernels; skips the test where there are none."""
+    ops = native_ops(processor)
     if isinstance(ops, str):
         pytest.skip(ops)
     return ops
 
 
-@pytest.fixture(params=["reference", "cpu-c++"])
+@pytest.fixture
+def native() -> NativeOps:
+    return ops_or_skip()
+
+
+@pytest.fixture(params=["reference", "cpu-c++", "cpu-c++-avx2"])
 def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOps:
     """An implementation; a C++ op that declines its tensors returns None, and so fails the test."""
     if request.param == "reference":
         return reference
-    found: NativeOps = request.getfixturevalue("native")
-    return found
+    found = ops_or_skip()
+    if request.param == "cpu-c++":
+        return found
+    if not has_avx512():
+        pytest.skip("this processor's own kernels are those for AVX2, or it cannot run them")
+    return ops_or_skip(AVX2)
 
 
 @pytest.fixture
