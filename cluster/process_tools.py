@@ -32,6 +32,7 @@ MAX_OPEN_FILES = 1 << 16
 """More than a gateway's connections; some systems refuse to set `unlimited`."""
 KILL_TIMEOUT_S = 5.0
 """How long the kernel may take to end a killed process."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def available_cores() -> tuple[int, ...]:
@@ -57,6 +58,33 @@ def pin_process(cores: Iterable[int]) -> bool:
             logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
             return False
     return True
+
+
+def see_own_devices(device: str, count: int) -> str:
+    """Have this process see `count` CUDA devices from `device` on and no others, and return what the first of them is
+    called then; another kind of device stays what it is. To be called before anything uses CUDA."""
+    visible = own_devices(device, count, os.environ.get(VISIBLE_DEVICES))
+    if visible is None:
+        return device
+    os.environ[VISIBLE_DEVICES] = visible
+    return "cuda"
+
+
+def own_devices(device: str, count: int, visible: str | None) -> str | None:
+    """What CUDA_VISIBLE_DEVICES is to be for a process that uses `count` CUDA devices from `device` on, where it is
+    `visible` now; they are the first that the process sees then. None: it stays as it is, because `device` is none of
+    CUDA or there are not as many.
+
+    Threads begin on the first device that their process sees, and kernels are launched on the thread's device.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return None
+    first = int(index or 0)
+    if visible is None:
+        return ",".join(map(str, range(first, first + count)))
+    chosen = [name for name in visible.split(",") if name][first : first + count]
+    return ",".join(chosen) if len(chosen) == count else None
 
 
 def interrupt_nobody() -> None:

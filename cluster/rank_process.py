@@ -18,7 +18,13 @@ import sys
 import msgspec
 
 from disagg.cluster.logs import setup_logging
-from disagg.cluster.process_tools import freeze_start, pin_process, read_config, terminate_when_orphaned
+from disagg.cluster.process_tools import (
+    freeze_start,
+    pin_process,
+    read_config,
+    see_own_devices,
+    terminate_when_orphaned,
+)
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.follower import serve_rank
 from disagg.engine.parallel.runner import ShardRunner
@@ -46,9 +52,10 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def be_rank(start: RankStart) -> int:
     """Be a rank until rank 0 ends or is lost; returns the exit status."""
-    pin_process(start.config.cores)
+    config = msgspec.structs.replace(start.config, device=see_own_devices(start.config.device, 1))
+    pin_process(config.cores)
     shard = Shard(start.rank, start.config.tp)
-    return serve_rank(start.config, shard, start.leader_address, start.secret, _load)
+    return serve_rank(config, shard, start.leader_address, start.secret, _load)
 
 
 def _load(config: WorkerConfig, shard: Shard) -> ShardRunner:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
+
 from disagg.cluster.child import run_child
 from disagg.cluster.control.register_link import Resolve
+from disagg.cluster.process_tools import see_own_devices
 from disagg.cluster.rank_host import rank_processes
 from disagg.cluster.ranks import rank_config
 from disagg.cluster.worker_host import WorkerHost
@@ -16,6 +19,7 @@ from disagg.proto.cluster_secret import ClusterSecret
 
 def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
     """The worker of this configuration, in this process and as many more as it has ranks."""
+    config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.tp))
     start_ranks = rank_processes(config, secret) if config.tp > 1 else None
     return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks)
 

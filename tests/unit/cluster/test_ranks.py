@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from disagg.cluster import ranks
 from disagg.cluster.config import parse_config
 from disagg.cluster.launch import plan_launch
+from disagg.cluster.process_tools import VISIBLE_DEVICES, own_devices, see_own_devices
 from disagg.cluster.rank_process import RankStart
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.shards import Shard
@@ -61,6 +63,31 @@ def test_ranks_that_see_all_devices_take_different_ones(device: str, sees_all: b
     assert [each.device for each in found] == devices
     assert [each.cores for each in found] == [(0,), (1,)]
     assert {msgspec.structs.replace(each, device=device, cores=(0, 1)) for each in found} == {config}
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "visible", "own"),
+    [
+        ("cpu", 1, None, None),
+        ("cuda", 1, None, "0"),
+        ("cuda:2", 1, None, "2"),
+        ("cuda:2", 2, None, "2,3"),
+        ("cuda:1", 1, "4,7", "7"),
+        ("cuda", 2, "GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b"),
+        ("cuda:1", 2, "4,7", None),
+        ("cuda", 1, "", None),
+    ],
+)
+def test_a_process_sees_its_own_devices_only(device: str, count: int, visible: str | None, own: str | None) -> None:
+    assert own_devices(device, count, visible) == own
+
+
+def test_the_first_of_its_own_devices_is_the_first_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE_DEVICES, "3,5,6")
+    assert (see_own_devices("cuda:1", 2), os.environ[VISIBLE_DEVICES]) == ("cuda", "5,6")
+    assert (see_own_devices("cuda:1", 1), os.environ[VISIBLE_DEVICES]) == ("cuda", "6")
+    assert (see_own_devices("cuda:1", 1), os.environ[VISIBLE_DEVICES]) == ("cuda:1", "6")
+    assert (see_own_devices("cpu", 1), os.environ[VISIBLE_DEVICES]) == ("cpu", "6")
 
 
 def test_the_only_rank_is_told_what_its_worker_is_told() -> None:
