@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ from disagg.proto.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+GPU_WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Attention has tiles of fewer rows for shorter chunks, each a kernel of its own."""
 
 
 class TorchModelRunner:
@@ -75,6 +78,10 @@ class TorchModelRunner:
         self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
         self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
         self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
+        self._staging_stream: Any = None
+        """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
+        if self._device.type == "cuda":
+            self._staging_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._sampler = Sampler(model.vocab_size)
         if shard.size == 1:
             self.join(None, self.num_blocks)
@@ -109,6 +116,11 @@ class TorchModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""
         return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
+
+    @property
+    def warm_up_lengths(self) -> tuple[int, ...]:
+        """Prompts to compute before the first request."""
+        return (WARM_UP_TOKENS,) if self._device.type == "cpu" else GPU_WARM_UP_TOKENS
 
     def capture_steps(self) -> None:
         """Capture what is captured at start: on a GPU, the decode steps of every bucket size."""
@@ -151,7 +163,8 @@ class TorchModelRunner:
         """A flat staging buffer: a uint8 numpy array on CPU, a uint8 tensor on a GPU. Contents are undefined."""
         if self._device.type == "cpu":
             return np.empty(nbytes, dtype=np.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with torch.cuda.stream(self._staging_stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
@@ -180,19 +193,20 @@ class TorchModelRunner:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """One prefill and one decode step on block 0, so that the first request does not pay for first uses.
+    """Prefills and decode steps on the first blocks, so that the first requests do not pay for first uses: on a GPU
+    also of the kernels that are compiled for chunks of other lengths.
 
-    To be called before any sequence: it overwrites the first tokens of block 0.
+    To be called before any sequence: it overwrites the first tokens of the cache.
     """
-    num_tokens = min(WARM_UP_TOKENS, runner.max_model_len - 1)
+    lengths = [WARM_UP_TOKENS]
     if isinstance(runner, TorchModelRunner):
         runner.capture_steps()
-    if num_tokens < 1:
-        return
-    sequence = stand_in(num_tokens, 0, runner.block_size)
-    runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
-    sequence.token_ids.append(0)
-    runner.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
+        lengths = list(runner.warm_up_lengths)
+    for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in lengths} - {0}):
+        sequence = stand_in(num_tokens, 0, runner.block_size)
+        runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
+        sequence.token_ids.append(0)
+        runner.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

@@ -18,6 +18,7 @@ capturing thread's calls are checked.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -72,18 +73,29 @@ class GraphCapturer:
             CaptureError: `run` synchronizes with the host, or does something else that a graph cannot hold.
         """
         with torch.cuda.device(self._device):
-            graph = _cuda.CUDAGraph()
+            graph, current = _cuda.CUDAGraph(), _cuda.current_stream(self._device)
             try:
                 self._warm_up(run)
                 with _cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     outputs = run()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                self._leave(current)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 raise CaptureError(f"the computation cannot be a CUDA graph: {error}") from error
             self.num_graphs += 1
             captured = CudaGraph(graph, outputs)
             return captured.replay(), captured
+
+    def _leave(self, stream: Any) -> None:
+        """Be where the thread was before a capture that failed: torch's own way out ends at the first error, on the
+        stream of the capture and with memory still taken from its pool, which nothing is taken from again."""
+        _cuda.set_stream(stream)
+        end_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with contextlib.suppress(RuntimeError):  # where torch did get as far
+            if end_pool is not None:
+                end_pool(stream.device_index, self._pool)
+        self._pool = _cuda.graph_pool_handle()
 
     def _warm_up(self, run: Callable[[], object]) -> None:
         """On the stream of the capture, because libraries keep their work space per stream."""

@@ -67,12 +67,12 @@ def sections() -> tuple[Section, ...]:
     return (
         Section(name="environment", limit_s=90, program="benchmarks.gpu_environment"),
         Section(name="limits", limit_s=40, program="benchmarks.gpu_timing"),
-        Section(name="kernels", limit_s=120, tests=kernel_tests),
+        Section(name="kernels", limit_s=200, tests=kernel_tests),
         Section(name="engine", limit_s=110, tests=(f"{TEST_FOLDER}/test_engine.py", f"{TEST_FOLDER}/test_graphs.py")),
+        Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
         Section(name="model", limit_s=90, program="benchmarks.gpu_model"),
         Section(name="attention", limit_s=70, program="benchmarks.gpu_attention"),
         Section(name="transfer", limit_s=40, program="benchmarks.gpu_transfer"),
-        Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
     )
 
 
@@ -137,11 +137,11 @@ def _kill_session(child: subprocess.Popen[bytes]) -> None:
 def check_section(section: Section, device: str, folder: Path, limit_s: float) -> tuple[list[Row], Outcome | None]:
     """Run it; its rows, and one more where it did not end as it should."""
     if limit_s <= 0:
-        return [Row(section=section.name, name="run", status="open", detail="no time was left")], None
+        return [failure(section.name, "run", "no time was left")], None
     missing = [test for test in section.tests if not (REPOSITORY / test).exists()]
     if missing or not (section.program or section.tests):
         detail = f"no such tests: {', '.join(missing)}" if missing else "there are no tests"
-        return [Row(section=section.name, name="run", status="open", detail=detail)], None
+        return [failure(section.name, "run", detail)], None
     log = folder / f"{section.name}.log"
     outcome = run_process(command(section, device, folder), environment(section, device, folder), log, limit_s)
     rows = read_rows(folder / f"{section.name}.rows")
@@ -192,10 +192,13 @@ def make_report(rows: list[Row], arguments: Sequence[str]) -> CheckReport:
     """The rows with where they come from."""
     machine = {row.name: row.detail for row in rows if row.section == "environment" and row.status == "info"}
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    try:
+        commit = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        commit = ""
     return CheckReport(
         machine=machine,
-        commit=done.stdout.strip() or "unknown",
+        commit=commit or "unknown",
         command=shlex.join(["python", "scripts/gpu_check.py", *arguments]),
         rows=[row for row in rows if not (row.section == "environment" and row.status in ("info", "ok"))],
     )

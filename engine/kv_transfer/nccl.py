@@ -118,15 +118,23 @@ def _join(pair_name: str, address: str, side: Side) -> NcclTransport:
     return NcclTransport(group, 1 - rank, _device_thread(device.index))
 
 
-_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Torch takes these from the environment only, when a group is made."""
+_WATCHDOG_OFF = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""Torch takes these from the environment only, when a group is made. Its watchdog thread runs all the same, and at an
+error waits four times the last one, with a lock that new operations and the end of the group need."""
+_NEVER = datetime.timedelta(days=1)
+"""When the watchdog would call an operation late: the state machines are quicker."""
 _environment_lock = threading.Lock()
 
 
 def _new_group(store: Any, rank: int) -> Any:
     options = _dist.ProcessGroupNCCL.Options()
     options.config.blocking = False
-    options._timeout = datetime.timedelta(seconds=SET_UP_TIMEOUT_S)
+    options._timeout = _NEVER
     with _environment_lock:
         # How long a call may wait for the peer's half of it; read once in a process, at the first such wait.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(SET_UP_TIMEOUT_S)))
@@ -214,7 +222,8 @@ class _DeviceThread:
             under_way = [operation for operation in under_way if operation not in finished]
             for operation in finished:
                 error = operation.error or (CLOSED if operation.transport.closed else "")
-                operation.done(not error, error)
+                with torch.cuda.stream(operation.transport.stream):  # a checksum does not wait for the engine's step
+                    operation.done(not error, error)
 
     def _post(self, operation: _Operation) -> None:
         group = operation.transport.group

@@ -23,7 +23,8 @@ from torch import Tensor
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
 
-MAX_HEAD_DIM = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 9, 256
+"""Tensor cores take products over at least 16 numbers, and heads are padded to a power of two."""
 MAX_GROUP = 64
 """Query heads of a KV head."""
 MAX_SEQUENCES = 4096
@@ -56,7 +57,7 @@ def _takes(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tabl
         and q_TND.stride()[1:] == (D, 1)
         and tables.dtype == torch.int32
         and tables.stride(-1) == 1
-        and D == shape[3] <= MAX_HEAD_DIM
+        and MIN_HEAD_DIM <= D == shape[3] <= MAX_HEAD_DIM
         and N % K == 0
         and N // K <= MAX_GROUP
         and scale > 0.0

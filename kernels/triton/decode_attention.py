@@ -82,7 +82,7 @@ def _keep_piece(
     tl.store(stats_ptr + rows_M * 2 + 1, top_M, mask=held_M)
 
 
-@partial(jit, do_not_specialize=["num_sequences"])
+@partial(jit, do_not_specialize=["num_sequences", "table_stride"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     key_ptr: tl.tensor,

@@ -44,7 +44,7 @@ def _chunk(
         return start, tl.load(starts_ptr + sequence + 1) - start, tl.load(lens_ptr + sequence)
 
 
-@partial(jit, do_not_specialize=["num_tokens", "context_len"])
+@partial(jit, do_not_specialize=["num_tokens", "context_len", "table_stride"])
 def _prefill_kernel(
     q_ptr: tl.tensor,
     key_ptr: tl.tensor,

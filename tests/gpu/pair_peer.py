@@ -139,8 +139,8 @@ def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
         elif runner is not None:
             found = send_kv(side, runner)
         else:
-            sys.stdin.read()  # until it is killed, or told to go
             found = {"ok": True}
+        sys.stdin.read()  # until it is killed, or told to go: to abort would cut what is still on its way
     side.transport.close()
     print(json.dumps(found), flush=True)
 

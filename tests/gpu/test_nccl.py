@@ -47,7 +47,8 @@ class Peer:
 
 @contextmanager
 def peer(side: str, scenario: str, device: torch.device, folder: Path | str) -> Iterator[Peer]:
-    environment = os.environ | {"NCCL_HOSTID": f"gpu-check-{side}", "NCCL_SOCKET_IFNAME": "lo"}
+    own = {"NCCL_HOSTID": f"gpu-check-{side}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+    environment = os.environ | own | {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stderr"}
     arguments = [sys.executable, "-m", "tests.gpu.pair_peer", side, scenario, str(device), str(folder)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -78,17 +78,17 @@ def prefill(runner: Computes, sequence: Sequence, *, start: int = 0, chunk_token
 
 def decode(runner: Computes, sequences: list[Sequence], num_steps: int) -> list[Tensor]:
     """Greedy decode steps of all sequences together; they grow. The logits [num_steps, vocab] of each."""
-    steps = [torch.empty((len(sequences), 0, runner.vocab_size))]
+    steps: list[Tensor] = []
     for _ in range(num_steps):
         logits = runner.forward(StepPlan(decodes=tuple(map(last_token, sequences))))
         for sequence, row in zip(sequences, logits, strict=True):
             sequence.token_ids.append(int(row.argmax()))
         steps.append(logits[:, None])
-    return list(torch.cat(steps, dim=1))
+    return list(torch.cat(steps, dim=1)) if steps else list(torch.empty((len(sequences), 0, runner.vocab_size)))
 
 
 def generate(runner: Computes, sequence: Sequence, num_tokens: int, **prefill_options: int) -> Tensor:
     """Prefill, then greedy decode alone until `num_tokens` tokens are there; their logits [num_tokens, vocab]."""
     first = prefill(runner, sequence, **prefill_options)
     sequence.token_ids.append(int(first.argmax()))
-    return torch.cat((first[None], decode(runner, [sequence], num_tokens - 1)[0]))
+    return torch.cat((first[None], decode(runner, [sequence], num_tokens - 1)[0].to(first.device)))

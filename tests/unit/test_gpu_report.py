@@ -87,18 +87,18 @@ def test_the_exit_status_says_what_was_found(rows: list[Row], status: int) -> No
     assert exit_status(rows) == status
 
 
-def test_what_there_is_no_time_or_test_for_is_open(tmp_path: Path) -> None:
+def test_a_section_without_time_or_tests_has_failed(tmp_path: Path) -> None:
     no_tests = Section(name="kernels", limit_s=9.0, tests=("tests/gpu/test_nothing.py",))
     found = check([SECTION], "cpu", tmp_path, 0.0) + check_section(no_tests, "cpu", tmp_path, 9.0)[0]
     assert [(each.section, each.status, each.detail) for each in found] == [
-        ("model", "open", "no time was left"),
-        ("kernels", "open", "no such tests: tests/gpu/test_nothing.py"),
+        ("model", "failed", "no time was left"),
+        ("kernels", "failed", "no such tests: tests/gpu/test_nothing.py"),
     ]
 
 
 def test_all_sections_fit_into_ten_minutes_and_exist() -> None:
     found = sections()
-    assert sum(section.limit_s for section in found) <= 680.0
+    assert sum(section.limit_s for section in found) <= 760.0
     assert [section.name for section in found][:2] == ["environment", "limits"]
     files = [f"{section.program.replace('.', '/')}.py" for section in found if section.program]
     assert all(
