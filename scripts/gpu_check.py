@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "src")]
 
 from benchmarks.gpu_report import BAD, CheckReport, Row, as_json, as_markdown, as_table, failure, read_rows
+from disagg.cluster import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NO_DEVICE = 3
@@ -67,7 +68,7 @@ def sections() -> tuple[Section, ...]:
     return (
         Section(name="environment", limit_s=90, program="benchmarks.gpu_environment"),
         Section(name="limits", limit_s=40, program="benchmarks.gpu_timing"),
-        Section(name="kernels", limit_s=200, tests=kernel_tests),
+        Section(name="kernels", limit_s=140, tests=kernel_tests),
         Section(name="engine", limit_s=110, tests=(f"{TEST_FOLDER}/test_engine.py", f"{TEST_FOLDER}/test_graphs.py")),
         Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
         Section(name="model", limit_s=90, program="benchmarks.gpu_model"),
@@ -191,14 +192,9 @@ def exit_status(rows: Sequence[Row]) -> int:
 def make_report(rows: list[Row], arguments: Sequence[str]) -> CheckReport:
     """The rows with where they come from."""
     machine = {row.name: row.detail for row in rows if row.section == "environment" and row.status == "info"}
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        commit = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git
-        commit = ""
     return CheckReport(
         machine=machine,
-        commit=commit or "unknown",
+        commit=provenance.commit(),
         command=shlex.join(["python", "scripts/gpu_check.py", *arguments]),
         rows=[row for row in rows if not (row.section == "environment" and row.status in ("info", "ok"))],
     )

@@ -32,5 +32,4 @@ def test_the_product_is_that_of_the_rounded_values(device: torch.device, rows: i
     expected = (values.float() * scales[:, None]) @ packed.dequantized(torch.float32).t()
     expected = expected if bias is None else expected + bias.float()
     error = packed.product(x, bias).float() - expected
-    # Tensor cores add up 14 bits of a sum; the result has 8.
-    assert error.square().mean().sqrt() < 0.01 * expected.square().mean().sqrt()
+    assert error.square().mean().sqrt() < 0.005 * expected.square().mean().sqrt()
