@@ -92,12 +92,9 @@ constexpr Tile<Source> TILES[] = {
 
 template <class Source, int AHEAD_LINES>
 Tile<Source> tile_of(int64_t num_rows) {
-    const auto& tiles = INTO_SECOND_LEVEL ? TILES<Source, AHEAD_LINES, 2> : TILES<Source, AHEAD_LINES, 1>;
+    constexpr int SECOND = AHEAD_LINES ? 2 : 1;  // what asks for nothing is the same for either level
+    const auto& tiles = INTO_SECOND_LEVEL ? TILES<Source, AHEAD_LINES, SECOND> : TILES<Source, AHEAD_LINES, 1>;
     return tiles[num_rows - 1];
-}
-template <class Source>
-Tile<Source> unasking_tile_of(int64_t num_rows) {
-    return TILES<Source, 0, 1>[num_rows - 1];
 }
 constexpr int64_t MAX_ROWS = 12;
 
@@ -116,13 +113,13 @@ void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_
     const char* start = reinterpret_cast<const char*>(panel);
     if (num_tiles == 1) {
         const bool asks = !INTO_SECOND_LEVEL || args.num_rows > UNASKED_ROWS;
-        const auto choose = asks ? tile_of<Bf16Source, VECS> : unasking_tile_of<Bf16Source>;
+        const auto choose = asks ? tile_of<Bf16Source, VECS> : tile_of<Bf16Source, 0>;
         return choose(args.num_rows)(args, 0, column, {panel}, start + STREAM_AHEAD);
     }
     const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
     for (int64_t t = 0; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        const auto choose = t < VECS ? tile_of<Bf16Source, 1> : unasking_tile_of<Bf16Source>;
+        const auto choose = t < VECS ? tile_of<Bf16Source, 1> : tile_of<Bf16Source, 0>;
         choose(rows.count)(args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
     }
 }
@@ -138,7 +135,7 @@ void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int6
     tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened.data()), ahead);
     for (int64_t t = 1; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        unasking_tile_of<Bf16Source>(rows.count)(args, rows.first, column, {widened.data()}, ahead);
+        tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened.data()}, ahead);
     }
 }
 

@@ -179,14 +179,22 @@ class Attention {
         }
     }
 
+    // `body(r, count)` on blocks of rows [r, r + count), from the first with a row that sees `position`. Row 0 has `before` keys
+    // before its own.
+    template <class Body>
+    static void in_blocks(int64_t position, int64_t before, int64_t rows, Body body) {
+        for (int64_t r = std::max<int64_t>(position - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE)
+            body(r, std::min<int64_t>(ROW_TILE, rows - r));
+    }
+
     // Scores of rows that have `before` keys and one more for each row before them; a block of rows as far as its last one sees.
     void score(int64_t before, int64_t rows) {
         float* scores = reinterpret_cast<float*>(scores_.data());
         for (int64_t key = 0; key < before + rows; key += KEY_TILE)
-            for (int64_t r = std::max<int64_t>(key - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE)
-                product_of<Mul, 4>(std::min<int64_t>(ROW_TILE, rows - r), queries_.data() + r * row_words_, row_words_,
-                                   keys_.data() + key * row_words_, KEY_TILE, row_words_, scores + r * padded_end_ + key,
-                                   padded_end_, false);
+            in_blocks(key, before, rows, [&](int64_t r, int64_t count) {
+                product_of<Mul, 4>(count, queries_.data() + r * row_words_, row_words_, keys_.data() + key * row_words_,
+                                   KEY_TILE, row_words_, scores + r * padded_end_ + key, padded_end_, false);
+            });
     }
 
     // In place: scores of the first `length` keys to weights e^(score - max), and 0 as far as a row of the same block may see.
@@ -218,12 +226,12 @@ class Attention {
         const Word* weights = scores_.data() + token / Mul::PER_WORD;
         const Word* values = values_.data() + token / Mul::PER_WORD * padded_dim_;
         const auto add = [&](auto vecs, int d) {
-            for (int64_t r = std::max<int64_t>(token - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE) {
-                const int64_t block = std::min<int64_t>(ROW_TILE, rows - r), seen = before + r + block - token;
-                product_of<Mul, vecs()>(block, weights + r * padded_end_, padded_end_, values + d, padded_dim_,
-                                        round_up(std::min(seen, SUM_TILE), Mul::PER_WORD) / Mul::PER_WORD,
-                                        sums_.data() + r * padded_dim_ + d, padded_dim_, token > 0);
-            }
+            in_blocks(token, before, rows, [&](int64_t r, int64_t count) {
+                const int64_t seen = std::min(before + r + count - token, SUM_TILE);
+                product_of<Mul, vecs()>(count, weights + r * padded_end_, padded_end_, values + d, padded_dim_,
+                                        round_up(seen, Mul::PER_WORD) / Mul::PER_WORD, sums_.data() + r * padded_dim_ + d,
+                                        padded_dim_, token > 0);
+            });
         };
         int d = 0;
         for (; d + 4 * LANES <= padded_dim_; d += 4 * LANES) add(std::integral_constant<int, 4>{}, d);
