@@ -290,9 +290,8 @@ def best_of(found: Sequence[Ceilings]) -> Ceilings:
     )
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which engines are measured, and on what."""
     num_cores = len(available_cores())
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
     parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))
@@ -301,6 +300,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--input-tokens", type=positive, default=512, help="of a prompt, and the context before decoding"
     )
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_arguments(parser)
     parser.add_argument("--steps", type=positive, default=64, help="decode steps of each batch size")
     parser.add_argument("--repeats", type=positive, default=6)
     parser.add_argument("--llamacpp", type=Path, help="the folder of its programs; needs the default model")

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from benchmarks.engine import BATCHES, WEIGHT_BYTES, Kind, worker_config
+from benchmarks.engine import Kind, add_engine_arguments, kinds, worker_config
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.serving import positive
-from disagg.cluster.models import DEFAULT_MODEL, resolve_model
-from disagg.cluster.process_tools import available_cores
+from disagg.cluster.models import resolve_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +93,8 @@ def check_out(revision: str, folder: Path) -> Path:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    num_cores = len(available_cores())
     parser.add_argument("revision", help="what to compare with: a commit, a branch, a tag")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
-    parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))
-    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
-    parser.add_argument("--quantization", choices=[*WEIGHT_BYTES], nargs="+", default=["none"])
-    parser.add_argument("--input-tokens", type=positive, default=512, help="of a prompt, and of contexts")
+    add_engine_arguments(parser)
     parser.add_argument("--steps", type=positive, default=48, help="decode steps of each batch size, each turn")
     parser.add_argument("--turns", type=positive, default=6)
     parser.add_argument("--json", type=Path, help="write the report to this file")
@@ -115,15 +108,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="disagg-commit-") as folder:
         other = check_out(options.revision, Path(folder))
-        for quantization in options.quantization:
-            for num_threads in options.threads:
-                kind = Kind(num_threads=num_threads, quantization=quantization)
-                print(f"{kind.name} ...", file=sys.stderr, flush=True)
-                with ExitStack() as stack:
-                    config = worker_config(kind, model_path)
-                    before = stack.enter_context(running_engine(config, other))
-                    after = stack.enter_context(running_engine(config))
-                    rows += rows_of(kind, measure_kind((before, after), options))
+        for kind in kinds(options):
+            print(f"{kind.name} ...", file=sys.stderr, flush=True)
+            config = worker_config(kind, model_path)
+            with running_engine(config, other) as before, running_engine(config) as after:
+                rows += rows_of(kind, measure_kind((before, after), options))
     columns = ("engine", "work", f"{options.revision}, ms", "this tree, ms", "ratio", "least", "most")
     lines = [
         (row["engine"], row["what"], f"{row['before_ms']:.2f}", f"{row['after_ms']:.2f}", f"{row['ratio']:.3f}",

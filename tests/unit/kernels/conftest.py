@@ -16,37 +16,30 @@ from disagg.kernels.cpu.ops import NativeOps
 
 torch.set_num_threads(1)
 
-
 AVX2 = "x86-64-v3"
 
 
 @functools.cache
-def native_ops(processor: str = "native") -> NativeOps | str:
-    """The C++ kernels, or why there are none."""
+def compiled(processor: str = "native") -> tuple[NativeOps, str] | str:
+    """The C++ kernels and their vector instructions, or why there are none."""
     try:
         library = build.build(build.sources(), build.cache_folder(), build.find_compiler(), processor)
     except build.BuildError as error:
         return str(error)
-    return NativeOps(library.path)
+    return NativeOps(library.path), library.simd
 
 
-@functools.cache
-def has_avx512() -> bool:
-    """Whether this processor's kernels differ from those for AVX2, which it can run."""
-    return build.build(build.sources(), build.cache_folder(), build.find_compiler()).simd == "avx512"
-
-
-def ops_or_skip(processor: str = "native") -> NativeOps:
-    """The C++ kernels; skips the test where there are none."""
-    ops = native_ops(processor)
-    if isinstance(ops, str):
-        pytest.skip(ops)
-    return ops
+def compiled_or_skip(processor: str = "native") -> tuple[NativeOps, str]:
+    """Skips the test where there are none."""
+    found = compiled(processor)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
 
 
 @pytest.fixture
 def native() -> NativeOps:
-    return ops_or_skip()
+    return compiled_or_skip()[0]
 
 
 @pytest.fixture(params=["reference", "cpu-c++", "cpu-c++-avx2"])
@@ -54,12 +47,12 @@ def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOps:
     """An implementation; a C++ op that declines its tensors returns None, and so fails the test."""
     if request.param == "reference":
         return reference
-    found = ops_or_skip()
+    found, simd = compiled_or_skip()
     if request.param == "cpu-c++":
         return found
-    if not has_avx512():
+    if simd != "avx512":
         pytest.skip("this processor's own kernels are those for AVX2, or it cannot run them")
-    return ops_or_skip(AVX2)
+    return compiled_or_skip(AVX2)[0]
 
 
 @pytest.fixture
