@@ -179,27 +179,27 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
     const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
     for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
-    // `visit(rows, ahead, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Where lines go into
-    // the first-level cache, blocks that follow each other are left to the processor's own prefetching, which has to see where
-    // the reads go.
+    // `visit(rows, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Before each run all rows of
+    // another one, ahead of it, are asked for. Where lines go into the first-level cache, blocks that follow each other are left
+    // to the processor's own prefetching, which has to see where the reads go.
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += args.cache.block_size)
             for (int64_t n = 0; n < num_heads; n += group) {
                 const bool asks = INTO_SECOND_LEVEL || ahead.is_apart();
                 const T *rows = chunks.next(), *later = ahead.next();
-                if (!asks) later = rows;
                 const int64_t left = piece.num_tokens - first;
                 const int64_t count = left < args.cache.block_size ? left : args.cache.block_size;
-                for (int64_t t = 0; t < count; t += LANES)
+                for (int64_t t = 0; t < count; t += LANES) {
+                    const int run = static_cast<int>(count - t < LANES ? count - t : LANES);
+                    if (asks) ask_all(later + t * shape.dim, run * shape.dim * sizeof(T));
                     in_tiles<DIM>(group, [&](auto heads, int64_t tile) {
-                        const T* asked = (tile ? rows : later) + t * shape.dim;
-                        const int run = static_cast<int>(count - t < LANES ? count - t : LANES);
-                        visit(rows + t * shape.dim, asked, first + t, run, heads, n + tile);
+                        visit(rows + t * shape.dim, first + t, run, heads, n + tile);
                     });
+                }
             }
     };
-    walk([&](const T* rows, const T* asked, int64_t token, int count, auto heads, int64_t n) {
-        Meet::template score<heads()>(query + n, shape, rows, asked, count, args.scale, scores + n * stride + token, stride);
+    walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
+        Meet::template score<heads()>(query + n, shape, rows, count, args.scale, scores + n * stride + token, stride);
     });
     for (int64_t n = 0; n < num_heads; ++n) {
         const Softmax found = softmax<Weight>(scores + n * stride, piece.num_tokens, stride);
@@ -208,15 +208,9 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
         for (int v = 0; v < shape.vecs(); ++v) out.sums()[n][v] = vf{};
     }
     constexpr int64_t WEIGHTS_PER_SCORE = sizeof(float) / sizeof(Weight);
-    walk([&](const T* rows, const T* asked, int64_t token, int count, auto heads, int64_t n) {
+    walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
         const auto* weights = reinterpret_cast<const Weight*>(scores + n * stride) + token;
-        const auto sums = out.sums() + n;
-        vf acc[heads()][VECS];
-        for (int h = 0; h < heads(); ++h)
-            for (int v = 0; v < shape.vecs(); ++v) acc[h][v] = sums[h][v];
-        Meet::template add<heads()>(acc, shape, rows, asked, count, weights, stride * WEIGHTS_PER_SCORE);
-        for (int h = 0; h < heads(); ++h)
-            for (int v = 0; v < shape.vecs(); ++v) sums[h][v] = acc[h][v];
+        Meet::template add<heads()>(out.sums() + n, shape, rows, count, weights, stride * WEIGHTS_PER_SCORE);
     });
 }
 

@@ -70,17 +70,24 @@ void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, i
              bool add) {
     vf acc[ROWS][VECS] = {};
     if (add)
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) acc[r][v] = load(c + r * c_stride + v * LANES);
     for (int64_t k = 0; k < size; ++k) {
         vu row[VECS];
+#pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) row[v] = load_words(b + k * b_stride + v * LANES);
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const vu word = vu{} + a[r * a_stride + k];
+#pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) acc[r][v] = Mul::madd(acc[r][v], word, row[v]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "ahead.h"
 #include "vec.h"
 
 namespace disagg {
@@ -16,9 +15,9 @@ struct Shape {
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
 
-// How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and acc[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything. With each row the one at its place in `ahead` is asked for:
-// scattered blocks are hidden from the processor's own prefetching, and many requests at once would wait for each other.
+// How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
+// and `count` <= 16 rows. Scores past `count` may hold anything. Functions of their own: in a caller's loops the compiler keeps
+// what they add up on the stack.
 template <class T, int DIM>
 struct Rows {
     using Weight = float;
@@ -29,12 +28,11 @@ struct Rows {
     }
 
     template <int H>
-    static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, const T* ahead, int count, float scale,
-                      float* scores, int64_t stride) {
+    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, int count, float scale,
+                                        float* scores, int64_t stride) {
         vf partial[H][LANES] = {};
         for (int t = 0; t < count; ++t) {
             const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            ask_all(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
             vf acc[H] = {};
             for (int v = 0; v < shape.vecs(); ++v) {
                 const vf k = load(row + v * LANES, shape.lanes(v));
@@ -46,16 +44,20 @@ struct Rows {
     }
 
     template <int H>
-    static void add(vf (*acc)[VECS], Shape<DIM> shape, const T* rows, const T* ahead, int count, const float* weights,
-                    int64_t stride) {
+    [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM> shape, const T* rows, int count, const float* weights,
+                                      int64_t stride) {
+        vf acc[H][VECS];
+        for (int h = 0; h < H; ++h)
+            for (int v = 0; v < shape.vecs(); ++v) acc[h][v] = sums[h][v];
         for (int t = 0; t < count; ++t) {
             const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            ask_all(ahead + static_cast<int64_t>(t) * shape.dim, shape.dim * sizeof(T));
             for (int v = 0; v < shape.vecs(); ++v) {
                 const vf value = load(row + v * LANES, shape.lanes(v));
                 for (int h = 0; h < H; ++h) acc[h][v] += weights[h * stride + t] * value;
             }
         }
+        for (int h = 0; h < H; ++h)
+            for (int v = 0; v < shape.vecs(); ++v) sums[h][v] = acc[h][v];
     }
 
     static void finish(const vf* acc, Shape<DIM> shape, T* out) {
@@ -91,15 +93,64 @@ struct PairRows {
     }
 
     template <int H>
-    static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, const bf16* ahead, int count, float scale,
-                      float* scores, int64_t stride) {
+    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale,
+                                        float* scores, int64_t stride) {
+        if (count == LANES)
+            score_places<H>(q, rows, scale, scores, stride, [](int t) { return t; });
+        else
+            score_places<H>(q, rows, scale, scores, stride, [=](int t) { return t < count ? t : 0; });
+    }
+
+    template <int H>
+    [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM>, const bf16* rows, int count, const bf16* weights,
+                                      int64_t stride) {
+        vf acc[H][VECS];
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) acc[h][v] = sums[h][v];
+        alignas(LANES * sizeof(float)) static constexpr bf16 NO_ROW[DIM] = {};
+        for (int t = 0; t < count; t += 2) {
+            const bf16 *row = rows + t * DIM, *second = t + 1 < count ? row + DIM : NO_ROW;
+#pragma GCC unroll 4
+            for (int v = 0; v < PAIRS; ++v) {
+                const __m512i a = load_pairs(row + v * 2 * LANES), b = load_pairs(second + v * 2 * LANES);
+                const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) {
+                    int32_t pair;
+                    std::memcpy(&pair, weights + h * stride + t, sizeof pair);
+                    acc[h][2 * v] = madd(acc[h][2 * v], _mm512_set1_epi32(pair), low);
+                    acc[h][2 * v + 1] = madd(acc[h][2 * v + 1], _mm512_set1_epi32(pair), high);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) sums[h][v] = acc[h][v];
+    }
+
+    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        for (int v = 0; v < VECS; v += 2) {
+            const __m512 low = (__m512)acc[v], high = (__m512)acc[v + 1];
+            store(out + v * LANES, (vf)_mm512_permutex2var_ps(low, first, high));
+            store(out + (v + 1) * LANES, (vf)_mm512_permutex2var_ps(low, second, high));
+        }
+    }
+
+   private:
+    // The scores of 16 rows, of which number t is at `place(t)`.
+    template <int H, class Place>
+    static void score_places(const vf (*q)[VECS], const bf16* rows, float scale, float* scores, int64_t stride, Place place) {
         __m512 quarters[H][4];
+#pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; ++quarter) {
             vf acc[H][4] = {};
             for (int i = 0; i < 4; ++i) {
-                const int t = 4 * quarter + i;
-                const bf16* row = rows + (t < count ? t : 0) * DIM;
-                ask_all(ahead + t * DIM, DIM * sizeof(bf16));
+                const bf16* row = rows + place(4 * quarter + i) * DIM;
                 for (int v = 0; v < PAIRS; ++v) {
                     const __m512i k = load_pairs(row + v * 2 * LANES);
                     for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);
@@ -110,38 +161,6 @@ struct PairRows {
         for (int h = 0; h < H; ++h) {
             const __m512 *x = quarters[h], total = sum_across(sum_across(x[0], x[1]), sum_across(x[2], x[3]));
             store(scores + h * stride, (vf)total * scale);
-        }
-    }
-
-    template <int H>
-    static void add(vf (*acc)[VECS], Shape<DIM>, const bf16* rows, const bf16* ahead, int count, const bf16* weights,
-                    int64_t stride) {
-        const auto add_two = [&](const bf16* row, const bf16* second, int t) {
-            ask_all(ahead + t * DIM, 2 * DIM * sizeof(bf16));
-            for (int v = 0; v < PAIRS; ++v) {
-                const __m512i a = load_pairs(row + v * 2 * LANES);
-                const __m512i b = second ? load_pairs(second + v * 2 * LANES) : __m512i{};
-                const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
-                for (int h = 0; h < H; ++h) {
-                    int32_t pair;
-                    std::memcpy(&pair, weights + h * stride + t, sizeof pair);
-                    acc[h][2 * v] = madd(acc[h][2 * v], _mm512_set1_epi32(pair), low);
-                    acc[h][2 * v + 1] = madd(acc[h][2 * v + 1], _mm512_set1_epi32(pair), high);
-                }
-            }
-        };
-        int t = 0;
-        for (; t + 2 <= count; t += 2) add_two(rows + t * DIM, rows + (t + 1) * DIM, t);
-        if (t < count) add_two(rows + t * DIM, nullptr, t);
-    }
-
-    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
-        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        for (int v = 0; v < VECS; v += 2) {
-            const __m512 low = (__m512)acc[v], high = (__m512)acc[v + 1];
-            store(out + v * LANES, (vf)_mm512_permutex2var_ps(low, first, high));
-            store(out + (v + 1) * LANES, (vf)_mm512_permutex2var_ps(low, second, high));
         }
     }
 };

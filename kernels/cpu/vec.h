@@ -87,27 +87,37 @@ inline vf rounded<bf16>(vf x) {
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-inline float sum(vf x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-
-inline float max(vf x) {
-    float lanes[LANES];
-    store(lanes, x);
-    float best = lanes[0];
-    for (int i = 1; i < LANES; ++i) best = lanes[i] > best ? lanes[i] : best;
-    return best;
-}
-
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define DISAGG_SHUFFLE 1
 #endif
 #endif
+
+// The lanes as one, by halves: the upper half meets the lower one, and so on.
+template <class Meet>
+inline float folded(vf x, Meet meet) {
+#ifdef DISAGG_SHUFFLE
+    x = meet(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
+    x = meet(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+    x = meet(x, __builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
+    x = meet(x, __builtin_shufflevector(x, x, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1));
+#else
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        vf upper = x;
+        for (int i = 0; i < width; ++i) upper[i] = x[i + width];
+        x = meet(x, upper);
+    }
+#endif
+    return x[0];
+}
+
+inline float sum(vf x) {
+    return folded(x, [](vf a, vf b) { return a + b; });
+}
+
+inline float max(vf x) {
+    return folded(x, [](vf a, vf b) { return max(a, b); });
+}
 
 // Lane i of the result is the sum of the lanes of x[i].
 inline vf sum_each(const vf* x) {
