@@ -16,8 +16,8 @@ struct Shape {
 };
 
 // How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything. Functions of their own: in a caller's loops the compiler keeps
-// what they add up on the stack.
+// and `count` <= 16 rows. Scores past `count` may hold anything. Functions of their own, and loops unrolled by name: else the
+// compiler writes what is added up to the stack, too, after each run of rows.
 template <class T, int DIM>
 struct Rows {
     using Weight = float;
