@@ -24,10 +24,15 @@ inline const bool INTO_SECOND_LEVEL = [] {
 #endif
 }();
 
-// Always inlined: to gcc a function that does nothing but this has no effect, and it drops calls of it.
+// Always inlined, as what calls it and does nothing else has to be: to gcc such a function has no effect, and it drops calls.
 template <int LEVEL>
 [[gnu::always_inline]] inline void ask(const void* at) {
     __builtin_prefetch(at, 0, 4 - LEVEL);
+}
+
+// The same for a line that will be written.
+[[gnu::always_inline]] inline void ask_to_write(const void* at) {
+    __builtin_prefetch(at, 1);
 }
 
 [[gnu::always_inline]] inline void ask_all(const void* start, int64_t bytes) {

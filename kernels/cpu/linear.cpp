@@ -5,6 +5,8 @@
 // More rows are several tiles on each panel; of an int8 panel the first tile leaves the widened panel to the others, in the
 // cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
 // Threads take panels. Subnormal numbers count as zero. Strides in elements, rows of x contiguous, the output contiguous.
+//
+// Loops over sums are unrolled by name: the compiler then keeps them in registers alone, and writes no second copy to the stack.
 
 #include "ahead.h"
 #include "calls.h"
@@ -14,6 +16,7 @@
 
 #ifdef __AVX512BF16__
 
+#include <algorithm>
 #include <vector>
 
 #include "panels.h"
@@ -26,6 +29,11 @@ constexpr int64_t PANELS_A_RUN = 3;
 
 // Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone.
 constexpr int64_t UNASKED_ROWS = 4;
+
+// Rows that lie a multiple of so many bytes apart share the few lines of the first-level cache that one address may have, and
+// from that many on they push each other out.
+constexpr int64_t CACHE_WAY = 4096;
+constexpr int64_t CROWD = 8;
 
 struct Linear {
     const bf16* x;
@@ -46,12 +54,14 @@ inline vu splat_pair(const bf16* p, int count) {
 // Sums of rows [row, row + ROWS) and a panel, whose first column is `column`, become outputs.
 template <int ROWS>
 void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROWS][VECS]) {
+#pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) {
         const int64_t at = column + v * LANES, left = args.num_columns - at;
         if (left <= 0) return;
         const int n = left < LANES ? static_cast<int>(left) : LANES;
         const vf scale = args.scales ? load(args.scales + at, n) : splat(1.0f);
         const vf bias = args.bias ? load(args.bias + at, n) : vf{};
+#pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) store(args.out + (row + r) * args.num_columns + at, acc[r][v] * scale + bias, n);
     }
 }
@@ -65,8 +75,10 @@ void tile(const Linear& args, int64_t row, int64_t column, Source source, const 
     const auto step = [&](int64_t k, int count) {
         vu weights[VECS];
         source.next(weights);
+#pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             const vu pair = splat_pair(x + r * args.x_stride + k, count);
+#pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v)
                 acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)pair, (__m512bh)weights[v]);
         }
@@ -107,6 +119,11 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
     return {first, (t + 1) * num_rows / num_tiles - first};
 }
 
+// The lines that a tile of several will write: by its end they are there.
+[[gnu::always_inline]] inline void ask_outputs(const Linear& args, Rows rows, int64_t column) {
+    for (int64_t r = rows.first; r < rows.first + rows.count; ++r) ask_to_write(args.out + r * args.num_columns + column);
+}
+
 // One tile of rows is bound by memory: it asks for its own panel, a little ahead. Of several, the first two ask for half of
 // the next panel each, and all find their own in the cache.
 void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
@@ -119,6 +136,7 @@ void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_
     const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
     for (int64_t t = 0; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
+        ask_outputs(args, rows, column);
         const auto choose = t < VECS ? tile_of<Bf16Source, 1> : tile_of<Bf16Source, 0>;
         choose(rows.count)(args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
     }
@@ -132,9 +150,11 @@ void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int6
     if (num_tiles == 1) return tile_of<Int8Source, 1>(args.num_rows)(args, 0, column, Int8Source(panel), ahead);
     if (static_cast<int64_t>(widened.size()) < panel_size) widened.resize(panel_size);
     const Rows first = rows_of(0, num_tiles, args.num_rows);
+    ask_outputs(args, first, column);
     tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened.data()), ahead);
     for (int64_t t = 1; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
+        ask_outputs(args, rows, column);
         tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened.data()}, ahead);
     }
 }
@@ -150,7 +170,21 @@ void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
     for (int64_t p = first; p < end; ++p) panel_of(args, p * COLUMNS, packed + p * panel_size, panel_size, num_tiles);
 }
 
-void linear(const Linear& args) {
+// The same rows, further apart by a line, where they would push each other out of the cache.
+Linear spread(Linear args) {
+    constexpr int64_t SPACE = LINE / static_cast<int64_t>(sizeof(bf16));
+    static thread_local std::vector<bf16> rows;
+    if (args.num_rows < CROWD || args.x_stride * static_cast<int64_t>(sizeof(bf16)) % CACHE_WAY != 0) return args;
+    const int64_t stride = args.x_stride + SPACE;
+    if (static_cast<int64_t>(rows.size()) < args.num_rows * stride) rows.resize(args.num_rows * stride);
+    for (int64_t r = 0; r < args.num_rows; ++r) std::copy_n(args.x + r * args.x_stride, args.depth, rows.data() + r * stride);
+    args.x = rows.data();
+    args.x_stride = stride;
+    return args;
+}
+
+void linear(const Linear& given) {
+    const Linear args = spread(given);
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
     in_runs(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
 #ifdef __AVX512VBMI__

@@ -71,6 +71,16 @@ def test_rows_inside_wider_rows(products: NativeLinear) -> None:
     assert torch.equal(native.product(x[:, 31:95], None), native.product(x[:, 31:95].contiguous(), None))
 
 
+@pytest.mark.parametrize("in_features", [2048, 2047, 4096])
+def test_rows_that_would_crowd_the_cache_give_the_same_bits(products: NativeLinear, in_features: int) -> None:
+    native = packed(products, numbers(1, 70, in_features))
+    for rows in (7, 8, 9, 25, 8):
+        crowded = numbers(rows, rows, 2048 if in_features < 2048 else in_features)[:, :in_features]
+        apart = numbers(0, rows, in_features + 100)[:, :in_features]
+        apart.copy_(crowded)
+        assert torch.equal(native.product(crowded, None), native.product(apart, None))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row_and_goes_through(products: NativeLinear, value: float) -> None:
     weight, x = numbers(1, 33, 17), numbers(2, 3, 17)
