@@ -7,8 +7,9 @@ python benchmarks/engine.py --quantization none int8
 Each repeat measures, for each engine, the ceilings of its cores, decode steps of several batch sizes and prompts;
 llama.cpp runs after it in one repeat and before it in the next. An engine is a process, pinned to the first cores; the
 others wait meanwhile. A share is the limit of the step (`step_limit.py`: one op after the other, each at the ceilings
-of the same repeat) over its median time. Ratios to llama.cpp compare tokens/s over all steps of the same contexts.
-Everything reported is the median over the repeats.
+of the same repeat) over its median time. Beside it is the share of what the machine usually gives: of the limit at the
+median burst of reading, where the ceiling is the best one. Ratios to llama.cpp compare tokens/s over all steps of the
+same contexts. Everything reported is the median over the repeats.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -162,6 +165,7 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
             ceilings = [repeat.decodes[index].ceilings for repeat in repeats]
             limits_ms = [limit_s(works, each) * 1e3 for each in ceilings]
             whole_ms = [overlapped_limit_s(works, each) * 1e3 for each in ceilings]
+            usual_ms = [limit_s(works, at_median_read(each)) * 1e3 for each in ceilings]
             row = {
                 "what": "decode",
                 "engine": kind.name,
@@ -173,6 +177,7 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
                 "limit_ms": _median(limits_ms),
                 "share": ratio(limits_ms, steps_ms),
                 "overlapped_share": ratio(whole_ms, steps_ms),
+                "share_of_usual": ratio(usual_ms, steps_ms),
                 "all_step_ms": [round(step_ms, 4) for step_ms in steps_ms],
             }
             rows.append({**row, **_decode_beside_peer(measured, kind, index, first.batch)})
@@ -195,6 +200,7 @@ def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> lis
         works = prefill_works(model, num_tokens, WEIGHT_BYTES[kind.quantization])
         times_ms = [repeat.prefill_ms for repeat in repeats]
         limits_ms = [limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
+        usual_ms = [limit_s(works, at_median_read(repeat.ceilings)) * 1e3 for repeat in repeats]
         row: dict[str, Any] = {
             "what": "prefill",
             "engine": kind.name,
@@ -205,6 +211,7 @@ def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> lis
             "tok_s": _median([num_tokens / time_ms * 1e3 for time_ms in times_ms]),
             "limit_ms": _median(limits_ms),
             "share": ratio(limits_ms, times_ms),
+            "share_of_usual": ratio(usual_ms, times_ms),
         }
         if measured.peer and kind.num_threads == _peer_threads(measured):
             theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
@@ -217,7 +224,7 @@ def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> lis
 def ceiling_rows(measured: Measured) -> list[dict[str, Any]]:
     """The ceilings of every repeat, by number of threads."""
     return [
-        {"what": "ceilings", "threads": threads, "read_gb_s": each.read_gb_s, "gemm_gflop_s": each.gemm_gflop_s}
+        {"what": "ceilings", "threads": threads, **msgspec.to_builtins(each)}
         for threads, found in ceilings_by_threads(measured).items()
         for each in found
     ]
@@ -243,6 +250,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         if row["what"] == "decode":
             name = f"b{row['batch']}"
             flat[f"{prefix}decode_limit_share_{name}{suffix}"] = row["share"]
+            flat[f"{prefix}decode_share_of_usual_{name}{suffix}"] = row["share_of_usual"]
             flat[f"{prefix}decode_tok_s_{name}{suffix}"] = row["tok_s"]
             if "over_llamacpp" in row:
                 flat[f"{prefix}decode_over_llamacpp_{name}"] = row["over_llamacpp"]
@@ -272,22 +280,30 @@ def print_tables(rows: Sequence[dict[str, Any]], measured: Measured) -> None:
     """Ceilings, then one table of everything."""
     best = [(threads, best_of(found)) for threads, found in sorted(ceilings_by_threads(measured).items())]
     print_ceilings(best)
-    columns = ("engine", "work", "ms", "tok/s", "limit ms", "share", "llama.cpp tok/s", "ours over it")
+    columns = ("engine", "work", "ms", "tok/s", "limit ms", "share", "of usual", "llama.cpp tok/s", "ours over it")
     lines = []
     for row in rows:
         decodes = row["what"] == "decode"
         work = f"decode {row['batch']}" if decodes else f"prompt of {row['tokens']}"
         figures = (f"{row['step_ms'] if decodes else row['ms']:.2f}", f"{row['tok_s']:.1f}", f"{row['limit_ms']:.2f}")
         beside = (f"{row['llamacpp_tok_s']:.1f}", f"{row['over_llamacpp']:.2f}") if "over_llamacpp" in row else ("", "")
-        lines.append((row["engine"], work, *figures, f"{row['share']:.2f}", *beside))
+        shares = (f"{row['share']:.2f}", f"{row['share_of_usual']:.2f}")
+        lines.append((row["engine"], work, *figures, *shares, *beside))
     print_table("the engine alone", columns, lines)
 
 
 def best_of(found: Sequence[Ceilings]) -> Ceilings:
-    """The highest of each."""
+    """The highest of each, and the median of the medians."""
     return Ceilings(
-        read_gb_s=max(each.read_gb_s for each in found), gemm_gflop_s=max(each.gemm_gflop_s for each in found)
+        read_gb_s=max(each.read_gb_s for each in found),
+        gemm_gflop_s=max(each.gemm_gflop_s for each in found),
+        median_read_gb_s=statistics.median(each.median_read_gb_s for each in found),
     )
+
+
+def at_median_read(ceilings: Ceilings) -> Ceilings:
+    """The same where memory is read as fast as in the median burst."""
+    return msgspec.structs.replace(ceilings, read_gb_s=ceilings.median_read_gb_s)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

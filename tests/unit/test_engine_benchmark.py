@@ -40,7 +40,7 @@ MODEL = ModelConfig(
 )
 LAYER_WEIGHTS = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
 KV_TOKEN_BYTES = 2 * 2 * 4 * 2
-SLOW = Ceilings(read_gb_s=1e-9, gemm_gflop_s=1e-9)
+SLOW = Ceilings(read_gb_s=1e-9, gemm_gflop_s=1e-9, median_read_gb_s=1e-9)
 """One byte and one operation a second."""
 
 
@@ -74,9 +74,10 @@ def test_a_limit_adds_up_what_each_work_waits_for() -> None:
 
 
 def measured() -> Measured:
-    """Two repeats on two threads: steps at half and at a quarter of the limit, twice and four times the peer."""
+    """Two repeats on two threads: steps at half and at a quarter of the limit, twice and four times the peer. The
+    median burst reads half as fast as the best."""
     limit = decode_works(MODEL, 1, 10)
-    ceilings = Ceilings(read_gb_s=1e-3, gemm_gflop_s=1.0)
+    ceilings = Ceilings(read_gb_s=1e-3, gemm_gflop_s=1.0, median_read_gb_s=5e-4)
     limit_ms = limit_s(limit, ceilings) * 1e3
     repeats = [
         Repeat(
@@ -102,9 +103,15 @@ def test_ratios_are_those_of_each_repeat() -> None:
     ]
     found = engine.summary(rows)
     assert found["decode_limit_share_b1_t2"] == 0.375  # of 1/2 and 1/4
+    assert found["decode_share_of_usual_b1_t2"] == 0.75
     assert found["decode_over_llamacpp_b1"] == 3.0
     assert found["prefill_over_llamacpp"] == 3.0  # 1000 and 500 tok/s over 500 and 125
     assert found["prefill_tok_s_t2"] == 750.0
+
+
+def test_of_several_ceilings_the_highest_and_the_median_of_the_medians() -> None:
+    found = [Ceilings(read_gb_s=read, gemm_gflop_s=10.0 - read, median_read_gb_s=read / 2) for read in (4.0, 6.0, 5.0)]
+    assert engine.best_of(found) == Ceilings(read_gb_s=6.0, gemm_gflop_s=6.0, median_read_gb_s=2.5)
 
 
 def test_an_engine_with_fewer_threads_is_not_compared_with_the_peer() -> None:
@@ -195,7 +202,7 @@ def _tensors(result: object) -> tuple[torch.Tensor, ...]:
 
 def test_a_share_needs_a_limit() -> None:
     case = kernel_cases.Case(op="x", shape="s", ours=int, reference=int, copies=1, nbytes=4e6, flop=2e6)
-    ceilings = Ceilings(read_gb_s=1.0, gemm_gflop_s=1.0)  # 4 ms of reading, 2 ms of computing
+    ceilings = Ceilings(read_gb_s=1.0, gemm_gflop_s=1.0, median_read_gb_s=1.0)  # 4 ms of reading, 2 ms of computing
     found = kernels.row(case, ceilings, ours_us=8000.0, reference_us=12000.0)
     assert (found["share"], found["gb_s"], found["gflop_s"], found["speedup"]) == (0.5, 0.5, 0.2, 1.5)
     cached = kernel_cases.Case(op="y", shape="s", ours=int, reference=int, copies=1)
