@@ -195,8 +195,14 @@ class RouterServer:
         return dict(self._core.counters)
 
     async def audit(self, timeout_s: float = 5.0) -> list[AuditReport]:
-        """What every worker holds. Raises `UnavailableError` if one does not answer."""
-        return list(await asyncio.gather(*(link.audit(timeout_s) for link in self._links.values())))
+        """What every worker holds. Raises `UnavailableError` if one does not answer, once none is asked any more."""
+        found = await asyncio.gather(*(link.audit(timeout_s) for link in self._links.values()), return_exceptions=True)
+        reports: list[AuditReport] = []
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+            reports.append(each)
+        return reports
 
     # ---------------------------------------------------------------- events and commands
 
