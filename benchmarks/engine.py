@@ -242,7 +242,8 @@ def ceilings_by_threads(measured: Measured) -> dict[int, list[Ceilings]]:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat figures. `decode_limit_share_b<B>` is of one thread, which is what a worker has by default, and
-    `..._t2` of two; of quantized weights, after their name."""
+    `..._t2` of two; of quantized weights, after their name. `decode_share_of_usual_b<B>` is the share at the median
+    burst of reading."""
     flat: dict[str, float] = {}
     for row in rows:
         prefix = "" if row["quantization"] == "none" else f"{row['quantization']}_"

@@ -1,4 +1,4 @@
-// Asking the memory for what will soon be read.
+// Asking the memory for what will soon be read or written.
 
 #pragma once
 

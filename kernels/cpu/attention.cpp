@@ -1,12 +1,12 @@
 // Paged decode attention, whose threads take pieces of contexts. Sizes and strides in elements.
 //
-// Decode attention reads the cache where it lies. A context is cut into pieces of PIECE_TOKENS tokens, and a last one of half to
-// one and a half as many, however many threads there are. For each piece there are two passes over its blocks: scores of all
-// query heads (each K row is loaded once for up to four heads of a group), softmax, then the weighted sums of V rows; all KV
-// heads of a block in turn, because they lie together. The sums of the pieces of a sequence are put together at the end, in
-// order (flash decoding: https://pytorch.org/blog/flash-decoding). Everything between load and store is fp32; where the
-// processor multiplies bf16 pairs, both sums are of such products, added in fp32: the weights are rounded to bf16 then, as in
-// prefill, and subnormal numbers count as zero.
+// Decode attention reads the cache where it lies. A context is cut into pieces of about PIECE_TOKENS tokens, in whole blocks;
+// the last one is half to one and a half as long (a shorter context is one piece), however many threads there are. For each
+// piece there are two passes over its blocks: scores of all query heads (each K row is loaded once for up to four heads of a
+// group), softmax, then the weighted sums of V rows; all KV heads of a block in turn, because they lie together. The sums of
+// the pieces of a sequence are put together at the end, in order (flash decoding: https://pytorch.org/blog/flash-decoding).
+// Everything between load and store is fp32; where the processor multiplies bf16 pairs, both sums are of such products, added
+// in fp32: the weights are rounded to bf16 then, as in prefill, and subnormal numbers count as zero.
 
 #include <algorithm>
 #include <atomic>
@@ -79,14 +79,14 @@ struct Piece {
 
 void cut(const Decode& args, std::vector<Piece>& pieces) {
     const int64_t block_size = args.cache.block_size;
-    const int64_t most = block_size < PIECE_TOKENS ? PIECE_TOKENS / block_size * block_size : block_size;
+    const int64_t usual = block_size < PIECE_TOKENS ? PIECE_TOKENS / block_size * block_size : block_size;
     pieces.clear();
     for (int64_t s = 0; s < args.num_seqs; ++s)
-        for (int64_t first = 0, end; first < args.lengths[s]; first = end) {
-            const int64_t left = args.lengths[s] - first, num_tokens = 2 * left < 3 * most ? left : most;
+        for (int64_t first = 0; first < args.lengths[s];) {
+            const int64_t left = args.lengths[s] - first, num_tokens = 2 * left < 3 * usual ? left : usual;
             const int32_t* blocks = args.tables + s * args.table_stride + first / block_size;
             pieces.push_back({s, blocks, (num_tokens + block_size - 1) / block_size, num_tokens});
-            end = first + num_tokens;
+            first += num_tokens;
         }
 }
 
@@ -183,8 +183,8 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     const int64_t chunk_bytes = block_size * row_bytes, run_bytes = std::min<int64_t>(block_size, LANES) * row_bytes;
     for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
     // `visit(rows, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Before each run all rows of
-    // another one, ahead of it, are asked for. Where lines go into the first-level cache, blocks that follow each other are left
-    // to the processor's own prefetching, which has to see where the reads go.
+    // another one, ahead of it, are asked for. Where lines go into the first-level cache, blocks that follow each other are
+    // left to the processor's own prefetching, which has to see where the reads go.
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += block_size)
             for (int64_t n = 0; n < num_heads; n += group) {

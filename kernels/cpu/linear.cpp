@@ -4,9 +4,10 @@
 // A tile of up to 12 rows by one panel of 32 columns stays in registers, so up to 12 rows read the weight once, in order.
 // More rows are several tiles on each panel; of an int8 panel the first tile leaves the widened panel to the others, in the
 // cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
-// Threads take panels. Subnormal numbers count as zero. Strides in elements, rows of x contiguous, the output contiguous.
+// Threads take panels. Rows of x that would crowd the cache are copied apart first. Subnormal numbers count as zero. Strides in
+// elements, rows of x contiguous, the output contiguous.
 //
-// Loops over sums are unrolled by name: the compiler then keeps them in registers alone, and writes no second copy to the stack.
+// Loops over sums are unrolled by name: the compiler then keeps them in registers alone, without a second copy on the stack.
 
 #include "ahead.h"
 #include "calls.h"
@@ -30,10 +31,11 @@ constexpr int64_t PANELS_A_RUN = 3;
 // Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone.
 constexpr int64_t UNASKED_ROWS = 4;
 
-// Rows that lie a multiple of so many bytes apart share the few lines of the first-level cache that one address may have, and
-// from that many on they push each other out.
+// Rows that lie a multiple of CACHE_WAY bytes apart share the few places of the first-level cache that one address may have (of
+// 64 sets of lines, one), and a tile of CROWD of them pushes its own rows out.
 constexpr int64_t CACHE_WAY = 4096;
 constexpr int64_t CROWD = 8;
+constexpr int64_t SPREAD_ROWS = 480;
 
 struct Linear {
     const bf16* x;
@@ -110,6 +112,8 @@ Tile<Source> tile_of(int64_t num_rows) {
 }
 constexpr int64_t MAX_ROWS = 12;
 
+inline int64_t num_tiles(int64_t num_rows) { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }
+
 // The rows of tile t of `num_tiles`, nearly equal shares.
 struct Rows {
     int64_t first, count;
@@ -119,7 +123,7 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
     return {first, (t + 1) * num_rows / num_tiles - first};
 }
 
-// The lines that a tile of several will write: by its end they are there.
+// The first line that a tile of several will write in each row: by its end they are there.
 [[gnu::always_inline]] inline void ask_outputs(const Linear& args, Rows rows, int64_t column) {
     for (int64_t r = rows.first; r < rows.first + rows.count; ++r) ask_to_write(args.out + r * args.num_columns + column);
 }
@@ -164,27 +168,13 @@ void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int6
 template <class Element, class Panel>
 void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
     const int64_t panel_size = (args.depth + 1) / 2 * PAIR;
-    const int64_t num_tiles = (args.num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t tiles = num_tiles(args.num_rows);
     const Element* packed = static_cast<const Element*>(args.packed);
-    if (num_tiles == 0) return;
-    for (int64_t p = first; p < end; ++p) panel_of(args, p * COLUMNS, packed + p * panel_size, panel_size, num_tiles);
+    if (tiles == 0) return;
+    for (int64_t p = first; p < end; ++p) panel_of(args, p * COLUMNS, packed + p * panel_size, panel_size, tiles);
 }
 
-// The same rows, further apart by a line, where they would push each other out of the cache.
-Linear spread(Linear args) {
-    constexpr int64_t SPACE = LINE / static_cast<int64_t>(sizeof(bf16));
-    static thread_local std::vector<bf16> rows;
-    if (args.num_rows < CROWD || args.x_stride * static_cast<int64_t>(sizeof(bf16)) % CACHE_WAY != 0) return args;
-    const int64_t stride = args.x_stride + SPACE;
-    if (static_cast<int64_t>(rows.size()) < args.num_rows * stride) rows.resize(args.num_rows * stride);
-    for (int64_t r = 0; r < args.num_rows; ++r) std::copy_n(args.x + r * args.x_stride, args.depth, rows.data() + r * stride);
-    args.x = rows.data();
-    args.x_stride = stride;
-    return args;
-}
-
-void linear(const Linear& given) {
-    const Linear args = spread(given);
+void panels_in_runs(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
     in_runs(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
 #ifdef __AVX512VBMI__
@@ -193,6 +183,35 @@ void linear(const Linear& given) {
         panels<bf16>(args, first, end, panel_of_bf16);
     });
 }
+
+bool is_crowded(const Linear& args) {
+    const int64_t tiles = num_tiles(args.num_rows), stride_bytes = args.x_stride * static_cast<int64_t>(sizeof(bf16));
+    return args.num_rows >= CROWD * tiles && args.x_stride >= args.depth && stride_bytes % CACHE_WAY == 0;
+}
+
+// The same product of copies of the rows, a line further apart; of so many at a time that the memory, which is kept, is small.
+void spread(const Linear& args) {
+    constexpr int64_t WAY = CACHE_WAY / sizeof(bf16), SPACE = LINE / sizeof(bf16);
+    static thread_local std::vector<bf16> memory;
+    Linear block = args;
+    block.x_stride = (args.depth + WAY - 1) / WAY * WAY + SPACE;
+    for (int64_t first = 0; first < args.num_rows; first += SPREAD_ROWS) {
+        block.num_rows = std::min(SPREAD_ROWS, args.num_rows - first);
+        const int64_t size = block.num_rows * block.x_stride;
+        if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+        bf16* copies = memory.data();
+        in_parts([&](int part, int num_parts) {
+            const int64_t end = (part + 1) * block.num_rows / num_parts;
+            for (int64_t r = part * block.num_rows / num_parts; r < end; ++r)
+                std::copy_n(args.x + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
+        });
+        block.x = copies;
+        block.out = args.out + first * args.num_columns;
+        panels_in_runs(block);
+    }
+}
+
+void linear(const Linear& args) { is_crowded(args) ? spread(args) : panels_in_runs(args); }
 
 struct LinearSiluMul {
     Linear product;

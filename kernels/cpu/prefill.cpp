@@ -64,8 +64,8 @@ using ForBf16 = Pair;
 using ForBf16 = Single;
 #endif
 
-// c[r][v] (+)= sum over k < size of a[r][k] * b[k][v], for ROWS rows and VECS vectors of columns. Loops are unrolled by name: the
-// compiler then keeps the sums in registers alone, and writes no second copy of them to the stack.
+// c[r][v] (+)= sum over k < size of a[r][k] * b[k][v], for ROWS rows and VECS vectors of columns. Loops are unrolled by name:
+// the compiler then keeps the sums in registers alone, without a second copy on the stack.
 template <class Mul, int ROWS, int VECS>
 void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c, int64_t c_stride,
              bool add) {

@@ -16,8 +16,8 @@ struct Shape {
 };
 
 // How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything. Functions of their own, and loops unrolled by name: else the
-// compiler writes what is added up to the stack, too, after each run of rows.
+// and `count` <= 16 rows. Scores past `count` may hold anything. They are functions of their own, and for pairs their loops are
+// unrolled by name: else the compiler writes what is added up to the stack, too, after each run of rows.
 template <class T, int DIM>
 struct Rows {
     using Weight = float;
@@ -96,9 +96,9 @@ struct PairRows {
     [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale,
                                         float* scores, int64_t stride) {
         if (count == LANES)
-            score_places<H>(q, rows, scale, scores, stride, [](int t) { return t; });
+            score_rows<H, true>(q, rows, count, scale, scores, stride);
         else
-            score_places<H>(q, rows, scale, scores, stride, [=](int t) { return t < count ? t : 0; });
+            score_rows<H, false>(q, rows, count, scale, scores, stride);
     }
 
     template <int H>
@@ -109,7 +109,6 @@ struct PairRows {
         for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
             for (int v = 0; v < VECS; ++v) acc[h][v] = sums[h][v];
-        alignas(LANES * sizeof(float)) static constexpr bf16 NO_ROW[DIM] = {};
         for (int t = 0; t < count; t += 2) {
             const bf16 *row = rows + t * DIM, *second = t + 1 < count ? row + DIM : NO_ROW;
 #pragma GCC unroll 4
@@ -142,15 +141,18 @@ struct PairRows {
     }
 
    private:
-    // The scores of 16 rows, of which number t is at `place(t)`.
-    template <int H, class Place>
-    static void score_places(const vf (*q)[VECS], const bf16* rows, float scale, float* scores, int64_t stride, Place place) {
+    alignas(sizeof(vf)) static constexpr bf16 NO_ROW[DIM] = {};
+
+    // WHOLE: `count` is 16.
+    template <int H, bool WHOLE>
+    static void score_rows(const vf (*q)[VECS], const bf16* rows, int count, float scale, float* scores, int64_t stride) {
         __m512 quarters[H][4];
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; ++quarter) {
             vf acc[H][4] = {};
             for (int i = 0; i < 4; ++i) {
-                const bf16* row = rows + place(4 * quarter + i) * DIM;
+                const int t = 4 * quarter + i;
+                const bf16* row = rows + (WHOLE || t < count ? t : 0) * DIM;
                 for (int v = 0; v < PAIRS; ++v) {
                     const __m512i k = load_pairs(row + v * 2 * LANES);
                     for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);

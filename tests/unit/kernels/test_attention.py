@@ -111,13 +111,13 @@ def test_cpp_decode_attention_agrees_with_the_reference(native: NativeOps, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 24, 300])
-@pytest.mark.parametrize("heads", [(9, 3), (20, 2)])
+@pytest.mark.parametrize("block_size", [16, 17, 24, 300])
+@pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((20, 2), 64), ((4, 2), 128), ((2, 2), 80)])
 def test_contexts_around_the_ends_of_pieces(
-    native: NativeOps, heads: tuple[int, int], block_size: int, dtype: torch.dtype
+    native: NativeOps, heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    lengths = [239, 240, 241, 255, 256, 257, 300, 301, 359, 360, 361, 383, 384, 385, 449, 450, 512, 513, 600, 601]
-    case = Case(lengths, heads, 64, dtype, block_size)
+    lengths = [239, 240, 241, 255, 256, 257, 300, 301, 359, 360, 361, 383, 384, 385, 449, 450, 512, 513, 600, 639, 640]
+    case = Case(lengths, heads, dim, dtype, block_size)
     oracle.assert_close(case.decode(native), case.decode(reference).double())
 
 

@@ -74,11 +74,18 @@ def test_rows_inside_wider_rows(products: NativeLinear) -> None:
 @pytest.mark.parametrize("in_features", [2048, 2047, 4096])
 def test_rows_that_would_crowd_the_cache_give_the_same_bits(products: NativeLinear, in_features: int) -> None:
     native = packed(products, numbers(1, 70, in_features))
-    for rows in (7, 8, 9, 25, 8):
+    for rows in (7, 8, 9, 13, 25, 8, 500):
         crowded = numbers(rows, rows, 2048 if in_features < 2048 else in_features)[:, :in_features]
         apart = numbers(0, rows, in_features + 100)[:, :in_features]
         apart.copy_(crowded)
         assert torch.equal(native.product(crowded, None), native.product(apart, None))
+
+
+def test_rows_that_overlap(products: NativeLinear) -> None:
+    native, x = packed(products, numbers(1, 40, 4096)), numbers(2, 1, 4096 + 8 * 2048)
+    same, shifted = x[:, :4096].expand(9, 4096), x.as_strided((9, 4096), (2048, 1))
+    assert torch.equal(native.product(same, None), native.product(same[:1], None).expand(9, 40))
+    assert torch.equal(native.product(shifted, None), native.product(shifted.contiguous(), None))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
