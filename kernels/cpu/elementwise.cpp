@@ -19,9 +19,7 @@ void for_rows(int64_t num_rows, int64_t size, Body body) {
         for (int64_t row = 0; row < num_rows; ++row) body(row);
         return;
     }
-    in_parts([&](int part, int num_parts) {
-        for (int64_t row = part * num_rows / num_parts; row < (part + 1) * num_rows / num_parts; ++row) body(row);
-    });
+    in_shares(num_rows, body);
 }
 
 inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? static_cast<int>(size - at) : LANES; }

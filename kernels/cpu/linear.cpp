@@ -200,10 +200,8 @@ void spread(const Linear& args) {
         const int64_t size = block.num_rows * block.x_stride;
         if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
         bf16* copies = memory.data();
-        in_parts([&](int part, int num_parts) {
-            const int64_t end = (part + 1) * block.num_rows / num_parts;
-            for (int64_t r = part * block.num_rows / num_parts; r < end; ++r)
-                std::copy_n(args.x + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
+        in_shares(block.num_rows, [&](int64_t r) {
+            std::copy_n(args.x + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
         });
         block.x = copies;
         block.out = args.out + first * args.num_columns;

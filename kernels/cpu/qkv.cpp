@@ -81,10 +81,7 @@ void run(const Qkv& args) {
         for (int64_t t = 0; t < args.num_tokens; ++t) token<T>(args, t);
         return;
     }
-    in_parts([&](int part, int num_parts) {
-        const int64_t end = (part + 1) * args.num_tokens / num_parts;
-        for (int64_t t = part * args.num_tokens / num_parts; t < end; ++t) token<T>(args, t);
-    });
+    in_shares(args.num_tokens, [&](int64_t t) { token<T>(args, t); });
 }
 
 }  // namespace

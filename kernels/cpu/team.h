@@ -20,6 +20,15 @@ void in_parts(Body body) {
     run_in_parts([](void* context, int part, int num_parts) { (*static_cast<Body*>(context))(part, num_parts); }, &body);
 }
 
+// `body(item)` for each item; each thread has an equal share of them, in order.
+template <class Body>
+void in_shares(int64_t num_items, Body body) {
+    in_parts([&](int part, int num_parts) {
+        const int64_t end = (part + 1) * num_items / num_parts;
+        for (int64_t item = part * num_items / num_parts; item < end; ++item) body(item);
+    });
+}
+
 // How many threads `in_parts` has at most.
 int team_size();
 
