@@ -33,7 +33,7 @@ from benchmarks.common import print_table, report, write_json
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.peers_llamacpp import LlamaCpp, PeerRun, open_llama_cpp
 from benchmarks.serving import positive
-from benchmarks.step_limit import decode_works, limit_s, overlapped_limit_s, prefill_works
+from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models import DEFAULT_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
 from disagg.engine.checkpoint import ModelConfig, read_model_config
@@ -163,9 +163,7 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
             works = decode_works(model, first.batch, context, WEIGHT_BYTES[kind.quantization])
             steps_ms = [repeat.decodes[index].step_ms for repeat in repeats]
             ceilings = [repeat.decodes[index].ceilings for repeat in repeats]
-            limits_ms = [limit_s(works, each) * 1e3 for each in ceilings]
             whole_ms = [overlapped_limit_s(works, each) * 1e3 for each in ceilings]
-            usual_ms = [limit_s(works, at_median_read(each)) * 1e3 for each in ceilings]
             row = {
                 "what": "decode",
                 "engine": kind.name,
@@ -174,14 +172,23 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
                 "batch": first.batch,
                 "step_ms": _median(steps_ms),
                 "tok_s": _median([repeat.decodes[index].tok_s for repeat in repeats]),
-                "limit_ms": _median(limits_ms),
-                "share": ratio(limits_ms, steps_ms),
+                **_beside_limit(works, ceilings, steps_ms),
                 "overlapped_share": ratio(whole_ms, steps_ms),
-                "share_of_usual": ratio(usual_ms, steps_ms),
                 "all_step_ms": [round(step_ms, 4) for step_ms in steps_ms],
             }
             rows.append({**row, **_decode_beside_peer(measured, kind, index, first.batch)})
     return rows
+
+
+def _beside_limit(works: Sequence[Work], ceilings: Sequence[Ceilings], times_ms: Sequence[float]) -> dict[str, float]:
+    """The limit, and its shares of the times, one of each repeat."""
+    limits_ms = [limit_s(works, each) * 1e3 for each in ceilings]
+    usual_ms = [limit_s(works, at_median_read(each)) * 1e3 for each in ceilings]
+    return {
+        "limit_ms": _median(limits_ms),
+        "share": ratio(limits_ms, times_ms),
+        "share_of_usual": ratio(usual_ms, times_ms),
+    }
 
 
 def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) -> dict[str, float]:
@@ -199,8 +206,6 @@ def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> lis
     for kind, repeats in measured.kinds.items():
         works = prefill_works(model, num_tokens, WEIGHT_BYTES[kind.quantization])
         times_ms = [repeat.prefill_ms for repeat in repeats]
-        limits_ms = [limit_s(works, repeat.ceilings) * 1e3 for repeat in repeats]
-        usual_ms = [limit_s(works, at_median_read(repeat.ceilings)) * 1e3 for repeat in repeats]
         row: dict[str, Any] = {
             "what": "prefill",
             "engine": kind.name,
@@ -209,9 +214,7 @@ def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> lis
             "tokens": num_tokens,
             "ms": _median(times_ms),
             "tok_s": _median([num_tokens / time_ms * 1e3 for time_ms in times_ms]),
-            "limit_ms": _median(limits_ms),
-            "share": ratio(limits_ms, times_ms),
-            "share_of_usual": ratio(usual_ms, times_ms),
+            **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
         }
         if measured.peer and kind.num_threads == _peer_threads(measured):
             theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
