@@ -34,10 +34,10 @@ def caches(num_blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(native: NativeOps) -> Tensor:
-    lengths = [1, 700, 16, 0, 633]
-    tables = torch.randperm(60, generator=torch.Generator().manual_seed(3)).repeat(5, 1)[:, :44].to(torch.int32)
+    lengths = [1, 700, 16, 0, 33, 633]
+    tables = torch.randperm(60, generator=torch.Generator().manual_seed(3)).repeat(6, 1)[:, :44].to(torch.int32)
     found = native.paged_decode_attention(
-        numbers(4, 5, HEADS, DIM), *caches(60), tables.contiguous(), torch.tensor(lengths, dtype=torch.int32), 0.125
+        numbers(4, 6, HEADS, DIM), *caches(60), tables.contiguous(), torch.tensor(lengths, dtype=torch.int32), 0.125
     )
     assert found is not None
     return found
