@@ -68,12 +68,17 @@ class TapeCapturer:
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses every op of torch that is more than another look at the same memory: a tape would not make it again."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not (isinstance(func, torch._ops.OpOverload) and func.is_view):
-            raise CaptureError(f"{func} is not one of the C++ kernels")
-        return func(*args, **(kwargs or {}))
+
+def _only_views(
+    mode: _OnlyViews, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    if not (isinstance(func, torch._ops.OpOverload) and func.is_view):
+        raise CaptureError(f"{func} is not one of the C++ kernels")
+    return func(*args, **(kwargs or {}))
+
+
+# Not in the class's body: there torch wraps it, and the first call imports torch.compile: 1.4 s and 130 MB for nothing.
+_OnlyViews.__torch_dispatch__ = _only_views  # type: ignore[method-assign, assignment]
 
 
 def _address(struct_of_args: bytes) -> int:

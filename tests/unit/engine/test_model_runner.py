@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ def test_it_reports_what_it_holds(folder: Path, runner: TorchModelRunner) -> Non
     assert (protocol.num_blocks, protocol.block_size, protocol.vocab_size) == (64, 16, VOCAB_SIZE)
     assert protocol.fingerprint == model_fingerprint(folder, "float32")
     assert runner.model_config.eos_token_ids == (256,)
+
+
+def test_a_start_loads_no_compiler_of_torch(folder: Path) -> None:
+    """Nor `transformers`: each would cost a worker more time and memory than torch itself."""
+    program = f"""
+import sys
+from disagg.engine.config import WorkerConfig
+from disagg.engine.runners import make_runner, warm_up
+config = WorkerConfig(worker_id="w", roles=("decode",), model_path={str(folder)!r}, dtype="bfloat16", num_blocks=8)
+warm_up(make_runner(config), config)
+print([name for name in ("torch", "torch._dynamo", "torch._inductor", "sympy", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['torch']\n"
 
 
 def test_construction_sets_the_number_of_compute_threads(folder: Path) -> None:
