@@ -82,6 +82,8 @@ class Answer:
     ends: list[End] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    """`prefilled` has one."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -154,7 +156,9 @@ class GatewayStub:
                 assert answer.logprobs.setdefault(out.first_index + offset, logprobs) == logprobs
             answer.first_token.set()
         for prefilled in update.prefilled:
-            self.answers[AttemptKey(prefilled.request_id, prefilled.attempt)].prefilled.append(prefilled)
+            answer = self.answers[AttemptKey(prefilled.request_id, prefilled.attempt)]
+            answer.prefilled.append(prefilled)
+            answer.computed.set()
         for handed_over in update.handed_over:
             self.answers[AttemptKey(handed_over.request_id, handed_over.attempt)].handed_over.append(handed_over)
         for end in update.ends:
@@ -197,9 +201,11 @@ class GatewayStub:
         return spec.key, answer
 
     async def run(self, prompt: Sequence[int], **how: object) -> Answer:
-        """`submit` and wait for the end."""
+        """`submit` and wait for the end and, where D took over, for what P says on a stream of its own."""
         _, answer = self.submit(prompt, **how)  # type: ignore[arg-type]
         await asyncio.wait_for(answer.ended.wait(), 60)
+        if answer.handed_over:
+            await asyncio.wait_for(answer.computed.wait(), 60)
         return answer
 
     def cancel(self, key: AttemptKey) -> None:
