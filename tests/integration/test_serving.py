@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from disagg.client import AsyncClient, Options
+from disagg.client import AsyncClient, Explanation, Options
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.engine.fake import fake_generate
@@ -42,6 +42,12 @@ CONFIG = {
 
 def greedy(max_tokens: int) -> Options:
     return {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
+
+
+def own_cluster(policy: str) -> ProcessCluster:
+    """One with a policy that asks no clock. Its workers load no torch, so it starts in a third of the time."""
+    placement = {"local_prefill": "never", "policy": policy}
+    return ProcessCluster(parse_config({**CONFIG, "placement": placement, "transfer": {"transport": "shm"}}))
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +133,7 @@ async def test_more_than_fits_waits_and_is_answered(cluster: ProcessCluster) -> 
 async def test_requests_go_round_both_pools() -> None:
     """One after the other, so that everybody always has room: the counts depend on no measured time."""
     dice = random.Random(5)
-    config = {**CONFIG, "placement": {"local_prefill": "never", "policy": "round_robin"}}
-    with ProcessCluster(parse_config(config)) as own:
+    with own_cluster("round_robin") as own:
         async with client_of(own) as client:
             answers = [await client.generate(prompt_of(dice, 64), **greedy(4)) for _ in range(8)]
             routes = [await client.explain(answer.request_id) for answer in answers]
@@ -136,17 +141,43 @@ async def test_requests_go_round_both_pools() -> None:
     assert Counter(route.decode_worker for route in routes) == {"decode-0": 4, "decode-1": 4}
 
 
-async def test_a_repeated_prefix_is_found_again(cluster: ProcessCluster) -> None:
+async def place_of(client: AsyncClient, prompt: list[int]) -> Explanation:
+    """Where its answer, which is checked, was made."""
+    answer = await client.generate(prompt, **greedy(4))
+    assert list(answer.token_ids) == fake_generate(prompt, 4)
+    place = await client.explain(answer.request_id)
+    assert answer.usage.cached_tokens == place.prefill_cached_tokens
+    return place
+
+
+async def until_cached(client: AsyncClient, num_blocks: int) -> None:
+    """The workers of each role have told the router that they hold so many blocks between them."""
+    for _ in range(250):
+        cached: Counter[str] = Counter()
+        for worker in (await client.cluster_state()).workers:
+            (role,) = worker.roles
+            cached[role] += worker.kv_blocks_cached
+        if cached == {"prefill": num_blocks, "decode": num_blocks}:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{dict(cached)}, not {num_blocks} each")
+
+
+async def test_a_repeated_prefix_is_found_where_it_is() -> None:
+    """By a policy that weighs no measured time, so that it must go to the workers that have it."""
     dice = random.Random(6)
-    first = prompt_of(dice, 128)
-    async with client_of(cluster) as client:
-        await client.generate(first, **greedy(2))
-        await asyncio.sleep(0.3)  # Cache events reach the router with the next report.
-        answer = await client.generate([*first, 1, 2, 3], **greedy(4))
-        assert list(answer.token_ids) == fake_generate([*first, 1, 2, 3], 4)
-        assert answer.usage.cached_tokens == 128
-        route = await client.explain(answer.request_id)
-        assert (route.prefill_cached_tokens, route.decode_cached_tokens) == (128, 128)
+    prompts = [prompt_of(dice, 128) for _ in range(3)]
+    with own_cluster("prefix") as own:
+        async with client_of(own) as client:
+            places = []
+            for num_blocks, prompt in enumerate(prompts, start=1):
+                places.append(await place_of(client, prompt))
+                await until_cached(client, 8 * num_blocks)
+            for prompt, place in zip(prompts, places, strict=True):
+                again = await place_of(client, [*prompt, 1, 2, 3])
+                assert (again.prefill_worker, again.decode_worker) == (place.prefill_worker, place.decode_worker)
+                assert (place.prefill_cached_tokens, place.decode_cached_tokens) == (0, 0)
+                assert (again.prefill_cached_tokens, again.decode_cached_tokens) == (128, 128)
 
 
 BAD: list[tuple[list[int] | str | list[dict[str, str]], Options, type[DisaggError], str]] = [
