@@ -32,6 +32,7 @@ def cluster_of(local_prefill: Literal["auto", "never"], swap_bytes: int | str) -
     pool = {"num_blocks": 128, "decode_reserve_tokens": 16, "swap_bytes": swap_bytes}
     config = {
         "model": {"path": "fake"},
+        "transfer": {"transport": "shm"},
         "gateway": {"port": 0},
         "placement": {"local_prefill": local_prefill},
         "pools": {"prefill": pool, "decode": pool},

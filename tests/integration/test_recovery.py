@@ -27,8 +27,14 @@ from tests.support.secret import SECRET
 from tests.support.workers import running_workers, wait_until_workers_idle
 
 POOLS = {"prefill": {"size": 1}, "decode": {"size": 2}}
-FAKE = {"model": {"path": "fake"}, "gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "pools": POOLS}
-NUM_TOKENS = 6000
+FAKE = {
+    "model": {"path": "fake"},
+    "transfer": {"transport": "shm"},
+    "gateway": {"port": 0},
+    "placement": {"local_prefill": "never"},
+    "pools": POOLS,
+}
+NUM_TOKENS = 3000
 """An answer that is far from its end when its worker is stopped."""
 ROOM = {"max_model_len": 8192, "num_blocks": 2048}
 

@@ -429,7 +429,12 @@ async def test_internal_methods_are_closed_to_others(cluster: ProcessCluster) ->
 
 def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path) -> None:
     """Neither in command lines, environments and logs of the processes, nor in what the cluster prints of itself."""
-    config = {"model": {"path": "fake"}, "gateway": {"port": 0, "api_keys": keys}, "pools": SMALL_POOLS}
+    config = {
+        "model": {"path": "fake"},
+        "transfer": {"transport": "shm"},
+        "gateway": {"port": 0, "api_keys": keys},
+        "pools": SMALL_POOLS,
+    }
     with ProcessCluster(parse_config(config), log_dir=tmp_path) as cluster:
         names = ("prefill-0", "decode-0", "gateway")
         seen = [
