@@ -16,7 +16,8 @@ PROTOS := $(sort $(wildcard proto/disagg/v1/*.proto))
 GRPC_TOOLS := grpcio-tools==1.74.0 # the oldest version that pyproject.toml accepts: newer runtimes read older stubs, not the reverse
 
 QUIET := sh scripts/quiet.sh
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+INSTALL := -m pip --disable-pip-version-check -q install --no-compile # Python compiles what is used, which is little of it
+PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -79,7 +80,7 @@ build/clients/%/.install-stamp: tests/clients/requirements-%.txt
 	@mkdir -p build/clients
 	@$(QUIET) "Creating build/clients/$*" build/clients/$*-venv.log $(PYTHON) -m venv build/clients/$*
 	@$(QUIET) "Installing $*" build/clients/$*-install.log \
-	  build/clients/$*/bin/python -m pip --disable-pip-version-check -q install -r $<
+	  build/clients/$*/bin/python $(INSTALL) -r $<
 	@touch $@
 
 lint: $(STAMP) ## ruff, mypy (strict) and buf
@@ -123,7 +124,7 @@ $(PROTO_TOOLS)/.install-stamp: Makefile
 	@mkdir -p build
 	@$(QUIET) "Creating $(PROTO_TOOLS)" build/proto-venv.log $(PYTHON) -m venv $(PROTO_TOOLS)
 	@$(QUIET) "Installing $(GRPC_TOOLS)" build/proto-install.log \
-	  $(PROTO_TOOLS)/bin/python -m pip --disable-pip-version-check -q install $(GRPC_TOOLS) 'setuptools<81'
+	  $(PROTO_TOOLS)/bin/python $(INSTALL) $(GRPC_TOOLS) 'setuptools<81'
 	@touch $@
 
 proto: $(PROTO_TOOLS)/.install-stamp ## regenerate the gRPC stubs from proto/disagg/v1/*.proto
