@@ -16,8 +16,13 @@ PROTOS := $(sort $(wildcard proto/disagg/v1/*.proto))
 GRPC_TOOLS := grpcio-tools==1.74.0 # the oldest version that pyproject.toml accepts: newer runtimes read older stubs, not the reverse
 
 QUIET := sh scripts/quiet.sh
-INSTALL := -m pip --disable-pip-version-check -q install --no-compile # Python compiles what is used, which is little of it
+
+# Of what is installed little is used: that alone is compiled, when it is first imported. It has to be kept then, or each
+# process of a cluster would compile it, and our own code, anew.
+INSTALL := -m pip --disable-pip-version-check -q install --no-compile
 PIP := $(BIN)/python $(INSTALL)
+unexport PYTHONDONTWRITEBYTECODE
+USED := disagg.cluster.ray_actors, disagg.engine.convert, disagg.engine.model_runner, disagg.router.gateway.server
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -35,6 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "No virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
 	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev,load]'
+	@$(QUIET) "Compiling what a cluster imports" build/compile.log $(BIN)/python -c 'import $(USED)'
 	@touch $@
 
 install: $(STAMP) ## the virtual environment with everything in it
