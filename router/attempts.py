@@ -65,9 +65,10 @@ class Attempts:
         """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room and no_slot left the request in the queue."""
 
-    def try_start(self, record: RequestRecord, now: float) -> Dispatch | Blocked:
-        """Place a queued request if somebody has room for it now; the caller takes it out of the queue."""
-        demand = self._demand(record, now)
+    def try_start(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Dispatch | Blocked:
+        """Place a queued request if somebody has room for it now; the caller takes it out of the queue. For `queued_ms`
+        see `Demand`."""
+        demand = self._demand(record, now, queued_ms)
         shortlists = self._fleet.shortlists(demand, record.block_hashes, record.avoided(now), now)
         choice = choose(self._policy, demand, shortlists, self._draw)
         if choice is None:
@@ -144,7 +145,7 @@ class Attempts:
         record.end_attempt()
         return cancels
 
-    def _demand(self, record: RequestRecord, now: float) -> Demand:
+    def _demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
         num_released = len(record.ledger.released)
         left = record.request.sampling.max_tokens - num_released
         ttft_left_ms = math.inf
@@ -156,6 +157,7 @@ class Attempts:
             output_tokens=max(1.0, min(left, self._lengths.value)),
             ttft_left_ms=ttft_left_ms,
             tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
+            queued_ms=queued_ms,
             reuse=self._reuse.value,
             turn=self._num_started,
         )

@@ -44,6 +44,8 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     """What is left of the TTFT target."""
     tpot_ms: float = math.inf
     """The TPOT target."""
+    queued_ms: float = 0.0
+    """How long the prompts before it in the queue keep the workers that are there for prompts."""
     reuse: float = 0.0
     """Share of prompt tokens that were found cached lately: how likely it is that what is cached will be used."""
     turn: int = 0

@@ -81,7 +81,7 @@ class Waiting:
         if self._set_aside(record, now):
             return None
         if position < MAX_LOOKS and not (position and self._lacks_room):
-            result = self._attempts.try_start(record, now)
+            result = self._attempts.try_start(record, now, self._queued_ms(position))
             if isinstance(result, Dispatch):
                 return result
             if position == 0:
@@ -127,7 +127,7 @@ class Waiting:
             if self._set_aside(record, now):
                 self.queue.remove(record.request_id)
                 continue
-            result = self._attempts.try_start(record, now)
+            result = self._attempts.try_start(record, now, self._queued_ms(position))
             if isinstance(result, Dispatch):
                 self.queue.remove(record.request_id)
                 placed.append(result)
@@ -148,6 +148,11 @@ class Waiting:
         if self._must_look or fleet.num_openings != self._seen_openings:
             return True
         return self._lacks_room and fleet.num_releases != self._seen_releases
+
+    def _queued_ms(self, position: int) -> float:
+        """How long the prompts before a position keep the workers that are there for prompts."""
+        num_workers = self._fleet.backlog()[1] if position else 0
+        return self.queue.work_before(position) / num_workers if num_workers else 0.0
 
     def _all_seen(self) -> None:
         """What happened so far is no reason to look again."""

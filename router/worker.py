@@ -51,6 +51,8 @@ class Worker:
     """How another worker reaches this one."""
     decodes: bool = field(init=False)
     """Whether its sequences decode there (D, or both roles)."""
+    is_for_prompts: bool = field(init=False)
+    """Whether the queue waits for it (P, or both roles)."""
     num_blocks: int = field(init=False)
     bytes_per_token: int = field(init=False)
     """Of KV."""
@@ -104,6 +106,7 @@ class Worker:
         self.worker_id = info.worker_id
         self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
         self.decodes = "decode" in info.roles
+        self.is_for_prompts = "prefill" in info.roles
         self.num_blocks = info.num_blocks
         self.bytes_per_token = info.kv_layout.bytes_per_token
         self._take_load()

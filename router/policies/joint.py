@@ -66,7 +66,7 @@ class Joint:
         """Wait, prefill, what it pushes out, barrier."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
-        wait, prefill = worker.backlog_ms, prefill_ms(worker, cached, num_tokens)
+        wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
         delay = pushed_out_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
@@ -89,6 +89,8 @@ class Joint:
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
+        if worker.is_for_prompts:
+            wait += demand.queued_ms
         prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
         decode, barrier = after.decode_ms, after.barrier_ms
@@ -97,6 +99,8 @@ class Joint:
             others += pushed_out_ms(demand, worker, num_new)
         delay = after.delay_ms + others
         misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
+        if not worker.is_for_prompts and after.step_ms + compute / max(demand.num_steps, 1.0) > demand.tpot_ms:
+            misses += worker.num_decodes
         cost = wait + prefill + decode + delay + barrier
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 

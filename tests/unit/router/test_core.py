@@ -217,9 +217,9 @@ def test_only_what_may_have_made_room_looks_at_the_queue(monkeypatch: pytest.Mon
     looks: list[str] = []
     try_start = it.core._attempts.try_start
 
-    def counting(record: RequestRecord, now: float) -> Dispatch | Blocked:
+    def counting(record: RequestRecord, now: float, queued_ms: float) -> Dispatch | Blocked:
         looks.append(record.request_id)
-        return try_start(record, now)
+        return try_start(record, now, queued_ms)
 
     monkeypatch.setattr(it.core._attempts, "try_start", counting)
     it.start(routed_request("r0", 300), "p0", "d0")
