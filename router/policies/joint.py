@@ -7,6 +7,8 @@ all requests.
                 must be computed again, as likely as prompts find anything cached
     barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
 
+The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
+
 Affinity follows from the prefill: a prefix pulls as much as computing it again would take (twice as much where caches
 are full of prefixes in use, so that they do not push each other out), and no more: a hot one spreads when its holder's
 wait exceeds that. Local prefill follows from the second line: it is cheap on an idle D,
@@ -85,7 +87,8 @@ class Joint:
         return weight
 
     def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All of it. The others wait for the prefill too, but for what a step costs anyway."""
+        """All of it. The others wait for the prefill too, but for what a step costs anyway. On a worker that is not there
+        for prompts they may miss their TPOT target for that; it is taken to be the request's."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)

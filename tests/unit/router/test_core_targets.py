@@ -200,6 +200,21 @@ def test_a_blocked_queue_costs_no_look_however_long(monkeypatch: pytest.MonkeyPa
     assert len(looks) == 1
 
 
+def test_behind_a_long_queue_a_decode_worker_computes_a_prompt() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=RouterConfig())
+    assert it.submit(wanted("s0", 64)) == ["dispatch d0 s0/0 alone"]
+    it.update("d0", prefilled_update("s0", 0))
+    for name in ("s1", "s2"):
+        it.start(wanted(name, 64), "p0", "d0")
+        it.hand_over(name, "p0", "d0", 7)
+    assert it.submit(wanted("r0", 300)) == ["dispatch p0 r0/0 -> d0"]
+    # It would cost four sequences there 300 ms each. P has 300 in front, and the queue 300 for each that waits.
+    for number in range(1, 5):
+        assert it.submit(wanted(f"r{number}", 300)) == []
+    assert it.submit(wanted("r5", 300)) == ["dispatch d0 r5/0 alone"]
+    assert it.core.holdings()["queued"] == 4
+
+
 # ---------------------------------------------------------------- targets and explanations
 
 

@@ -166,6 +166,36 @@ def test_a_busy_d_does_not_compute_a_prompt_because_p_has_no_slot_just_now() -> 
     assert free.where() == "- d0"
 
 
+def test_what_waits_before_a_request_is_a_wait_for_p_and_for_workers_with_both_roles() -> None:
+    """Alone d0 would take 64 ms more from each of its sequences."""
+    it = Placing("joint", worker("p0"), worker("d0", seqs=4), config=AUTO)
+    assert it.where(queued_ms=100.0) == "p0 d0"
+    assert it.where(queued_ms=400.0) == "- d0"
+    both = Placing("joint", worker("d0", seqs=4), worker("c0", seqs=3), config=AUTO)
+    assert both.where(queued_ms=30.0) == "- c0"
+    assert both.where(queued_ms=400.0) == "- d0"
+    forbidden = Placing("joint", worker("p0"), worker("d0"), config=NEVER)
+    assert forbidden.where(queued_ms=400.0) == "p0 d0"
+
+
+def test_a_wait_in_the_queue_misses_the_ttft_target() -> None:
+    it = Placing("joint", worker("p0"), worker("d0", seqs=20), config=AUTO)
+    assert it.where(queued_ms=100.0) == "p0 d0"
+    assert it.where(queued_ms=100.0, ttft_left_ms=150.0) == "- d0"
+
+
+def test_local_prefill_counts_the_targets_that_others_would_miss() -> None:
+    """A step takes 4 ms on d0, and 64 ms more of nine steps make it 11."""
+    it = Placing("joint", worker("p0"), worker("d0", seqs=3), config=AUTO)
+    late = {"queued_ms": 1000.0, "ttft_left_ms": 500.0}
+    assert it.where(**late, tpot_ms=12.0) == "- d0"
+    assert it.where(**late, tpot_ms=10.0) == "p0 d0"
+    # Nobody is there who could miss anything; with one it is as many as the request itself would miss behind the queue.
+    for num_seqs in (0, 1):
+        few = Placing("joint", worker("p0"), worker("d0", seqs=num_seqs), config=AUTO)
+        assert few.where(**late, tpot_ms=8.0) == "- d0"
+
+
 def test_a_worker_with_both_roles_competes_with_pairs_by_cost() -> None:
     assert Placing("joint", worker("c0"), worker("c1", seqs=1), config=AUTO).where() == "- c0"
     assert Placing("joint", worker("p0"), worker("d0", seqs=1), worker("c0", seqs=4), config=AUTO).where() == "p0 d0"
