@@ -87,8 +87,8 @@ class Joint:
         return weight
 
     def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All of it. The others wait for the prefill too, but for what a step costs anyway. On a worker that is not there
-        for prompts they may miss their TPOT target for that; it is taken to be the request's."""
+        """All of it. The others wait for the prefill too, but for what a step costs anyway; on a worker that is not
+        there for prompts they may miss their TPOT target for that, which is taken to be the request's."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
