@@ -87,8 +87,7 @@ class Joint:
         return weight
 
     def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All of it. The others wait for the prefill too, but for what a step costs anyway; on a worker that is not
-        there for prompts they may miss their TPOT target for that, which is taken to be the request's."""
+        """All of it. The others wait for the prefill too, but for what a step costs anyway."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
@@ -102,8 +101,6 @@ class Joint:
             others += pushed_out_ms(demand, worker, num_new)
         delay = after.delay_ms + others
         misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
-        if not worker.is_for_prompts and after.step_ms + compute / max(demand.num_steps, 1.0) > demand.tpot_ms:
-            misses += worker.num_decodes
         cost = wait + prefill + decode + delay + barrier
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 

@@ -184,17 +184,6 @@ def test_a_wait_in_the_queue_misses_the_ttft_target() -> None:
     assert it.where(queued_ms=100.0, ttft_left_ms=150.0) == "- d0"
 
 
-def test_local_prefill_counts_the_targets_that_others_would_miss() -> None:
-    """A step takes 4 ms on d0, and 64 ms more of nine steps make it 11."""
-    it = Placing("joint", worker("p0"), worker("d0", seqs=3), config=AUTO)
-    assert it.where(queued_ms=1000.0, ttft_left_ms=500.0, tpot_ms=12.0) == "- d0"
-    assert it.where(queued_ms=1000.0, ttft_left_ms=500.0, tpot_ms=10.0) == "p0 d0"
-    # Nobody is there who could miss anything; with one it is as many as the request itself would miss behind the queue.
-    for num_seqs in (0, 1):
-        few = Placing("joint", worker("p0"), worker("d0", seqs=num_seqs), config=AUTO)
-        assert few.where(queued_ms=1000.0, ttft_left_ms=500.0, tpot_ms=8.0) == "- d0"
-
-
 def test_a_worker_with_both_roles_competes_with_pairs_by_cost() -> None:
     assert Placing("joint", worker("c0"), worker("c1", seqs=1), config=AUTO).where() == "- c0"
     assert Placing("joint", worker("p0"), worker("d0", seqs=1), worker("c0", seqs=4), config=AUTO).where() == "p0 d0"
