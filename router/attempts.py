@@ -65,7 +65,7 @@ class Attempts:
         """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room and no_slot left the request in the queue."""
 
-    def try_start(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Dispatch | Blocked:
+    def try_start(self, record: RequestRecord, now: float, queued_ms: float) -> Dispatch | Blocked:
         """Place a queued request if somebody has room for it now; the caller takes it out of the queue. For `queued_ms`
         see `Demand`."""
         demand = self._demand(record, now, queued_ms)

@@ -106,7 +106,7 @@ class Worker:
         self.worker_id = info.worker_id
         self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
         self.decodes = "decode" in info.roles
-        self.is_for_prompts = "prefill" in info.roles
+        self.is_for_prompts = not decodes_only(info)
         self.num_blocks = info.num_blocks
         self.bytes_per_token = info.kv_layout.bytes_per_token
         self._take_load()
