@@ -12,11 +12,11 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from disagg.client import AsyncClient, Explanation, Options
+from disagg.client import AsyncClient, ClusterState, Explanation, Options
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.engine.fake import fake_generate
@@ -57,16 +57,21 @@ def cluster() -> Iterator[ProcessCluster]:
     assert running.killed == []
 
 
+async def until_counts(client: AsyncClient, count: Callable[[ClusterState], object], expected: object) -> None:
+    """What is counted in the cluster's state comes to what is expected."""
+    for _ in range(250):
+        counts = count(await client.cluster_state())
+        if counts == expected:
+            break
+        await asyncio.sleep(0.02)
+    assert counts == expected
+
+
 @contextlib.asynccontextmanager
 async def client_of(cluster: ProcessCluster) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(cluster.address) as client:
         yield client
-        for _ in range(250):
-            state = await client.cluster_state()
-            if state.queued_requests == state.running_requests == 0:
-                break
-            await asyncio.sleep(0.02)
-        assert (state.queued_requests, state.running_requests) == (0, 0)
+        await until_counts(client, lambda state: (state.queued_requests, state.running_requests), (0, 0))
         await wait_until_workers_idle(cluster.workers, cluster.secret)
         await asyncio.sleep(0.02)
 
@@ -150,17 +155,13 @@ async def place_of(client: AsyncClient, prompt: list[int]) -> Explanation:
     return place
 
 
-async def until_cached(client: AsyncClient, num_blocks: int) -> None:
-    """The workers of each role have told the router that they hold so many blocks between them."""
-    for _ in range(250):
-        cached: Counter[str] = Counter()
-        for worker in (await client.cluster_state()).workers:
-            (role,) = worker.roles
-            cached[role] += worker.kv_blocks_cached
-        if cached == {"prefill": num_blocks, "decode": num_blocks}:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{dict(cached)}, not {num_blocks} each")
+def cached_blocks(state: ClusterState) -> dict[str, int]:
+    """How many the workers of each role have told the router that they hold between them."""
+    cached: Counter[str] = Counter()
+    for worker in state.workers:
+        (role,) = worker.roles
+        cached[role] += worker.kv_blocks_cached
+    return dict(cached)
 
 
 async def test_a_repeated_prefix_is_found_where_it_is() -> None:
@@ -170,9 +171,9 @@ async def test_a_repeated_prefix_is_found_where_it_is() -> None:
     with own_cluster("prefix") as own:
         async with client_of(own) as client:
             places = []
-            for num_blocks, prompt in enumerate(prompts, start=1):
+            for count, prompt in enumerate(prompts, start=1):
                 places.append(await place_of(client, prompt))
-                await until_cached(client, 8 * num_blocks)
+                await until_counts(client, cached_blocks, {"prefill": 8 * count, "decode": 8 * count})
             for prompt, place in zip(prompts, places, strict=True):
                 again = await place_of(client, [*prompt, 1, 2, 3])
                 assert (again.prefill_worker, again.decode_worker) == (place.prefill_worker, place.decode_worker)
