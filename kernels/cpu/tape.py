@@ -77,7 +77,7 @@ def _only_views(
     return func(*args, **(kwargs or {}))
 
 
-# Not in the class's body: there torch wraps it, and the first call imports torch.compile: 1.4 s and 130 MB for nothing.
+# Not in the class's body: there torch wraps it, and the first call imports torch.compile: 1.4 s and 135 MB for nothing.
 _OnlyViews.__torch_dispatch__ = _only_views  # type: ignore[method-assign, assignment]
 
 
