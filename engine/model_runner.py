@@ -23,6 +23,7 @@ from disagg.engine.logprobs import sampled_logprobs
 from disagg.engine.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.model.batch import to_batch
 from disagg.engine.model.decoder import Decoder
+from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.model.replay import ReplayedDecoder, Scored
 from disagg.engine.model.rope import RopeTable
@@ -34,7 +35,8 @@ from disagg.engine.request import stand_in
 from disagg.engine.sampler import Sampler
 from disagg.engine.shared_weights import shared_parameters
 from disagg.engine.weights import load_parameters
-from disagg.kernels.dispatch import describe, set_num_threads
+from disagg.kernels.cuda_graph import bucket_sizes
+from disagg.kernels.dispatch import describe, draws_on, set_num_threads
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,10 @@ class TorchModelRunner:
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
             self._staging_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._sampler = Sampler(model.vocab_size)
+        self._draws: DeviceDraws | None = None
+        if draws_on(self._device):
+            self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
+        self._sampler = Sampler(model.vocab_size, self._draws)
         if shard.size == 1:
             self.join(None, self.num_blocks)
 

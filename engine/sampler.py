@@ -22,14 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
+from disagg.engine.sampling_rules import edits_logits, is_greedy, masks_stops, penalizes
 from disagg.kernels.dispatch import argmax_rows
 from disagg.proto.errors import InternalError
 from disagg.proto.messages import Sampling
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy."""
 
 _NUM_RANKED = 256
 
@@ -39,10 +38,16 @@ class BadLogitsError(InternalError, RuntimeError):
 
 
 class Sampler:
-    """Samples rows of logits. Stateless: penalties are counted from the sequences' ids on every call."""
+    """Samples rows of logits. Stateless: penalties are counted from the sequences' ids on every call.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        vocab_size: columns of the logits that are tokens.
+        draws: what draws on the logits' device, where something does.
+    """
+
+    def __init__(self, vocab_size: int, draws: DeviceDraws | None = None) -> None:
         self._vocab_size = vocab_size
+        self._draws = draws
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence], largest_S: Tensor | None = None) -> list[int]:
         """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
@@ -61,7 +66,7 @@ class Sampler:
         tokens = [0] * len(sequences)
         if plain:
             tokens = (argmax_rows(logits_SV, self._vocab_size) if largest_S is None else largest_S).tolist()
-            _refuse([row for row in plain if tokens[row] < 0], sequences)
+            refuse_bad_rows([row for row in plain if tokens[row] < 0], sequences)
         for rows, choose in ((edited, self._choose_edited), (drawn, self._draw)):
             if rows:
                 chosen = choose(logits_SV[rows], [sequences[row] for row in rows])
@@ -71,18 +76,19 @@ class Sampler:
 
     @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        chosen: list[int] = argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size).tolist()
-        _refuse([row for row, token in enumerate(chosen) if token < 0], sequences)
-        return chosen
+        return _checked(argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size), sequences)
 
     @torch.inference_mode()
     def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        return _draw_rows(_edit(logits_RV[:, : self._vocab_size], sequences), sequences)
-
-
-def is_greedy(sampling: Sampling) -> bool:
-    """Whether the most probable token is taken."""
-    return sampling.temperature < GREEDY_BELOW
+        edited_RV = _edit(logits_RV[:, : self._vocab_size], sequences)
+        if self._draws is None:
+            return _draw_rows(edited_RV, sequences)
+        chosen: list[int] = []
+        for first in range(0, len(sequences), self._draws.max_rows):
+            rows = slice(first, first + self._draws.max_rows)
+            drawn_R = self._draws.draw(edited_RV[rows], sequences[rows], [0] * len(sequences[rows]))
+            chosen += _checked(drawn_R, sequences[rows])
+        return chosen
 
 
 def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]:
@@ -91,10 +97,9 @@ def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]
     edited: list[int] = []
     drawn: list[int] = []
     for row, sequence in enumerate(sequences):
-        sampling = sequence.spec.sampling
-        if not is_greedy(sampling):
+        if not is_greedy(sequence.spec.sampling):
             drawn.append(row)
-        elif sampling.logit_bias or _penalizes(sampling) or _masks_stops(sequence):
+        elif edits_logits(sequence):
             edited.append(row)
         else:
             plain.append(row)
@@ -109,16 +114,15 @@ def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
     edited = logits_SV.float()
     for row, sequence in enumerate(sequences):
         sampling = sequence.spec.sampling
-        masks_stops = _masks_stops(sequence)
-        if sampling.logit_bias or masks_stops or _penalizes(sampling):
+        if edits_logits(sequence):
             if edited is logits_SV:
                 edited = edited.clone()
             logits_V = edited[row]
             if sampling.logit_bias:
                 _add_bias(logits_V, sampling)
-            if masks_stops:
+            if masks_stops(sequence):
                 _mask_stops(logits_V, sampling)
-            if _penalizes(sampling):
+            if penalizes(sampling):
                 _penalize(logits_V, sequence)
     return edited
 
@@ -130,18 +134,9 @@ def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
     logits_V.index_add_(0, torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
 
 
-def _masks_stops(sequence: Sequence) -> bool:
-    sampling = sequence.spec.sampling
-    return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
-
-
 def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
     """Change one row in place."""
     logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
-
-
-def _penalizes(sampling: Sampling) -> bool:
-    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
@@ -266,10 +261,17 @@ def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling
 
 def _check(finite_S: Tensor, sequences: Seq[Sequence]) -> None:
     """Each row's sum is finite exactly when the row can be sampled from."""
-    _refuse((~torch.isfinite(finite_S)).nonzero()[:, 0].tolist(), sequences)
+    refuse_bad_rows((~torch.isfinite(finite_S)).nonzero()[:, 0].tolist(), sequences)
 
 
-def _refuse(rows: Seq[int], sequences: Seq[Sequence]) -> None:
+def _checked(chosen_R: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    """Tokens on the host, of which none is -1."""
+    chosen: list[int] = chosen_R.tolist()
+    refuse_bad_rows([row for row, token in enumerate(chosen) if token < 0], sequences)
+    return chosen
+
+
+def refuse_bad_rows(rows: Seq[int], sequences: Seq[Sequence]) -> None:
     """Raise BadLogitsError if there are any."""
     if not rows:
         return

@@ -28,6 +28,7 @@ from disagg.kernels import reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.filters import Filters
 from disagg.kernels.fp8 import pack_fp8
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.quantize import Quantization, quantize_int8
@@ -40,6 +41,8 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "describe",
+    "draw_rows",
+    "draws_on",
     "drop_packing_memory",
     "embed",
     "gather_kv",
@@ -220,6 +223,19 @@ def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
             return out
         _warn_declined("argmax_rows", logits_TV.dtype)
     return reference.argmax_rows(logits_TV, vocab_size)
+
+
+def draws_on(device: torch.device) -> bool:
+    """Whether `draw_rows` takes logits of this device."""
+    triton = _choice().triton
+    return triton is not None and triton.runs_on(device)
+
+
+def draw_rows(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
+    """A token for each row, int64 [R], drawn where the logits are; -1 where nothing can be chosen."""
+    triton = _choice().triton
+    assert triton is not None, "nothing draws on this device"
+    return triton.draw_rows(logits_RV, vocab_size, filters)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, silu
+from disagg.kernels.filters import Filters
+from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -58,6 +59,14 @@ class TritonOps:
         if _are_rows(logits_TV) and _runs(logits_TV) and _are_floats(logits_TV):
             return argmax.argmax_rows(logits_TV, vocab_size)
         return None
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether tensors of this device are taken at all."""
+        return device.type == ("cpu" if INTERPRETED else "cuda")
+
+    def draw_rows(self, logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
+        """Of the first `vocab_size` columns. Takes rows of any stride on a device where kernels run."""
+        return sampling.sample(logits_RV, vocab_size, filters)
 
     def qkv_rope_write(
         self,

@@ -22,7 +22,6 @@ Shapes: R rows, V vocabulary, C ranked tokens, E chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.filters import Filters
 from disagg.kernels.triton.jit import jit
 from disagg.kernels.triton.ranking import GREEDY_BELOW, LOWEST, Ranking, id_of, key_of, rank_top, scaled
 
@@ -50,24 +50,6 @@ _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 _UNIT: tl.constexpr = tl.constexpr(2.0**-53)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filters:
-    """How each row is sampled; all tensors on the logits' device, so that a captured graph reads new values."""
-
-    temperatures_R: Tensor
-    """fp32; below 1e-5 is greedy."""
-    top_k_R: Tensor
-    """int32; 0 keeps all."""
-    top_p_R: Tensor
-    """fp64; 1 keeps all."""
-    min_p_R: Tensor
-    """fp64; 0 keeps all."""
-    seeds_R: Tensor
-    """int64, the bits of the seed modulo 2^64."""
-    indices_R: Tensor
-    """int64, from 0: how many tokens the row's sequence has drawn."""
 
 
 def sample(logits_RV: Tensor, vocab_size: int, filters: Filters, num_ranked: int = NUM_RANKED) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.filters import Filters
 
 pytest.importorskip("triton")
 from disagg.kernels.triton import rope_write, sampling
@@ -139,13 +140,13 @@ def test_gather_into_pinned_memory(device: torch.device) -> None:
     assert torch.equal(on_host, expected.cpu())
 
 
-def filters(device: torch.device, R: int) -> sampling.Filters:
+def filters(device: torch.device, R: int) -> Filters:
     """Of row 0 without filters, and of the others with every filter by turns."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor([values[row % len(values)] for row in range(R)], dtype=dtype, device=device)
 
-    return sampling.Filters(
+    return Filters(
         temperatures_R=column([1.0, 0.7, 0.0, 2.0], torch.float32),
         top_k_R=column([0, 50, 0, 400, 0], torch.int32),
         top_p_R=column([1.0, 0.9, 1.0], torch.float64),
@@ -177,7 +178,7 @@ def test_the_device_draws_what_the_host_would(device: torch.device) -> None:
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
 
 
-def draw_on_host(logits_V: Tensor, rules: sampling.Filters, row: int) -> int:
+def draw_on_host(logits_V: Tensor, rules: Filters, row: int) -> int:
     """One row, in fp64 over the whole vocabulary."""
     temperature = float(rules.temperatures_R[row])
     divisor = rules.temperatures_R[row].cpu() if temperature >= 1e-5 else torch.tensor(1.0)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.engine.model import device_draws
+from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sampler import Sampler
+from disagg.engine.sampler import BadLogitsError, Sampler
+from disagg.kernels.filters import Filters
 from disagg.kernels.triton import sampling
 from disagg.kernels.triton.ranking import rank_top
 from disagg.proto.ids import GatewayId, RequestId
@@ -41,9 +44,9 @@ def signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def filters_of(sequences: list[Sequence]) -> sampling.Filters:
+def filters_of(sequences: list[Sequence]) -> Filters:
     rules = [sequence.spec.sampling for sequence in sequences]
-    return sampling.Filters(
+    return Filters(
         temperatures_R=torch.tensor([rule.temperature for rule in rules], dtype=torch.float32),
         top_k_R=torch.tensor([rule.top_k for rule in rules], dtype=torch.int32),
         top_p_R=torch.tensor([rule.top_p for rule in rules], dtype=torch.float64),
@@ -103,6 +106,19 @@ def test_draws_the_tokens_of_the_engine() -> None:
     filters = filters_of(sequences)
     expected = Sampler(VOCAB_SIZE).sample(logits_RV, sequences)
     assert sampling.sample(logits_RV, VOCAB_SIZE, filters, NUM_RANKED).tolist() == expected
+
+
+def test_the_sampler_draws_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than go in one call, some of edited logits, greedy ones among them."""
+    monkeypatch.setattr(device_draws, "draw_rows", sampling.sample)
+    penalties: list[dict[str, Any]] = [{"repetition_penalty": 1.5}, {"temperature": 0.0, "logit_bias": ((3, 9.0),)}]
+    sequences = [sequence(index, seed=11 * index - 3, **rules) for index, rules in enumerate(RULES + penalties)]
+    logits_RV = logits(len(sequences), VOCAB_SIZE + 5, 0.5)
+    sampler = Sampler(VOCAB_SIZE, DeviceDraws(4, VOCAB_SIZE, torch.device("cpu")))
+    assert sampler.sample(logits_RV, sequences) == Sampler(VOCAB_SIZE).sample(logits_RV, sequences)
+    logits_RV[7, 5] = math.nan
+    with pytest.raises(BadLogitsError, match=r"not finite for r/1$"):
+        sampler.sample(logits_RV, sequences)
 
 
 def test_the_last_draw_goes_to_the_last_token_that_is_left() -> None:

@@ -1,0 +1,31 @@
+"""What the sampling parameters of a sequence ask for. Pure, without torch: the scheduler asks as the sampler does."""
+
+from __future__ import annotations
+
+from disagg.engine.request import Sequence
+from disagg.proto.messages import Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy."""
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the most probable token is taken."""
+    return sampling.temperature < GREEDY_BELOW
+
+
+def penalizes(sampling: Sampling) -> bool:
+    """Whether tokens that the text has already become less probable."""
+    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def masks_stops(sequence: Sequence) -> bool:
+    """Whether the next token must not be a stop id."""
+    sampling = sequence.spec.sampling
+    return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
+
+
+def edits_logits(sequence: Sequence) -> bool:
+    """Whether the next token is chosen from other logits than the model's."""
+    sampling = sequence.spec.sampling
+    return bool(sampling.logit_bias) or penalizes(sampling) or masks_stops(sequence)
