@@ -1,7 +1,7 @@
 """Whole steps of the engine on a GPU: a model with the shapes of Llama-3-8B and random weights made on the device.
 
 Everything is real but the weights: plans, block tables, the model runner with its captured decode steps, sampling on
-the device, token ids on the host after each step. The limit of a decode step is the time to read its bytes (weights
+the device, token ids on the host a step later. The limit of a decode step is the time to read its bytes (weights
 without the embedding, KV of the contexts) at the measured bandwidth; that of a prefill the time of its operations at
 the measured rate of matrix products.
 """
@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from disagg.engine.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.model.parameters import ModelParameters, allocate_parameters
 from disagg.engine.model_runner import TorchModelRunner
-from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.plan import Launched, Launcher, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, stand_in
 
 DECODE_TARGET, PREFILL_TARGET = 0.80, 0.60
@@ -149,28 +150,76 @@ def measure_decode(
     weight_share: float = 1.0,
     target: float | None = DECODE_TARGET,
 ) -> None:
-    """Steps of `batch` sequences, each of `context_len` tokens at first; their KV is whatever the cache holds."""
-    blocks_each = -(-(shape.context_len + shape.num_steps + 2) // BLOCK_SIZE)
-    sequences = [stand_in(shape.context_len, row * blocks_each, BLOCK_SIZE) for row in range(batch)]
-    for row, sequence in enumerate(sequences):
-        sequence.block_table = list(range(row * blocks_each, (row + 1) * blocks_each))
-
-    def step() -> None:
-        plan = StepPlan(decodes=tuple(_last_token(sequence) for sequence in sequences))
-        for sequence, token_id in zip(sequences, runner.run(plan).token_ids, strict=True):
-            sequence.token_ids.append(token_id)
-
-    ms = wall_ms(step, repeats=shape.num_steps)
+    """Steps of `batch` sequences, each of `context_len` tokens at first; their KV is whatever the cache holds. Launched
+    as the engine launches them, and, beside it, one by one."""
+    launcher = runner.launcher
+    ways: dict[str, Callable[[], object]] = {label: OneByOne(shape, runner, batch).step}
+    if launcher is not None:
+        ways = {label: Ahead(shape, launcher, batch).step, f"{label}, one by one": ways[label]}
     kv_bytes = batch * (shape.context_len + shape.num_steps // 2) * runner.layout.bytes_per_token
     limit_ms = (weight_bytes(shape) * weight_share + kv_bytes) / ceilings.read_gb_s / 1e6
-    rows.add(
-        f"{label}, batch {batch}",
-        ms,
-        "ms",
-        share=limit_ms / ms,
-        target=target,
-        detail=f"limit {limit_ms:.3f} ms at {ceilings.read_gb_s:.0f} GB/s; {batch / ms * 1e3:.0f} tokens/s",
+    for name, step in ways.items():
+        ms = wall_ms(step, repeats=shape.num_steps)
+        rows.add(
+            f"{name}, batch {batch}",
+            ms,
+            "ms",
+            share=limit_ms / ms,
+            target=target if name == label else None,
+            detail=f"limit {limit_ms:.3f} ms at {ceilings.read_gb_s:.0f} GB/s; {batch / ms * 1e3:.0f} tokens/s",
+        )
+
+
+def decoding(shape: Shape, batch: int) -> list[Sequence]:
+    """Sequences with blocks for all their tokens."""
+    blocks_each = -(-(shape.context_len + shape.num_steps + 3) // BLOCK_SIZE)
+    sequences = [stand_in(shape.context_len, 0, BLOCK_SIZE) for _ in range(batch)]
+    for row, sequence in enumerate(sequences):
+        sequence.block_table = list(range(row * blocks_each, (row + 1) * blocks_each))
+    return sequences
+
+
+class OneByOne:
+    """A step is computed, and its tokens are on the host, before the next one is planned."""
+
+    def __init__(self, shape: Shape, runner: TorchModelRunner, batch: int) -> None:
+        self._runner = runner
+        self._sequences = decoding(shape, batch)
+
+    def step(self) -> None:
+        """Compute the next one."""
+        plan = next_step(self._sequences, 0)
+        append(self._sequences, self._runner.run(plan))
+
+
+class Ahead:
+    """The next step is queued before the tokens of the last one are read."""
+
+    def __init__(self, shape: Shape, launcher: Launcher, batch: int) -> None:
+        self._launcher = launcher
+        self._sequences = decoding(shape, batch)
+        self._under_way: Launched | None = None
+
+    def step(self) -> None:
+        """Queue one, and read the one before it."""
+        before = self._under_way
+        plan = next_step(self._sequences, 0 if before is None else 1)
+        self._under_way = self._launcher.launch(plan, before)
+        if before is not None:
+            append(self._sequences, before.result())
+
+
+def next_step(sequences: list[Sequence], num_pending: int) -> StepPlan:
+    """Of all sequences, behind so many tokens that are not known yet."""
+    return StepPlan(
+        decodes=tuple(ScheduledSequence(each, each.num_tokens - 1 + num_pending, 1, samples=True) for each in sequences)
     )
+
+
+def append(sequences: list[Sequence], result: StepResult) -> None:
+    """The tokens of a step."""
+    for sequence, token_id in zip(sequences, result.token_ids, strict=True):
+        sequence.token_ids.append(token_id)
 
 
 def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_tokens: int, ceilings: Ceilings) -> None:
@@ -202,10 +251,6 @@ def measure_fp8(rows: RowFile, shape: Shape, device: torch.device, ceilings: Cei
         model_runner.warm_up(runner)
         for batch in shape.decode_batches:
             measure_decode(rows, shape, runner, batch, ceilings, label=label, weight_share=0.5, target=None)
-
-
-def _last_token(sequence: Sequence) -> ScheduledSequence:
-    return ScheduledSequence(sequence, sequence.num_tokens - 1, 1, samples=True)
 
 
 def main() -> None:

@@ -143,6 +143,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one step."""
     scheduling: Scheduling = "decode_first"
     """What a step takes first: `decode_first` (chunked prefill), or, to compare with, `prefill_first` or `static`."""
+    step_ahead: bool = True
+    """On a GPU, whether a decode step is queued before the last one's tokens were read."""
     max_num_seqs: Count = 256
     """Sequences in a batch."""
     decode_reserve_tokens: Count = 512

@@ -135,6 +135,7 @@ def worker_config(
         num_blocks=pool.num_blocks,
         max_num_seqs=pool.max_num_seqs,
         token_budget=pool.token_budget,
+        step_ahead=pool.step_ahead,
         scheduling=pool.scheduling,
         tail_tokens=TAIL_TOKENS if pool.device == "cpu" else 0,
         max_model_len=config.model.max_model_len,

@@ -14,9 +14,13 @@ def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "le
     may_stop = num_output_tokens > 0 and num_output_tokens >= sampling.min_tokens
     if may_stop and sequence.token_ids[-1] in sampling.stop_token_ids:
         return "stop"
-    if num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
-        return "length"
-    return None
+    return "length" if is_full(sequence, max_model_len) else None
+
+
+def is_full(sequence: Sequence, max_model_len: int, num_pending: int = 0) -> bool:
+    """Whether the answer is as long as it may be, with `num_pending` tokens whose ids are not known yet."""
+    num_output_tokens = sequence.num_output_tokens + num_pending
+    return num_output_tokens >= sequence.spec.sampling.max_tokens or sequence.num_tokens + num_pending >= max_model_len
 
 
 _WORTH_A_TAIL = 8

@@ -55,6 +55,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tail_tokens: int = 0
     """A prompt that is handed over ends in a step of about as many tokens, and nothing else, behind which the KV of the
     others travels; 0 for no such step. Costs the overhead of a step, saves the stream most of the wait for its KV."""
+    step_ahead: bool = True
+    """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
     scheduling: Scheduling = "decode_first"
     """See `scheduler.py`."""
     max_model_len: int | None = None

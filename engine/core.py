@@ -7,6 +7,9 @@
 Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
 here.
 
+A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
+command changes meanwhile, it changes behind that step.
+
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.
 
@@ -45,6 +48,7 @@ from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.scheduler import Effect, Scheduler
+from disagg.engine.steps import Steps, failed
 from disagg.engine.swap import SwapIn, SwapOut
 from disagg.engine.swapper import Swapper, swap_pool
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -93,10 +97,10 @@ class EngineCore:
         """Token ranges that were scattered into RESERVED sequences."""
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
-        self._num_steps = 0
-        self._num_sampled = 0
-        self.last_plan = StepPlan()
-        """What the last call of `step` computed; empty where that was nothing, or failed."""
+        self._steps = Steps(runner, self._scheduler)
+        self.planned = StepPlan()
+        """What `run_step` will compute or launch."""
+        self._planned_at = 0.0
         self._stalled = False
         """The last step found that nothing can go on, and freed nothing; only a command or a deadline changes that."""
 
@@ -107,8 +111,20 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute something."""
-        return bool(self._scheduler.running) or (len(self._scheduler.waiting) > 0 and not self._stalled)
+        """Whether `step` would compute something, or finish what is under way."""
+        if self._scheduler.running or self._steps.is_under_way:
+            return True
+        return len(self._scheduler.waiting) > 0 and not self._stalled
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """What the last call of `run_step` finished; empty where that was nothing, or failed."""
+        return self._steps.last_plan
+
+    @property
+    def last_began(self) -> float:
+        """When that was planned, as `plan_step` was told."""
+        return self._steps.last_began
 
     @property
     def is_idle(self) -> bool:
@@ -183,7 +199,7 @@ class EngineCore:
         try:
             self._runner.scatter(sequence.block_table, start, end, command.data, command.peer_tp)
         except Exception as error:
-            return [Scattered(key, command.seq, ok=False), self._fail(sequence, "scatter", error)]
+            return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
         self._landed[key].append((start, end))
         return [Scattered(key, command.seq, ok=True)]
 
@@ -216,7 +232,7 @@ class EngineCore:
         try:
             digest = self._runner.gather(sequence.block_table, start, end, command.out, command.peer_tp)
         except Exception as error:
-            return [Gathered(key, command.seq, ok=False), self._fail(sequence, "gather", error)]
+            return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
         return [Gathered(key, command.seq, ok=True, checksum=digest)]
 
     def _release(self, command: Release) -> list[Event]:
@@ -236,12 +252,12 @@ class EngineCore:
         """End what is out of time, and decide what the next step computes."""
         events: list[Event] = self._expire(now)
         num_preemptions = self._scheduler.totals["preemptions"]
-        plan = self._scheduler.schedule()
+        plan = self._steps.plan()
         effects = self._scheduler.take_effects()
         events += [event for effect in effects for event in self._carry_out(effect)]
         has_freed = effects or self._scheduler.totals["preemptions"] > num_preemptions
-        self._stalled = not (plan.entries or has_freed)
-        self.last_plan = plan
+        self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
+        self.planned, self._planned_at = plan, now
         if plan.entries:
             self._note_begun(plan, now)
         events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
@@ -249,11 +265,9 @@ class EngineCore:
         return events
 
     def run_step(self) -> list[Event]:
-        """Compute what was planned. Empty when that is nothing."""
-        if not self.last_plan.entries:
-            return []
-        events = self._run(self.last_plan)
-        self._num_steps += 1
+        """Compute what was planned, or launch it and finish what was launched before."""
+        events = self._steps.run(self.planned, self._planned_at)
+        self.planned = StepPlan()
         self._forget_ended(events)
         return events
 
@@ -272,25 +286,11 @@ class EngineCore:
                 try:
                     totals["swapped_in_blocks"] += self._swapper.swap_in(effect)
                 except Exception as error:
-                    return [self._fail(sequence, "swap", error)]
+                    return [failed(self._scheduler, sequence, "swap", error)]
                 self._scheduler.resumed(sequence)
             case Ended():
                 return [effect]
         return []
-
-    def _run(self, plan: StepPlan) -> list[Event]:
-        """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
-        published."""
-        num_sampled = sum(entry.samples for entry in plan.entries)
-        try:
-            result = self._runner.run(plan)
-            if len(result.token_ids) != num_sampled:
-                raise RuntimeError(f"{len(result.token_ids)} tokens were sampled instead of {num_sampled}")
-        except Exception as error:
-            self.last_plan = StepPlan()
-            return [self._fail(entry.sequence, "step", error) for entry in plan.entries]
-        self._num_sampled += num_sampled
-        return self._scheduler.apply(plan, result)
 
     def _note_begun(self, plan: StepPlan, now: float) -> None:
         """Sequences of which this is the first step waited until now."""
@@ -325,7 +325,7 @@ class EngineCore:
             blocks_active=self._blocks.num_active,
             blocks_cached=self._blocks.num_cached,
             blocks_reserved=self._blocks.num_reserved,
-            steps=self._num_steps,
+            steps=self._steps.num_done,
             blocks_apart=self._blocks.num_apart,
         )
 
@@ -333,7 +333,7 @@ class EngineCore:
         """What was done since the start."""
         totals = self._scheduler.totals
         return EngineTotals(
-            self._num_sampled,
+            self._steps.num_sampled,
             totals["cached_tokens"],
             totals["preemptions"],
             totals["swapped_out_blocks"],
@@ -381,10 +381,6 @@ class EngineCore:
         ended = self._scheduler.end(sequence, "failed", f"started again while {sequence.state.value}")
         self._forget(key)
         return ended
-
-    def _fail(self, sequence: Sequence, what: str, error: Exception) -> Ended:
-        _log.error("%s of %s failed", what, sequence.key, exc_info=error)
-        return self._scheduler.end(sequence, "failed", f"{what}: {type(error).__name__}: {error}")
 
     def _watch_deadline(self, sequence: Sequence) -> None:
         if sequence.deadline is not None:

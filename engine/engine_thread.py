@@ -76,6 +76,7 @@ class EngineThread:
         self._untold_steps: list[StepSample] = []
         """What steps came to that were not told yet; empty while the thread sleeps."""
         self._stopping = False
+        self._step_ended = 0.0
         self._is_unchecked = False
         """There is no sequence, and nobody has looked whether something was left since the last one."""
         self._turn_began: float | None = None
@@ -171,11 +172,11 @@ class EngineThread:
             rounds -= 1
         started = time.monotonic()
         planned = self._core.plan_step(started)
-        if planned or (self._untold_steps and self._core.last_plan.prefills):
+        if planned or (self._untold_steps and self._core.planned.prefills):
             self._tell(planned)
         events = self._core.run_step()
         self._is_unchecked = self._core.is_idle
-        self._end_step(events + self._serve_gathers(), started)
+        self._end_step(events + self._serve_gathers())
 
     def _handle_arrived(self) -> bool:
         """Whether anything had. It is carried out, and told now: what peers wait for shall not wait for a step."""
@@ -192,14 +193,17 @@ class EngineThread:
             self._tell(events)
         return bool(commands or num_calls)
 
-    def _end_step(self, events: list[Event], started: float) -> None:
+    def _end_step(self, events: list[Event]) -> None:
         """Tell what the step came to, or keep it for the next time."""
         plan, now = self._core.last_plan, time.monotonic()
         if not plan.entries:
             self._tell(events)
             return
-        self._untold_steps.append(plan.measured((now - started) * 1e3))
-        if self._core.has_work and self._pacing.may_wait(events, now - started, now):
+        # One that was launched while another was computed began when that one ended.
+        step_s = now - max(self._core.last_began, self._step_ended)
+        self._step_ended = now
+        self._untold_steps.append(plan.measured(step_s * 1e3))
+        if self._core.has_work and self._pacing.may_wait(events, step_s, now):
             self._untold += events
         else:
             self._pacing.told(now)

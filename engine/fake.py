@@ -27,7 +27,7 @@ from disagg.engine.kv_transfer.checksum import checksum, combined
 from disagg.engine.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
 from disagg.engine.parallel.shards import WHOLE, Shard
-from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import Buffer, Launcher, ScheduledSequence, StepPlan, StepResult
 from disagg.proto.messages import KvLayout, TokenLogprobs
 
 FAKE_FINGERPRINT = "fake"
@@ -59,6 +59,7 @@ class FakeModelRunner:
     """
 
     fingerprint = FAKE_FINGERPRINT
+    launcher: Launcher | None = None
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from disagg.engine.failpoints import Failpoint, Plan, Tamper, Trigger, parse
 from disagg.engine.kv_transfer.faulty_transport import FaultyTransport
 from disagg.engine.kv_transfer.transport import Connector, PairTransport, Rendezvous, TransportError
 from disagg.engine.mailbox import Mailbox
-from disagg.engine.plan import ModelRunner, StepPlan, StepResult
+from disagg.engine.plan import Launched, Launcher, ModelRunner, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +225,8 @@ class _FaultyRunner:
     def __init__(self, inner: ModelRunner, before_step: Callable[[], None]) -> None:
         self._inner = inner
         self._before_step = before_step
+        launcher = inner.launcher
+        self.launcher = None if launcher is None else _FaultyLauncher(launcher, before_step)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -233,6 +235,24 @@ class _FaultyRunner:
         """See `ModelRunner.run`."""
         self._before_step()
         return self._inner.run(plan)
+
+
+class _FaultyLauncher:
+    """A `Launcher` that does something before each step."""
+
+    def __init__(self, inner: Launcher, before_step: Callable[[], None]) -> None:
+        self._inner = inner
+        self._before_step = before_step
+
+    @property
+    def max_decodes(self) -> int:
+        """See `Launcher.max_decodes`."""
+        return self._inner.max_decodes
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """See `Launcher.launch`."""
+        self._before_step()
+        return self._inner.launch(plan, after)
 
 
 class _BreakingMailbox(Mailbox[M]):

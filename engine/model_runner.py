@@ -28,9 +28,10 @@ from disagg.engine.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.model.replay import ReplayedDecoder, Scored
 from disagg.engine.model.rope import RopeTable
 from disagg.engine.model.sharding import rank_model
+from disagg.engine.model.step_launcher import StepLauncher
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import WHOLE, Shard
-from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import stand_in
 from disagg.engine.sampler import Sampler
 from disagg.engine.shared_weights import shared_parameters
@@ -88,6 +89,7 @@ class TorchModelRunner:
         if draws_on(self._device):
             self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
         self._sampler = Sampler(model.vocab_size, self._draws)
+        self._launcher: StepLauncher | None = None
         if shard.size == 1:
             self.join(None, self.num_blocks)
 
@@ -115,8 +117,16 @@ class TorchModelRunner:
                 self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
             )
         self._batches = BatchBuilder(self.block_size, self.max_model_len)
+        if self._config.step_ahead and self._replayed is not None and self._draws is not None:
+            self._launcher = StepLauncher(self._replayed, self._batches, self._draws, self._device)
 
     # ------------------------------------------------------------ steps
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """See `ModelRunner.launcher`: where decode steps are captured on a GPU."""
+        launcher = self._launcher
+        return launcher if launcher is not None and launcher.max_decodes else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""

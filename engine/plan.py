@@ -3,6 +3,8 @@
 plan = scheduler.schedule()         pure: which tokens of which sequences
 result = runner.run(plan)           the model: one sampled token per entry that samples
 events = scheduler.apply(plan, result)
+
+On a GPU decode steps are queued instead of run, each before the last one's tokens are known: `ahead.py`, `steps.py`.
 """
 
 from __future__ import annotations
@@ -78,6 +80,33 @@ class StepResult:
     """By place in `token_ids`: of exactly those whose sequences ask (`Sampling.logprobs` is not negative)."""
 
 
+class Launched(Protocol):
+    """A step that was queued, and may not be computed yet."""
+
+    def result(self) -> StepResult:
+        """Wait for what it sampled. To be called once."""
+        ...
+
+
+class Launcher(Protocol):
+    """Queues decode steps on a device and returns before they are computed. What the runner does later, whatever it is,
+    happens behind them."""
+
+    @property
+    def max_decodes(self) -> int:
+        """The largest step that it takes."""
+        ...
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """Queue a step of decodes only. `after` is the last one that was launched, where its result was not asked for
+        yet: the ids that it samples are inputs of this step.
+
+        An entry's last token is known, or it is the one that `after` samples for the same sequence. No entry asks for
+        log-probabilities or for other logits than the model's (`sampling_rules.edits_logits`).
+        """
+        ...
+
+
 class ModelRunner(Protocol):
     """The model with its paged KV cache. Owner: the engine thread."""
 
@@ -89,6 +118,11 @@ class ModelRunner(Protocol):
     fingerprint: str
     tp: int
     """Ranks that compute together."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """Where steps can be queued; None where each is computed when it is called for."""
+        ...
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""

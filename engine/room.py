@@ -48,9 +48,9 @@ class Room:
         self.extend(sequence, sequence.swapped_tokens)
         return True
 
-    def can_extend(self, sequence: Sequence) -> bool:
-        """Whether the next token of a decoding sequence has a block, or can get one."""
-        if len(sequence.block_table) * self.blocks.block_size >= sequence.num_tokens:
+    def can_extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether tokens [0, num_tokens) have blocks, or the last one can get one."""
+        if len(sequence.block_table) * self.blocks.block_size >= num_tokens:
             return True
         return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
 

@@ -5,6 +5,8 @@
     result = runner.run(plan)
     events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
+A step that is planned before the last one's tokens are known is made by `ahead.py`.
+
 Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
 the budget. The others are there to be compared with, on workers that have both roles:
 
@@ -98,7 +100,7 @@ class Scheduler:
         self.totals: Counter[str] = Counter()
         """Since the start: preemptions, cached_tokens."""
         self.tail_tokens = tail_tokens
-        self._room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
+        self.room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
         self._effects: list[Effect] = []
 
     # ------------------------------------------------------------ life of a sequence
@@ -123,7 +125,7 @@ class Scheduler:
     def extend_reserved(self, sequence: Sequence, end: int) -> None:
         """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
         assert sequence.state is SequenceState.RESERVED
-        self._room.extend(sequence, end)
+        self.room.extend(sequence, end)
 
     def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
         """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
@@ -132,7 +134,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
-        self._room.publish(sequence, start)
+        self.room.publish(sequence, start)
         return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
 
     def drop(self, sequence: Sequence) -> None:
@@ -145,7 +147,7 @@ class Scheduler:
             self.num_reserved -= 1
         self.resuming.pop(sequence.key, None)
         self.swap.free_slots(sequence.key)
-        self._room.let_go(sequence)
+        self.room.let_go(sequence)
         del self.sequences[sequence.key]
         sequence.state = SequenceState.ENDED
 
@@ -170,7 +172,7 @@ class Scheduler:
         self._forget_copy(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
-        self._room.publish(sequence, start)
+        self.room.publish(sequence, start)
 
     def not_kept(self, sequence: Sequence) -> list[Event]:
         """The copy of a `SwapOut` failed: the sequence is computed again, here or elsewhere."""
@@ -222,12 +224,12 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if sequence.num_uncomputed_tokens != 1:
                 continue
-            while sequence.state is SequenceState.RUNNING and not self._room.can_extend(sequence):
+            while sequence.state is SequenceState.RUNNING and not self.room.can_extend(sequence, sequence.num_tokens):
                 victim = next(victims)
                 self._preempt(victim)
                 planned.pop(victim.key, None)
             if sequence.state is SequenceState.RUNNING:
-                self._room.extend(sequence, sequence.num_tokens)
+                self.room.extend(sequence, sequence.num_tokens)
                 planned[sequence.key] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
         return tuple(planned.values())
 
@@ -249,7 +251,7 @@ class Scheduler:
             sequence.swapped_tokens = num_computed
             self._effects.append(SwapOut(sequence, tuple(sequence.block_table), pieces))
         del self.running[sequence.key]
-        self._room.let_go(sequence)
+        self.room.let_go(sequence)
         sequence.num_preemptions += 1
         self.num_preempted += 1
         self.waiting.push(queue_order(sequence), sequence)
@@ -294,7 +296,7 @@ class Scheduler:
             num_tokens = before_tail(start, num_tokens, self.tail_tokens, self.blocks.block_size)
         if num_tokens == 0:
             return None
-        self._room.extend(sequence, start + num_tokens)
+        self.room.extend(sequence, start + num_tokens)
         return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -314,13 +316,17 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
-        """Take in the result of a step: one token per sampling entry. For each sequence its token comes first."""
+        """Take in the result of a step: one token per sampling entry. For each sequence its token comes first.
+        Sequences that ended while it was computed get nothing."""
         events: list[Event] = []
         tokens = enumerate(result.token_ids)
         for entry in plan.entries:
             sequence = entry.sequence
+            if sequence.state is SequenceState.ENDED:
+                next(tokens)  # only decodes are computed ahead, and each of them samples
+                continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens
-            self._room.publish(sequence, entry.start)
+            self.room.publish(sequence, entry.start)
             if entry.samples:
                 place, token_id = next(tokens)
                 sampled = self._append(sequence, token_id, result.logprobs.get(place))
@@ -369,8 +375,8 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> bool:
         alone = len(self.sequences) <= len(self.waiting)
         if sequence.state is SequenceState.SUSPENDED:
-            return self._room.place_suspended(sequence, self.swap.slot_tokens, alone=alone)
-        if not self._room.place(sequence, alone=alone):
+            return self.room.place_suspended(sequence, self.swap.slot_tokens, alone=alone)
+        if not self.room.place(sequence, alone=alone):
             return False
         if sequence.num_preemptions == 0:
             sequence.cached_tokens = sequence.num_computed_tokens

@@ -59,7 +59,8 @@ class BatchBuilder:
         self._tables = _DecodeTables(blocks_for_tokens(max_model_len, block_size))
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
-        """The batch of a plan with at least one token. The arrays are the caller's."""
+        """The batch of a plan with at least one token. The arrays are the caller's. In place of a decode's token that
+        is not known yet (`plan.Launcher`) stands 0."""
         if not plan.prefills:
             return self._decode_arrays(plan.decodes)
         decodes, prefills = plan.decodes, plan.prefills
@@ -94,7 +95,7 @@ class BatchBuilder:
             for entry, start in zip(decodes, positions, strict=True)
         ]
         return BatchArrays(
-            token_ids_T=np.array([entry.sequence.token_ids[entry.start] for entry in decodes], dtype=np.int64),
+            token_ids_T=np.array([_decoded_id(entry) for entry in decodes], dtype=np.int64),
             positions_T=np.array(positions, dtype=np.int64),
             slot_mapping_T=np.array(slots, dtype=np.int64),
             block_tables_SM=self._tables.update(decodes, max(positions) // size + 1),
@@ -139,6 +140,11 @@ class _DecodeTables:
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
+
+
+def _decoded_id(entry: ScheduledSequence) -> int:
+    token_ids = entry.sequence.token_ids
+    return token_ids[entry.start] if entry.start < len(token_ids) else 0
 
 
 def _token_ids(plan: StepPlan) -> list[int]:

@@ -44,7 +44,7 @@ class DeviceDraws:
             sequence.num_output_tokens + pending for sequence, pending in zip(sequences, num_pending, strict=True)
         ]
         host.temperatures[:num_rows] = [rule.temperature for rule in rules]
-        host.top_k[:num_rows] = [rule.top_k for rule in rules]
+        host.top_k[:num_rows] = [max(0, rule.top_k) for rule in rules]
         self._staged.send()
         top_p, min_p, seeds, indices, temperatures, top_k = (view[:num_rows] for view in self._staged.on_device)
         filters = Filters(

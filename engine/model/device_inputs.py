@@ -1,33 +1,45 @@
-"""Where the captured steps of a GPU read, and how a step's arrays get there without a wait.
+"""Where the captured steps of a GPU read, and how a step's arrays get there.
 
 A step of B sequences is computed as one of the next bucket size (`kernels.cuda_graph.bucket_sizes`): the rows past B
 are padding, with token 0, slot -1 (nothing is written) and a context of length 0 (nothing is read).
 
-A step's numbers are written into one of two pieces of pinned host memory and cross to the device as one copy on the
-stream of the step, then one small kernel spreads the block tables over rows of fixed width. The host waits only if it
-is two steps ahead, until the memory that it is about to overwrite was read.
+A step's numbers cross to the device as one copy on the stream of the step (`staged.py`), then one small kernel spreads
+the block tables over rows of fixed width. Tokens that the host does not know yet, because the step that samples them
+was only queued, are put in their rows on the device.
 
-Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, context lengths 4n, then the tables
-[bucket, W], W blocks wide as the step needs them, int32.
+Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, context lengths 4n, then the
+tables [bucket, W], W blocks wide as the step needs them, int32.
 
 Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's widest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.engine.model.arrays import BatchArrays
+from disagg.engine.model.arrays import I64, BatchArrays
 from disagg.engine.model.batch import Batch
+from disagg.engine.model.staged import Staged
 from disagg.kernels.cuda_graph import bucket_sizes
 
 PADDING_SLOT = -1
+NO_SOURCE = -1
 
-_cuda: Any = torch.cuda
-"""Untyped: torch's stubs lack types for events."""
+_ROW_BYTES = 36
+"""Of a row without its table."""
+
+
+class Pending(NamedTuple):
+    """Tokens of a step that are known on the device only."""
+
+    sources_S: I64
+    """For each row of the step the row of `sampled_R` that holds its token; `NO_SOURCE` where the host knows it."""
+    sampled_R: Tensor
+    """What another step samples, int64; -1 where that failed."""
 
 
 class DeviceStepInputs:
@@ -36,14 +48,11 @@ class DeviceStepInputs:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
         self.sizes = bucket_sizes(max_num_seqs)
-        self._device = device
-        self._most = self.sizes[-1]
-        self._max_blocks = max_blocks
-        nbytes = 28 * self._most + 4 * self._most * max_blocks
-        self._staged = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._tables_SM = torch.zeros((self._most, max_blocks), dtype=torch.int32, device=device)
-        self._host = tuple(_HostCopy(nbytes, self._most, pinned=device.type == "cuda") for _ in range(2))
-        self._turn = 0
+        most = self.sizes[-1]
+        self._most = most
+        nbytes = _ROW_BYTES * most + 4 * most * max_blocks
+        self._staged = Staged(nbytes, device, lambda memory: _views(memory, most))
+        self._tables_SM = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
 
     def bucket(self, num_seqs: int) -> int | None:
         """Rows of the step that computes `num_seqs` sequences; None where that is more than the largest."""
@@ -51,7 +60,7 @@ class DeviceStepInputs:
 
     def batch(self, bucket: int) -> Batch:
         """The tensors that a captured step of this size reads, always the same ones."""
-        ids, positions, slots, lens, _ = _views(self._staged, self._most)
+        ids, positions, slots, _, lens, _ = self._staged.on_device
         return Batch(
             token_ids_T=ids[:bucket],
             positions_T=positions[:bucket],
@@ -63,73 +72,64 @@ class DeviceStepInputs:
             sample_rows=None,
         )
 
-    def fill(self, arrays: BatchArrays) -> int:
+    def fill(self, arrays: BatchArrays, pending: Pending | None = None) -> int:
         """Queue the copy of a step's numbers, all of decodes; the bucket that computes them."""
         bucket = self.bucket(arrays.num_decodes)
         assert bucket is not None, "the step is larger than any that is captured"
-        self._turn ^= 1
-        host, width = self._host[self._turn], arrays.block_tables_SM.shape[1]
-        host.wait()
-        host.write(arrays, bucket)
-        self._send(host, bucket, width)
+        num_seqs, width = arrays.block_tables_SM.shape
+        host = _Rows(*self._staged.to_write())
+        host.ids[:num_seqs] = arrays.token_ids_T
+        host.positions[:num_seqs] = arrays.positions_T
+        host.slots[:num_seqs] = arrays.slot_mapping_T
+        host.sources[:num_seqs] = NO_SOURCE if pending is None else pending.sources_S
+        host.lens[:num_seqs] = arrays.context_lens_S
+        host.tables[: num_seqs * width] = arrays.block_tables_SM.reshape(-1)
+        host.tables[num_seqs * width : bucket * width] = 0
+        host.pad(num_seqs, bucket)
+        self._send(bucket, width)
+        if pending is not None:
+            self._take(pending.sampled_R, bucket)
         return bucket
 
     def fill_padding(self, bucket: int) -> None:
         """Queue rows that compute nothing, for a capture that serves nobody."""
-        self._turn ^= 1
-        host = self._host[self._turn]
-        host.wait()
-        host.pad(0, bucket)
-        self._send(host, bucket, 0)
+        _Rows(*self._staged.to_write()).pad(0, bucket)
+        self._send(bucket, 0)
 
-    def _send(self, host: _HostCopy, bucket: int, width: int) -> None:
-        used = 28 * self._most + 4 * bucket * width
-        self._staged[:used].copy_(host.memory[:used], non_blocking=True)
+    def _send(self, bucket: int, width: int) -> None:
+        self._staged.send(_ROW_BYTES * self._most + 4 * bucket * width)
         if width:
-            tables_SW = _views(self._staged, self._most)[4][: bucket * width].view(bucket, width)
+            tables_SW = self._staged.on_device[5][: bucket * width].view(bucket, width)
             self._tables_SM[:bucket, :width].copy_(tables_SW)
-        host.sent()
+
+    def _take(self, sampled_R: Tensor, bucket: int) -> None:
+        """Put the tokens into their rows, on the device. In place of one that is none comes token 0: the answer is
+        ended when the host hears of it."""
+        ids, sources = self._staged.on_device[0][:bucket], self._staged.on_device[3][:bucket]
+        taken = sampled_R.index_select(0, sources.clamp(min=0)).clamp_(min=0)
+        ids.copy_(torch.where(sources < 0, ids, taken))
 
 
-class _HostCopy:
-    """One step's numbers on the host, until the device has read them."""
+class _Rows(NamedTuple):
+    """The arrays of one piece of memory, on the host."""
 
-    def __init__(self, nbytes: int, most: int, *, pinned: bool) -> None:
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        views = [view.numpy() for view in _views(self.memory, most)]
-        self._ids, self._positions, self._slots, self._lens, self._tables = views
-        self._read: Any = _cuda.Event() if pinned else None
-
-    def wait(self) -> None:
-        """Until nobody reads it."""
-        if self._read is not None:
-            self._read.synchronize()
-
-    def sent(self) -> None:
-        """The copy is queued on the current stream."""
-        if self._read is not None:
-            self._read.record()
-
-    def write(self, arrays: BatchArrays, bucket: int) -> None:
-        """A step's numbers, padded to the bucket."""
-        num_seqs, width = arrays.block_tables_SM.shape
-        self._ids[:num_seqs] = arrays.token_ids_T
-        self._positions[:num_seqs] = arrays.positions_T
-        self._slots[:num_seqs] = arrays.slot_mapping_T
-        self._lens[:num_seqs] = arrays.context_lens_S
-        self._tables[: num_seqs * width] = arrays.block_tables_SM.reshape(-1)
-        self._tables[num_seqs * width : bucket * width] = 0
-        self.pad(num_seqs, bucket)
+    ids: NDArray[Any]
+    positions: NDArray[Any]
+    slots: NDArray[Any]
+    sources: NDArray[Any]
+    lens: NDArray[Any]
+    tables: NDArray[Any]
 
     def pad(self, first: int, last: int) -> None:
         """Rows [first, last) compute nothing."""
-        self._ids[first:last] = 0
-        self._positions[first:last] = 0
-        self._slots[first:last] = PADDING_SLOT
-        self._lens[first:last] = 0
+        self.ids[first:last] = 0
+        self.positions[first:last] = 0
+        self.slots[first:last] = PADDING_SLOT
+        self.sources[first:last] = NO_SOURCE
+        self.lens[first:last] = 0
 
 
-def _views(memory: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(token ids, positions, slots, context lengths, tables) of a piece of memory, without a copy."""
-    numbers, rest = memory[: 24 * most].view(torch.int64), memory[24 * most :].view(torch.int32)
-    return numbers[:most], numbers[most : 2 * most], numbers[2 * most :], rest[:most], rest[most:]
+def _views(memory: Tensor, most: int) -> tuple[Tensor, ...]:
+    """(token ids, positions, slots, sources, context lengths, tables) of a piece of memory, without a copy."""
+    numbers, rest = memory[: 32 * most].view(torch.int64), memory[32 * most :].view(torch.int32)
+    return (*(numbers[most * i : most * (i + 1)] for i in range(4)), rest[:most], rest[most:])

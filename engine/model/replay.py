@@ -28,7 +28,7 @@ from torch import Tensor
 from disagg.engine.model.arrays import BatchArrays
 from disagg.engine.model.batch import Batch, to_batch
 from disagg.engine.model.decoder import Decoder
-from disagg.engine.model.device_inputs import DeviceStepInputs
+from disagg.engine.model.device_inputs import DeviceStepInputs, Pending
 from disagg.kernels.capture import Captured, CaptureError, Capturer, capturer
 from disagg.kernels.dispatch import argmax_rows
 
@@ -129,6 +129,13 @@ class ReplayedDecoder:
                 self._inputs.fill_padding(bucket)
                 self._capture(self._capturer, bucket)
 
+    @property
+    def max_queued(self) -> int:
+        """Sequences of the largest step that `queue` takes; 0 where steps cannot be queued."""
+        if self._capturer is None or not isinstance(self._inputs, DeviceStepInputs):
+            return 0
+        return self._inputs.sizes[-1]
+
     def forward(self, arrays: BatchArrays) -> Scored:
         """Logits as of `Decoder.forward`, and with a captured step the largest of each row.
 
@@ -138,10 +145,17 @@ class ReplayedDecoder:
         num_seqs = arrays.num_decodes
         if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
             return Scored(_logits(self._decoder, to_batch(arrays, self._device)), None)
-        bucket = self._inputs.fill(arrays)
+        return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
+
+    def queue(self, arrays: BatchArrays, pending: Pending | None) -> Scored:
+        """A step of decodes, some tokens of which may be known on the device only. Nothing waits for the device."""
+        assert self._capturer is not None
+        assert isinstance(self._inputs, DeviceStepInputs)
+        return self._replay(self._capturer, self._inputs.fill(arrays, pending)).first(arrays.num_decodes)
+
+    def _replay(self, capturer: Capturer, bucket: int) -> Scored:
         captured = self._captured.get(bucket)
-        scored = self._capture(self._capturer, bucket) if captured is None else captured.replay()
-        return scored.first(num_seqs)
+        return self._capture(capturer, bucket) if captured is None else captured.replay()
 
     def _capture(self, capturer: Capturer, num_seqs: int) -> Scored:
         """Compute what the inputs hold, and keep how."""

@@ -28,7 +28,7 @@ from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.steps import encode_step
-from disagg.engine.plan import StepPlan, StepResult
+from disagg.engine.plan import Launcher, StepPlan, StepResult
 
 _CopyOrder = TypeVar("_CopyOrder", GatherPart, ScatterPart)
 
@@ -37,7 +37,10 @@ COPY_TIMEOUT_S = 60.0
 
 
 class GroupRunner:
-    """See `ModelRunner`. `local` is rank 0's, joined already; it has as many blocks as every other rank."""
+    """See `ModelRunner`. `local` is rank 0's, joined already; it has as many blocks as every other rank. Steps are not
+    queued: ranks meet inside the layers."""
+
+    launcher: Launcher | None = None
 
     def __init__(self, local: ShardRunner, followers: Followers, on_fault: Callable[[BaseException], None]) -> None:
         self._local = local

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from disagg.engine import model_runner
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import Sequence
 from disagg.kernels import dispatch
 from disagg.kernels.triton.ops import TritonOps
 from disagg.proto.ids import GatewayId, RequestId
@@ -111,39 +115,103 @@ def test_kv_moves_between_workers_of_different_blocks(
         assert moved.token_ids[len(PROMPT) :] == expected
 
 
-def test_the_core_serves_several_requests(folders: dict[str, Path], device: torch.device) -> None:
-    """Prompts beside decodes, one that is preempted to host memory and resumed, and nothing held at the end."""
-    folder = folders["llama"]
-    config = WorkerConfig(
-        worker_id="gpu-0",
-        roles=("prefill", "decode"),
-        model_path=str(folder),
-        device=str(device),
-        dtype="float32",
-        num_blocks=14,
-        max_num_seqs=4,
-        token_budget=64,
-        decode_reserve_tokens=0,
-        watermark=0.0,
-    )
-    core = EngineCore(TorchModelRunner(config), config=config)
-    prompts = [PROMPT[: 30 + 9 * row] for row in range(4)]
+def config_of(folder: Path, device: torch.device, **changes: Any) -> WorkerConfig:
+    fields: dict[str, Any] = {
+        "worker_id": "gpu-0",
+        "roles": ("prefill", "decode"),
+        "model_path": str(folder),
+        "device": str(device),
+        "dtype": "float32",
+        "token_budget": 64,
+    }
+    return WorkerConfig(**{**fields, **changes})
+
+
+def answers(core: EngineCore, samplings: list[Sampling]) -> tuple[list[list[int]], list[str]]:
+    """What the core answers to prompts of 30, 39, 48 ... tokens, and why each ended."""
+    names = [f"r{row}" for row in range(len(samplings))]
     events = []
-    for row, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=0.0, max_tokens=40)
+    for row, sampling in enumerate(samplings):
         spec = SequenceSpec(
-            request_id=RequestId(f"r{row}"),
+            request_id=RequestId(names[row]),
             attempt=0,
             gateway_id=GatewayId("g"),
-            prompt_token_ids=pack_token_ids(prompt),
+            prompt_token_ids=pack_token_ids(PROMPT[: 30 + 9 * row]),
             sampling=sampling,
         )
         events += core.handle(Add(spec), now=0.0)
     while core.has_work:
         events += core.step(now=1.0)
-    assert [event.reason for event in events if isinstance(event, Ended)] == ["length"] * 4
-    for row, prompt in enumerate(prompts):
-        tokens = [e.token_id for e in events if isinstance(e, TokenSampled) and e.key.request_id == f"r{row}"]
-        assert tokens == reference.greedy(folder, prompt, 40, device)[0]
-    assert core.totals().preemptions > 0
+    sampled = [event for event in events if isinstance(event, TokenSampled)]
+    ends = {event.key.request_id: event.reason for event in events if isinstance(event, Ended)}
     assert core.audit()[1] == []
+    return (
+        [[event.token_id for event in sampled if event.key.request_id == name] for name in names],
+        [ends[RequestId(name)] for name in names],
+    )
+
+
+def test_the_core_serves_several_requests(folders: dict[str, Path], device: torch.device) -> None:
+    """Prompts beside decodes, one that is preempted to host memory and resumed, and nothing held at the end."""
+    folder = folders["llama"]
+    config = config_of(folder, device, num_blocks=14, max_num_seqs=4, decode_reserve_tokens=0, watermark=0.0)
+    core = EngineCore(TorchModelRunner(config), config=config)
+    found, reasons = answers(core, [Sampling(temperature=0.0, max_tokens=40)] * 4)
+    assert reasons == ["length"] * 4
+    for row, tokens in enumerate(found):
+        assert tokens == reference.greedy(folder, PROMPT[: 30 + 9 * row], 40, device)[0]
+    assert core.totals().preemptions > 0
+
+
+@pytest.mark.gpu
+def test_steps_that_are_launched_ahead_answer_the_same(folders: dict[str, Path], device: torch.device) -> None:
+    """Greedy and drawn, with a stop that is found a step late, and answers that end one by one."""
+    folder = folders["qwen3"]
+    stop = reference.greedy(folder, PROMPT[:30], 20, device)[0][9]
+    samplings = [
+        Sampling(temperature=0.0, max_tokens=100, stop_token_ids=(stop,)),
+        Sampling(temperature=0.0, max_tokens=90),
+        Sampling(temperature=0.9, max_tokens=100, seed=7),
+        Sampling(temperature=1.2, max_tokens=80, seed=2**64 - 5, top_k=40, top_p=0.9),
+        Sampling(temperature=0.8, max_tokens=30, seed=1, min_p=0.02),
+    ]
+    found = []
+    for ahead in (True, False):
+        config = config_of(folder, device, num_blocks=80, max_num_seqs=8, step_ahead=ahead)
+        runner = TorchModelRunner(config)
+        model_runner.warm_up(runner)
+        assert (runner.launcher is not None) == ahead
+        found.append(answers(EngineCore(runner, config=config), samplings))
+    assert found[0] == found[1]
+    (greedy, *_), reasons = found[0]
+    assert (greedy[-1], len(greedy), reasons[0]) == (stop, greedy.index(stop) + 1, "stop")
+
+
+@pytest.mark.gpu
+def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.device) -> None:
+    """The step, its draws and the copy of its ids: no call of it makes the host wait for the device."""
+    config = config_of(folders["qwen3"], device, num_blocks=80, max_num_seqs=8)
+    runner = TorchModelRunner(config)
+    model_runner.warm_up(runner)
+    launcher = runner.launcher
+    assert launcher is not None
+    batch = [make_sequence(PROMPT[: 20 + row], [4 * row + i for i in range(4)], temperature=0.9) for row in range(5)]
+    launched = None
+    for num_pending in (0, 1):  # what is compiled at its first use may wait
+        launched = launcher.launch(plan_of(batch, num_pending), launched)
+    assert launched is not None
+    for sequence, token_id in zip(batch, launched.result().token_ids, strict=True):
+        sequence.token_ids += [token_id, token_id]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        after = launcher.launch(plan_of(batch, 0), None)
+        after = launcher.launch(plan_of(batch, 1), after)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(after.result().token_ids) == 5
+
+
+def plan_of(batch: list[Sequence], num_pending: int) -> StepPlan:
+    return StepPlan(
+        decodes=tuple(ScheduledSequence(each, each.num_tokens - 1 + num_pending, 1, samples=True) for each in batch)
+    )

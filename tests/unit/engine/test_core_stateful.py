@@ -1,5 +1,5 @@
-"""Random lives of many sequences on one small core. After every command all must be sound, at the end nothing may be
-held, and whatever was sampled must be what the fake model says."""
+"""Random lives of many sequences on one small core, whose steps are computed at once or queued. After every command all
+must be sound, at the end nothing may be held, and whatever was sampled must be what the fake model says."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
+from tests.support.queueing import QueueingRunner
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Start:
     num_emitted: int
     cached: bool
 
-    def spec(self, attempt: int) -> SequenceSpec:
+    def spec(self, attempt: int, logprobs: int) -> SequenceSpec:
         prompt = make_prompt(self.num_prompt_tokens, seed=self.family)
         return make_spec(
             "r",
@@ -60,7 +61,7 @@ class Start:
             priority=self.priority,
             timeout_s=self.timeout_s,
             cached=self.cached,
-            logprobs=attempt % 4 - 1,
+            logprobs=logprobs,
         )
 
 
@@ -97,6 +98,7 @@ class CoreMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
         num_swap_slots=st.sampled_from([2, 0, 1, 9]),
         computes_prompts=st.booleans(),
+        queues=st.booleans(),
     )
     def make(
         self,
@@ -107,8 +109,11 @@ class CoreMachine(RuleBasedStateMachine):
         watermark: float,
         num_swap_slots: int,
         computes_prompts: bool,
+        queues: bool,
     ) -> None:
         self.may_be_preempted = not computes_prompts
+        self.queues = queues
+        runner = QueueingRunner(num_blocks, block_size, max_decodes=3) if queues else None
         self.core = make_core(
             num_blocks,
             block_size=block_size,
@@ -118,6 +123,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             swap_bytes=num_swap_slots * 128 * 8,
             roles=("prefill", "decode") if computes_prompts else ("decode",),
+            runner=runner,
         )
 
     # ------------------------------------------------------------ commands
@@ -126,7 +132,9 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, starts: list[Start]) -> None:
         for start in starts:
             self.attempts += 1
-            spec = start.spec(self.attempts)
+            # What asks for log-probabilities is not computed ahead.
+            asked = self.attempts % 4 - 1 if not self.queues or self.attempts % 8 == 7 else -1
+            spec = start.spec(self.attempts, asked)
             self.live[spec.key] = spec
             self.kinds[spec.key] = start.kind
             self.tokens[spec.key] = list(spec.emitted_token_ids)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from disagg.engine import engine_thread
-from disagg.engine.commands import Add, Command, Ended, Gather, Gathered, Reserve, TokenSampled
+from disagg.engine.commands import Add, Command, Ended, Event, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.engine.fake import FakeModelRunner, fake_generate
-from disagg.engine.plan import StepPlan, StepResult
+from disagg.engine.plan import Launched, StepPlan, StepResult
 from tests.support.engine import BLOCK, IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
+from tests.support.queueing import QueuedStep, QueueingRunner
 
 WAIT_S = 10.0
 PROMPT = make_prompt(20)
@@ -293,3 +294,63 @@ def test_an_idle_engine_checks_once_that_nothing_is_left(
         audits.get(timeout=WAIT_S)
     assert audits.empty()
     assert "the idle engine is not sound: a finding; 3 blocks_active are held by nobody" in caplog.text
+
+
+def test_a_step_that_was_launched_ahead_is_measured_from_the_end_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the host does meanwhile, a millisecond for each plan, is not part of it."""
+    clock = FakeClock()
+    monkeypatch.setattr(engine_thread, "time", clock)
+    core = make_core(runner=TimedRunner(clock))
+    plan_step = core.plan_step
+
+    def slow_plan_step(now: float) -> list[Event]:
+        clock.now += 0.001
+        return plan_step(now)
+
+    core.plan_step = slow_plan_step  # type: ignore[method-assign]
+    harness = Harness(core)
+    harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=5)))
+    while harness.thread._inbox or core.has_work:
+        harness.thread._turn()
+    told = [harness.batches.get_nowait() for _ in range(harness.batches.qsize())]
+    steps = [step for batch in told for step in batch.steps]
+    assert [(step.prefill_tokens, step.num_decodes) for step in steps] == [(20, 0), (0, 1), (0, 1), (0, 1), (0, 1)]
+    assert [round(step.ms, 6) for step in steps] == [11.0, 11.0, 10.0, 10.0, 10.0]
+
+
+class FakeClock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class TimedRunner(QueueingRunner):
+    """Steps of ten milliseconds on a device that begins each when the last one has ended and it was launched."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._free_at = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._clock.now += 0.01
+        return super().run(plan)
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        self._free_at = ends_at = max(self._free_at, self._clock.now) + 0.01
+        launched = super().launch(plan, after)
+        assert isinstance(launched, QueuedStep)
+        wait = launched.wait
+
+        def until_it_ends() -> None:
+            self._clock.now = max(self._clock.now, ends_at)
+            wait()
+
+        launched.wait = until_it_ends
+        return launched

@@ -1,0 +1,149 @@
+"""A fake runner whose steps are queued: what a GPU's stream does, in numpy, and strict about it.
+
+Nothing that is queued happens before somebody waits for it, or for what is queued behind it; then all of it happens in
+order. A launched step keeps copies of its block tables, since the scheduler may change them meanwhile, and reads the
+ids that the host does not know from the step that samples them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from disagg.engine.fake import FakeModelRunner
+from disagg.engine.plan import Buffer, Launched, Launcher, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.request import Sequence as EngineSequence
+from disagg.engine.request import SequenceState
+from tests.support.engine import BLOCK, VOCAB_SIZE
+
+
+@dataclass
+class QueuedStep:
+    """See `plan.Launched`."""
+
+    plan: StepPlan
+    wait: Callable[[], None]
+    token_ids: list[int] = field(default_factory=list)
+    """Empty until it is computed."""
+    error: Exception | None = None
+    was_asked: bool = False
+
+    def result(self) -> StepResult:
+        """See `plan.Launched.result`."""
+        assert not self.was_asked, "a result is asked for twice"
+        self.was_asked = True
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return StepResult(list(self.token_ids))
+
+
+class QueueingRunner(FakeModelRunner):
+    """See the module. `failing` names the numbers of launches, from 0, that fail: `launch` at once, `result` when they
+    are computed."""
+
+    def __init__(
+        self,
+        num_blocks: int = 10,
+        block_size: int = BLOCK,
+        max_model_len: int = 4096,
+        *,
+        max_decodes: int = 8,
+        failing: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_model_len, VOCAB_SIZE)
+        self.max_decodes = max_decodes
+        self.failing = failing or {}
+        self.num_launched = 0
+        self.num_behind = 0
+        """Launches behind a step whose ids nobody had read."""
+        self.runs: list[StepPlan] = []
+        """Plans that were not launched."""
+        self._queue: deque[Callable[[], None]] = deque()
+
+    @property
+    def launcher(self) -> Launcher | None:  # type: ignore[override]
+        """Itself."""
+        return self
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """See `plan.Launcher.launch`."""
+        assert not plan.prefills
+        assert 0 < len(plan.decodes) <= self.max_decodes
+        assert after is None or isinstance(after, QueuedStep)
+        assert after is None or not after.was_asked
+        self.num_launched += 1
+        self.num_behind += after is not None
+        failing = self.failing.get(self.num_launched - 1)
+        if failing == "launch":
+            raise RuntimeError("launch is broken")
+        step = QueuedStep(plan, self._wait)
+        entries = [_Copied.of(entry, after) for entry in plan.decodes]
+
+        def compute() -> None:
+            if failing == "result":
+                step.error = RuntimeError("result is broken")
+                step.token_ids = [0] * len(entries)
+            else:
+                step.token_ids = super(QueueingRunner, self).run(StepPlan(tuple(e.known() for e in entries))).token_ids
+
+        self._queue.append(compute)
+        return step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """See `ModelRunner.run`."""
+        self.runs.append(plan)
+        self._wait()
+        return super().run(plan)
+
+    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """See `ModelRunner.gather`; it waits, for the checksum."""
+        self._wait()
+        return super().gather(block_table, start, end, out, peer_tp)
+
+    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+        """See `ModelRunner.scatter`; it is queued as well."""
+        table, copy = list(block_table), np.copy(data)
+        self._queue.append(lambda: super(QueueingRunner, self).scatter(table, start, end, copy, peer_tp))
+
+    def _wait(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What a launch reads of an entry: nothing that changes behind it."""
+
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    entry: ScheduledSequence
+    after: QueuedStep | None
+    """What samples its last token, where that is not known."""
+
+    @classmethod
+    def of(cls, entry: ScheduledSequence, after: QueuedStep | None) -> _Copied:
+        """Of an entry, now."""
+        sequence = entry.sequence
+        num_missing = entry.end - len(sequence.token_ids)
+        assert num_missing in (0, 1)
+        assert sequence.state is SequenceState.RUNNING
+        assert num_missing == 0 or after is not None, "its last token is nowhere"
+        return cls(tuple(sequence.token_ids), tuple(sequence.block_table), entry, after if num_missing else None)
+
+    def known(self) -> ScheduledSequence:
+        """The entry with all its ids, once they are there."""
+        token_ids = list(self.token_ids)
+        if self.after is not None:
+            row = [entry.sequence for entry in self.after.plan.decodes].index(self.entry.sequence)
+            token_ids.append(self.after.token_ids[row])
+        sequence = EngineSequence(
+            self.entry.sequence.spec,
+            SequenceState.RUNNING,
+            token_ids=token_ids,
+            block_table=list(self.block_table),
+        )
+        return ScheduledSequence(sequence, self.entry.start, 1, samples=True)
