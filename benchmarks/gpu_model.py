@@ -151,11 +151,16 @@ def measure_decode(
     target: float | None = DECODE_TARGET,
 ) -> None:
     """Steps of `batch` sequences, each of `context_len` tokens at first; their KV is whatever the cache holds. Launched
-    as the engine launches them, and, beside it, one by one."""
+    as the engine launches them; beside that one by one, and drawn (random weights give flat distributions, which need
+    the search behind the ranked tokens more often than a model's)."""
     launcher = runner.launcher
     ways: dict[str, Callable[[], object]] = {label: OneByOne(shape, runner, batch).step}
     if launcher is not None:
-        ways = {label: Ahead(shape, launcher, batch).step, f"{label}, one by one": ways[label]}
+        ways = {
+            label: Ahead(shape, launcher, batch).step,
+            f"{label}, one by one": ways[label],
+            f"{label}, drawn": Ahead(shape, launcher, batch, temperature=1.0).step,
+        }
     kv_bytes = batch * (shape.context_len + shape.num_steps // 2) * runner.layout.bytes_per_token
     limit_ms = (weight_bytes(shape) * weight_share + kv_bytes) / ceilings.read_gb_s / 1e6
     for name, step in ways.items():
@@ -170,10 +175,10 @@ def measure_decode(
         )
 
 
-def decoding(shape: Shape, batch: int) -> list[Sequence]:
-    """Sequences with blocks for all their tokens."""
+def decoding(shape: Shape, batch: int, **sampling: Any) -> list[Sequence]:
+    """Sequences with blocks for all their tokens, greedy unless `sampling` says otherwise."""
     blocks_each = -(-(shape.context_len + shape.num_steps + 3) // BLOCK_SIZE)
-    sequences = [stand_in(shape.context_len, 0, BLOCK_SIZE) for _ in range(batch)]
+    sequences = [stand_in(shape.context_len, 0, BLOCK_SIZE, **sampling) for _ in range(batch)]
     for row, sequence in enumerate(sequences):
         sequence.block_table = list(range(row * blocks_each, (row + 1) * blocks_each))
     return sequences
@@ -195,9 +200,9 @@ class OneByOne:
 class Ahead:
     """The next step is queued before the tokens of the last one are read."""
 
-    def __init__(self, shape: Shape, launcher: Launcher, batch: int) -> None:
+    def __init__(self, shape: Shape, launcher: Launcher, batch: int, **sampling: Any) -> None:
         self._launcher = launcher
-        self._sequences = decoding(shape, batch)
+        self._sequences = decoding(shape, batch, **sampling)
         self._under_way: Launched | None = None
 
     def step(self) -> None:

@@ -52,7 +52,6 @@ class NotingCore(EngineCore):
         self.timeline = _timelines[0] if _timelines else Timeline()
         _timelines[:] = [self.timeline]
         self._joining: set[str] = set()
-        self._began = 0.0
 
     def handle(self, command: Command, now: float) -> list[Event]:
         """See `EngineCore.handle`; `now` is when the command was posted."""
@@ -61,22 +60,17 @@ class NotingCore(EngineCore):
             self._joining.add(command.key.request_id)
         return super().handle(command, now)
 
-    def plan_step(self, now: float) -> list[Event]:
-        """See `EngineCore.plan_step`."""
-        self._began = time.monotonic()
-        return super().plan_step(now)
-
     def run_step(self) -> list[Event]:
         """See `EngineCore.run_step`."""
         events = super().run_step()
         ended = time.monotonic()
         if self.last_plan.entries:
-            self.timeline.steps.append((self._began, ended))
+            self.timeline.steps.append((self.last_began, ended))
         for event in events:
             if isinstance(event, PrefillComputed):
                 self.timeline.computed[event.key.request_id] = ended
         if self._joining:
-            self._note_first_steps(self._began)
+            self._note_first_steps(self.last_began)
         return events
 
     def _note_first_steps(self, began: float) -> None:

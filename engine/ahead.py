@@ -5,8 +5,8 @@
                tokens of step n are read, applied    while n+1 is computed
 
 Only decodes go ahead, and only where nothing that is not known yet decides what they compute: log-probabilities and
-edited logits wait for the tokens before them. So does a prompt, room for a token that only a preemption makes, and a
-sequence that was held back. An answer that reaches its length with the pending token is not planned again; one that
+edited logits wait for the tokens before them. So does a prompt for which there is room, and room for a token that only
+a preemption makes. An answer that reaches its length with the pending token is not planned again; one that
 ends by a stop id is found a step late: its row was computed in vain, and `Scheduler.apply` drops it. Its blocks may be
 others' by then, who write to them behind that step.
 
@@ -21,6 +21,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence
 from disagg.engine.sampling_rules import edits_logits
 from disagg.engine.scheduler import Scheduler
+from disagg.engine.scheduler_audit import check_plan
 
 NOTHING = StepPlan()
 
@@ -35,7 +36,7 @@ def may_launch(plan: StepPlan, max_decodes: int) -> bool:
 def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> StepPlan:
     """The step behind `under_way`, which was launched and is not applied yet. Empty where that must come first, or
     where all its answers end with it. Blocks that it took for some sequences before it found that stay with them."""
-    if _may_admit(scheduler) or len(scheduler.running) > max_decodes:
+    if len(scheduler.running) > max_decodes or (scheduler.scheduling != "static" and scheduler.would_admit()):
         return NOTHING
     pending = {entry.sequence for entry in under_way.decodes}
     planned: list[ScheduledSequence] = []
@@ -50,11 +51,9 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
             return NOTHING
         scheduler.room.extend(sequence, end)
         planned.append(ScheduledSequence(sequence, end - 1, 1, samples=True))
-    return StepPlan(decodes=tuple(planned))
-
-
-def _may_admit(scheduler: Scheduler) -> bool:
-    return len(scheduler.waiting) > 0 and scheduler.num_places() > 0 and scheduler.scheduling != "static"
+    plan = StepPlan(decodes=tuple(planned))
+    check_plan(scheduler, plan, pending)
+    return plan
 
 
 def _needs_ids_alone(sequence: Sequence) -> bool:

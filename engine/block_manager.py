@@ -7,7 +7,7 @@
 
 A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Nobody else
 needs to hold one: whatever copies from blocks or into them does so on the engine thread, between two steps, and is done
-with them when it returns.
+with them when it returns, or is queued on a device before all that uses the block later, as a step that was launched.
 
 Reserving is counting: `reserved` blocks are promised to sequences and not chosen yet. free + cached >= reserved always,
 so an allocation out of a reservation cannot fail. Everybody else may only take what is `available`.

@@ -77,6 +77,7 @@ class EngineThread:
         """What steps came to that were not told yet; empty while the thread sleeps."""
         self._stopping = False
         self._step_ended = 0.0
+        self._commands_done = 0.0
         self._is_unchecked = False
         """There is no sequence, and nobody has looked whether something was left since the last one."""
         self._turn_began: float | None = None
@@ -172,7 +173,7 @@ class EngineThread:
             rounds -= 1
         started = time.monotonic()
         planned = self._core.plan_step(started)
-        if planned or (self._untold_steps and self._core.planned.prefills):
+        if planned or (self._core.planned.prefills and (self._untold or self._untold_steps)):
             self._tell(planned)
         events = self._core.run_step()
         self._is_unchecked = self._core.is_idle
@@ -191,19 +192,25 @@ class EngineThread:
             _resolve(future, function, self._core)
         if events:
             self._tell(events)
-        return bool(commands or num_calls)
+        if not (commands or num_calls):
+            return False
+        self._commands_done = time.monotonic()
+        return True
 
     def _end_step(self, events: list[Event]) -> None:
         """Tell what the step came to, or keep it for the next time."""
-        plan, now = self._core.last_plan, time.monotonic()
+        core, now = self._core, time.monotonic()
+        plan, began = core.last_plan, core.last_began
         if not plan.entries:
-            self._tell(events)
+            if events or not core.has_work:  # else a step was launched, and there is nothing to tell
+                self._step_ended = now
+                self._tell(events)
             return
-        # One that was launched while another was computed began when that one ended.
-        step_s = now - max(self._core.last_began, self._step_ended)
+        step_s = now - max(began, self._step_ended)  # one that was launched while another was computed began behind it
         self._step_ended = now
-        self._untold_steps.append(plan.measured(step_s * 1e3))
-        if self._core.has_work and self._pacing.may_wait(events, step_s, now):
+        if self._commands_done <= began:  # else their copies are part of it
+            self._untold_steps.append(plan.measured(step_s * 1e3))
+        if core.has_work and self._pacing.may_wait(events, step_s, now):
             self._untold += events
         else:
             self._pacing.told(now)

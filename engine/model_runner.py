@@ -209,7 +209,7 @@ class TorchModelRunner:
 
 def warm_up(runner: ModelRunner) -> None:
     """Prefills and decode steps on the first blocks, so that the first requests do not pay for first uses: on a GPU
-    also of the kernels that are compiled for chunks of other lengths.
+    also of the kernels that are compiled for chunks of other lengths, and for rows of other sampling parameters.
 
     To be called before any sequence: it overwrites the first tokens of the cache.
     """
@@ -222,6 +222,18 @@ def warm_up(runner: ModelRunner) -> None:
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         sequence.token_ids.append(0)
         runner.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
+    if runner.max_model_len > 1:
+        _warm_up_choices(runner)
+
+
+def _warm_up_choices(runner: ModelRunner) -> None:
+    """One token of each kind of row where the host waits for it, and two drawn ones that are launched."""
+    for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
+        sequence = stand_in(1, 0, runner.block_size, **sampling)
+        runner.run(StepPlan(decodes=(ScheduledSequence(sequence, 0, 1, True),)))
+    if (launcher := runner.launcher) is not None:
+        first = launcher.launch(StepPlan(decodes=(ScheduledSequence(sequence, 0, 1, True),)), None)
+        launcher.launch(StepPlan(decodes=(ScheduledSequence(sequence, 1, 1, True),)), first).result()
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

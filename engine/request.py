@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
@@ -95,14 +96,15 @@ class Sequence:
         return max(0, self.spec.num_known_tokens - num_computed)
 
 
-def stand_in(num_tokens: int, first_block: int, block_size: int) -> Sequence:
-    """A greedy sequence of equal tokens in consecutive blocks, for steps that serve nobody: warm-up, calibration."""
+def stand_in(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:
+    """A sequence of equal tokens in consecutive blocks, for steps that serve nobody: warm-up, calibration. It is greedy
+    unless `sampling`, fields of `Sampling`, says otherwise."""
     spec = SequenceSpec(
         request_id=RequestId("stand-in"),
         attempt=0,
         gateway_id=GatewayId(""),
         prompt_token_ids=pack_token_ids([0] * num_tokens),
-        sampling=Sampling(temperature=0.0, max_tokens=num_tokens),
+        sampling=Sampling(**{"temperature": 0.0, "max_tokens": num_tokens, **sampling}),
     )
     table = list(range(first_block, first_block - (-num_tokens // block_size)))
     return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=table)

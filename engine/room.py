@@ -30,20 +30,18 @@ class Room:
         self.max_model_len = max_model_len
         self.decode_reserve_tokens = decode_reserve_tokens
 
+    def has_room(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
+        """Whether `place` would place the sequence, or `place_suspended` a suspended one."""
+        return self._num_to_promise(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
+
     def place(self, sequence: Sequence, *, alone: bool) -> bool:
         """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits."""
-        return self._place(sequence, self._match(sequence), alone=alone)
+        return self._place(sequence, self._match(sequence, 0), alone=alone)
 
     def place_suspended(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
         """The same for one whose KV is in host memory, in pieces of `piece_tokens` tokens, with blocks for all of that.
-
-        What is cached need not be copied back. A piece is copied as a whole, so the cached prefix ends with one, unless
-        it reaches as far as the copy."""
-        matched, block_size = self._match(sequence), self.blocks.block_size
-        if len(matched) * block_size < sequence.swapped_tokens:
-            pieces = len(matched) * block_size // piece_tokens
-            del matched[pieces * piece_tokens // block_size :]
-        if not self._place(sequence, matched, alone=alone):
+        What is cached need not be copied back."""
+        if not self._place(sequence, self._match(sequence, piece_tokens), alone=alone):
             return False
         self.extend(sequence, sequence.swapped_tokens)
         return True
@@ -92,24 +90,35 @@ class Room:
 
     # ------------------------------------------------------------ inside
 
-    def _match(self, sequence: Sequence) -> list[int]:
+    def _match(self, sequence: Sequence, piece_tokens: int) -> list[int]:
+        """The blocks of the cached prefix. A piece of a suspended sequence is copied as a whole, so its prefix ends
+        with one, unless it reaches as far as the copy."""
         cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
-        return self.blocks.match_prefix(sequence.block_hashes, cap)
+        matched, block_size = self.blocks.match_prefix(sequence.block_hashes, cap), self.blocks.block_size
+        if len(matched) * block_size < sequence.swapped_tokens:
+            pieces = len(matched) * block_size // piece_tokens
+            del matched[pieces * piece_tokens // block_size :]
+        return matched
 
-    def _place(self, sequence: Sequence, matched: list[int], *, alone: bool) -> bool:
+    def _num_to_promise(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
+        """Blocks beside the matched ones; None where there is no room."""
         blocks = self.blocks
         room = blocks.available_after_lock(matched)
         num_needed = blocks.blocks_for(sequence.num_tokens) - len(matched)
         num_wanted = blocks.blocks_for(self._num_tokens_to_reserve(sequence)) - len(matched)
-        if num_wanted > room - blocks.num_watermark_blocks:
-            if num_needed > room or not alone:
-                return False
-            num_wanted = min(num_wanted, room)
-        blocks.lock(matched)
-        blocks.reserve(num_wanted)
+        if num_wanted <= room - blocks.num_watermark_blocks:
+            return num_wanted
+        return min(num_wanted, room) if alone and num_needed <= room else None
+
+    def _place(self, sequence: Sequence, matched: list[int], *, alone: bool) -> bool:
+        num_promised = self._num_to_promise(sequence, matched, alone=alone)
+        if num_promised is None:
+            return False
+        self.blocks.lock(matched)
+        self.blocks.reserve(num_promised)
         sequence.block_table = matched
-        sequence.reserved_blocks = num_wanted
-        sequence.num_computed_tokens = len(matched) * blocks.block_size
+        sequence.reserved_blocks = num_promised
+        sequence.num_computed_tokens = len(matched) * self.blocks.block_size
         return True
 
     def _num_tokens_to_reserve(self, sequence: Sequence) -> int:

@@ -44,7 +44,7 @@ from disagg.engine.lazy_heap import LazyHeap
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.room import Room
-from disagg.engine.scheduler_audit import scheduler_findings
+from disagg.engine.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.swap import SwapIn, SwapOut, SwapPool
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, TokenLogprobs
@@ -204,7 +204,7 @@ class Scheduler:
             case "static":
                 self._form_batch()
                 plan = self._plan_one_kind(may_admit=False)
-        self._check_plan(plan)
+        check_plan(self, plan)
         return plan
 
     def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
@@ -299,20 +299,6 @@ class Scheduler:
         self.room.extend(sequence, start + num_tokens)
         return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        """Our own invariants: nobody computes into a block that somebody else can read."""
-        entries, block_size = plan.entries, self.blocks.block_size
-        assert plan.num_tokens <= self.token_budget, "the plan is over its token budget"
-        assert len({entry.sequence.key for entry in entries}) == len(entries), "a sequence is planned twice"
-        for entry in entries:
-            key, table, end = entry.sequence.key, entry.sequence.block_table, entry.start + entry.num_tokens
-            assert entry.sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
-            assert entry.start == entry.sequence.num_computed_tokens, f"{key} would leave a gap"
-            assert entry.samples == (end == entry.sequence.num_tokens), f"{key} samples at the wrong token"
-            assert len(table) * block_size >= end, f"the block table of {key} does not cover its chunk"
-            written = table[entry.start // block_size : self.blocks.blocks_for(end)]
-            assert all(self.blocks.is_writable(block) for block in written), f"{key} would write a shared block"
-
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
@@ -372,8 +358,18 @@ class Scheduler:
             self.running[sequence.key] = sequence
         return True
 
+    def would_admit(self) -> bool:
+        """Whether the next step could admit the head of the queue."""
+        head = self.waiting.peek()
+        if head is None or self.num_places() < 1:
+            return False
+        return self.room.has_room(head[1], self.swap.slot_tokens, alone=self._is_alone())
+
+    def _is_alone(self) -> bool:
+        return len(self.sequences) <= len(self.waiting)
+
     def _place(self, sequence: Sequence) -> bool:
-        alone = len(self.sequences) <= len(self.waiting)
+        alone = self._is_alone()
         if sequence.state is SequenceState.SUSPENDED:
             return self.room.place_suspended(sequence, self.swap.slot_tokens, alone=alone)
         if not self.room.place(sequence, alone=alone):

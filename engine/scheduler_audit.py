@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence, SequenceState
 
 if TYPE_CHECKING:
     from disagg.engine.scheduler import Scheduler
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequence] = ()) -> None:
+    """Our own invariants: nobody computes into a block that somebody else can read. To `pending` sequences a step that
+    is under way gives one more token.
+
+    Raises:
+        AssertionError: one does not hold.
+    """
+    entries, blocks = plan.entries, scheduler.blocks
+    assert plan.num_tokens <= scheduler.token_budget, "the plan is over its token budget"
+    assert len({entry.sequence.key for entry in entries}) == len(entries), "a sequence is planned twice"
+    for entry in entries:
+        sequence, num_pending = entry.sequence, entry.sequence in pending
+        key, table = sequence.key, sequence.block_table
+        assert sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
+        assert entry.start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+        assert entry.samples == (entry.end == sequence.num_tokens + num_pending), f"{key} samples at the wrong token"
+        assert len(table) * blocks.block_size >= entry.end, f"the block table of {key} does not cover its chunk"
+        written = table[entry.start // blocks.block_size : blocks.blocks_for(entry.end)]
+        assert all(blocks.is_writable(block) for block in written), f"{key} would write a shared block"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:

@@ -51,9 +51,11 @@ class Steps:
 
     def plan(self) -> StepPlan:
         """What to compute next. Empty where that is nothing, or where the step under way must be finished first."""
-        launcher = self._runner.launcher
-        if self._under_way is None or launcher is None:
+        if self._under_way is None:
             return self._scheduler.schedule()
+        launcher = self._runner.launcher
+        if launcher is None:  # Its captures do not work any more.
+            return NOTHING
         return plan_ahead(self._scheduler, self._under_way.plan, launcher.max_decodes)
 
     def run(self, plan: StepPlan, now: float) -> list[Event]:

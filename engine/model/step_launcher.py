@@ -23,6 +23,7 @@ from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.model.device_inputs import NO_SOURCE, Pending
 from disagg.engine.model.replay import ReplayedDecoder
 from disagg.engine.plan import Launched, StepPlan, StepResult
+from disagg.engine.request import SequenceState
 from disagg.engine.sampler import refuse_bad_rows
 from disagg.engine.sampling_rules import is_greedy
 
@@ -84,14 +85,15 @@ class _QueuedStep:
         self._on_host = on_host
 
     def result(self) -> StepResult:
-        """See `Launched.result`.
+        """See `Launched.result`. A row of a sequence that has ended was computed in vain, and may give no token.
 
         Raises:
             BadLogitsError: nothing can be sampled from a row.
         """
-        token_ids = self._on_host.read(len(self.plan.decodes))
+        sequences = [entry.sequence for entry in self.plan.decodes]
+        token_ids = self._on_host.read(len(sequences))
         bad = [row for row, token_id in enumerate(token_ids) if token_id < 0]
-        refuse_bad_rows(bad, [entry.sequence for entry in self.plan.decodes])
+        refuse_bad_rows([row for row in bad if sequences[row].state is not SequenceState.ENDED], sequences)
         return StepResult(token_ids)
 
 

@@ -273,7 +273,8 @@ def decode_attention(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    pieces = _pieces_at_once(S * K, shape.num_programs)
+    # Of the padded number, so that there is no variant which only a number between two powers of two needs.
+    pieces = _pieces_at_once(triton.next_power_of_2(S) * K, shape.num_programs)
     _join_kernel[(S * K, group)](
         context_lens_S,
         out_SND,

@@ -29,6 +29,9 @@ BLOCKS = [9, 2, 31, 0, 17, 5, 40]
 NUM_TOKENS = 20
 KINDS = ("llama", "qwen3", "mistral")
 
+cuda: Any = torch.cuda
+"""Untyped: torch's stubs lack types for events."""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -202,12 +205,15 @@ def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.devi
     assert launched is not None
     for sequence, token_id in zip(batch, launched.result().token_ids, strict=True):
         sequence.token_ids += [token_id, token_id]
+    cuda._sleep(2_000_000_000)  # the device is busy for a second or so
+    asleep = cuda.Event()
+    asleep.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        after = launcher.launch(plan_of(batch, 0), None)
-        after = launcher.launch(plan_of(batch, 1), after)
+        after = launcher.launch(plan_of(batch, 1), launcher.launch(plan_of(batch, 0), None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not asleep.query(), "the host waited for the device"
     assert len(after.result().token_ids) == 5
 
 

@@ -86,6 +86,7 @@ def make_core(
     watermark: float = 0.0,
     swap_bytes: int = 0,
     roles: tuple[RoleName, ...] = ("prefill", "decode"),
+    scheduling: Scheduling = "decode_first",
     runner: FakeModelRunner | None = None,
 ) -> EngineCore:
     """A core over a fake runner; ten blocks of 16 tokens unless told otherwise, and no host memory."""
@@ -98,6 +99,7 @@ def make_core(
         decode_reserve_tokens=decode_reserve_tokens,
         watermark=watermark,
         swap_bytes=swap_bytes,
+        scheduling=scheduling,
     )
     return EngineCore(runner or FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE), config=config)
 

@@ -57,6 +57,7 @@ class QueueingRunner(FakeModelRunner):
         super().__init__(num_blocks, block_size, max_model_len, VOCAB_SIZE)
         self.max_decodes = max_decodes
         self.failing = failing or {}
+        self.is_launching = True
         self.num_launched = 0
         self.num_behind = 0
         """Launches behind a step whose ids nobody had read."""
@@ -67,7 +68,7 @@ class QueueingRunner(FakeModelRunner):
     @property
     def launcher(self) -> Launcher | None:  # type: ignore[override]
         """Itself."""
-        return self
+        return self if self.is_launching else None
 
     def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
         """See `plan.Launcher.launch`."""

@@ -20,7 +20,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.steps import decode_step, encode_step
-from disagg.engine.plan import StepPlan, StepResult
+from disagg.engine.plan import Launcher, StepPlan, StepResult
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -83,6 +83,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 class Ranks:
     """A worker's ranks, driven as one runner: the others get each step as the message that a process would get."""
+
+    launcher: Launcher | None = None
 
     def __init__(
         self, runners: list[TorchModelRunner], collectives: list[ThreadCollective], pool: ThreadPoolExecutor

@@ -28,6 +28,7 @@ from disagg.engine.commands import (
     Scattered,
     TokenSampled,
 )
+from disagg.engine.config import Scheduling
 from disagg.engine.fake import fake_generate, fake_logprobs
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.proto.ids import AttemptKey
@@ -49,6 +50,8 @@ class Start:
     timeout_s: float | None
     num_emitted: int
     cached: bool
+    stops_at: int | None = None
+    """Index of an output token that is a stop id."""
 
     def spec(self, attempt: int, logprobs: int) -> SequenceSpec:
         prompt = make_prompt(self.num_prompt_tokens, seed=self.family)
@@ -62,6 +65,7 @@ class Start:
             timeout_s=self.timeout_s,
             cached=self.cached,
             logprobs=logprobs,
+            stop=() if self.stops_at is None else fake_generate(prompt, self.stops_at + 1, VOCAB_SIZE)[-1:],
         )
 
 
@@ -75,6 +79,7 @@ STARTS = st.builds(
     timeout_s=st.sampled_from([None, None, None, 40.0]),
     num_emitted=st.sampled_from([0, 0, 5]),
     cached=st.sampled_from([True, True, True, False]),
+    stops_at=st.sampled_from([None, None, 9, 23]),
 )
 
 
@@ -98,7 +103,9 @@ class CoreMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
         num_swap_slots=st.sampled_from([2, 0, 1, 9]),
         computes_prompts=st.booleans(),
+        scheduling=st.sampled_from(["decode_first", "decode_first", "prefill_first", "static"]),
         queues=st.booleans(),
+        failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "result"]), max_size=3),
     )
     def make(
         self,
@@ -109,11 +116,13 @@ class CoreMachine(RuleBasedStateMachine):
         watermark: float,
         num_swap_slots: int,
         computes_prompts: bool,
+        scheduling: Scheduling,
         queues: bool,
+        failing: dict[int, str],
     ) -> None:
         self.may_be_preempted = not computes_prompts
         self.queues = queues
-        runner = QueueingRunner(num_blocks, block_size, max_decodes=3) if queues else None
+        runner = QueueingRunner(num_blocks, block_size, max_decodes=3, failing=failing) if queues else None
         self.core = make_core(
             num_blocks,
             block_size=block_size,
@@ -123,6 +132,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             swap_bytes=num_swap_slots * 128 * 8,
             roles=("prefill", "decode") if computes_prompts else ("decode",),
+            scheduling=scheduling,
             runner=runner,
         )
 
@@ -282,8 +292,10 @@ class CoreMachine(RuleBasedStateMachine):
         spec, output = self.live[event.key], self.tokens[event.key]
         prompt = unpack_token_ids(spec.prompt_token_ids)
         assert output == fake_generate(prompt, len(output), VOCAB_SIZE)
-        reasons = ["length", "deadline", "refused", "failed"]
+        reasons = ["stop", "length", "deadline", "refused", "failed"]
         assert event.reason in reasons or (event.reason == "preempted" and self.may_be_preempted)
+        stops = [index for index, token in enumerate(output) if token in spec.sampling.stop_token_ids]
+        assert stops == ([len(output) - 1] if event.reason == "stop" else [])
         if event.reason == "length":
             num_tokens = len(prompt) + len(output)
             assert len(output) == spec.sampling.max_tokens or num_tokens == self.core.max_model_len

@@ -296,28 +296,78 @@ def test_an_idle_engine_checks_once_that_nothing_is_left(
     assert "the idle engine is not sound: a finding; 3 blocks_active are held by nobody" in caplog.text
 
 
+class Turns:
+    """An engine thread over a device that takes ten milliseconds a step, turned by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, token_interval_s: float = 0.0, **options: Any) -> None:
+        self.clock = FakeClock()
+        monkeypatch.setattr(engine_thread, "time", self.clock)
+        self.core = make_core(runner=TimedRunner(self.clock, **options))
+        self.harness = Harness(self.core, token_interval_s)
+        self.told: list[Batch] = []
+
+    def post(self, *commands: Command) -> None:
+        for command in commands:
+            self.harness.thread.post(command)
+
+    def turn(self) -> None:
+        self.harness.thread._turn()
+        batches = self.harness.batches
+        self.told += [batches.get_nowait() for _ in range(batches.qsize())]
+
+    def until_idle(self) -> None:
+        while self.harness.thread._inbox or self.core.has_work:
+            self.turn()
+
+    def steps_ms(self) -> list[float]:
+        return [round(step.ms, 6) for batch in self.told for step in batch.steps]
+
+
 def test_a_step_that_was_launched_ahead_is_measured_from_the_end_of_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the host does meanwhile, a millisecond for each plan, is not part of it."""
-    clock = FakeClock()
-    monkeypatch.setattr(engine_thread, "time", clock)
-    core = make_core(runner=TimedRunner(clock))
-    plan_step = core.plan_step
+    turns = Turns(monkeypatch)
+    plan_step = turns.core.plan_step
 
     def slow_plan_step(now: float) -> list[Event]:
-        clock.now += 0.001
+        turns.clock.now += 0.001
         return plan_step(now)
 
-    core.plan_step = slow_plan_step  # type: ignore[method-assign]
-    harness = Harness(core)
-    harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=5)))
-    while harness.thread._inbox or core.has_work:
-        harness.thread._turn()
-    told = [harness.batches.get_nowait() for _ in range(harness.batches.qsize())]
-    steps = [step for batch in told for step in batch.steps]
+    turns.core.plan_step = slow_plan_step  # type: ignore[method-assign]
+    turns.post(Add(make_spec("a", PROMPT, max_tokens=5)))
+    turns.until_idle()
+    steps = [step for batch in turns.told for step in batch.steps]
     assert [(step.prefill_tokens, step.num_decodes) for step in steps] == [(20, 0), (0, 1), (0, 1), (0, 1), (0, 1)]
-    assert [round(step.ms, 6) for step in steps] == [11.0, 11.0, 10.0, 10.0, 10.0]
+    assert turns.steps_ms() == [11.0, 11.0, 10.0, 10.0, 10.0]
+
+
+def test_a_step_beside_which_a_command_was_carried_out_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy waits for the device: what comes after it took the time of both."""
+    turns = Turns(monkeypatch)
+    turns.post(Add(make_spec("a", PROMPT, max_tokens=9)))
+    for _ in range(4):
+        turns.turn()
+    assert turns.steps_ms() == [10.0, 10.0, 10.0]
+    turns.post(Reserve(make_spec("b", PROMPT)))
+    turns.until_idle()
+    assert turns.steps_ms() == [10.0] * (9 - 1)
+
+
+def test_a_step_behind_one_that_failed_is_measured_from_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(monkeypatch, failing={1: "result"})
+    turns.post(Add(make_spec("a", PROMPT, max_tokens=9)))
+    turns.until_idle()
+    assert turns.steps_ms() == [10.0, 10.0, 10.0], "the prompt, the first step, and the one behind the second"
+
+
+def test_a_turn_that_only_launches_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it break off what is kept for later."""
+    turns = Turns(monkeypatch, token_interval_s=0.045)
+    turns.post(Add(make_spec("a", PROMPT, max_tokens=10)))
+    turns.until_idle()
+    indices = [[event.index for event in batch.events if isinstance(event, TokenSampled)] for batch in turns.told]
+    assert indices == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9]]
 
 
 class FakeClock:
@@ -333,8 +383,8 @@ class FakeClock:
 class TimedRunner(QueueingRunner):
     """Steps of ten milliseconds on a device that begins each when the last one has ended and it was launched."""
 
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__()
+    def __init__(self, clock: FakeClock, **options: Any) -> None:
+        super().__init__(20, **options)
         self._clock = clock
         self._free_at = 0.0
 

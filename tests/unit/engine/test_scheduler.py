@@ -6,6 +6,7 @@ from disagg.engine.batching import before_tail, chunk_length, finish_reason
 from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
+from disagg.engine.scheduler_audit import check_plan
 from tests.support.engine import (
     GATEWAY,
     add_to,
@@ -158,7 +159,7 @@ class TestPlan:
             (StepPlan(prefills=(ScheduledSequence(sequence, 20, 65, samples=False),)), "over its token budget"),
         ]:
             with pytest.raises(AssertionError, match=message):
-                scheduler._check_plan(plan)
+                check_plan(scheduler, plan)
 
 
 class TestApply:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.engine import model_runner
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
@@ -215,6 +216,24 @@ def test_a_core_answers_the_same(new_runner: Callable[..., TorchModelRunner], na
     assert sum(launches) > 10
 
 
+def test_warm_up_draws_and_launches(
+    new_runner: Callable[..., TorchModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing left to compile for a request: logits of both kinds were drawn from."""
+    drawn: list[tuple[int, ...]] = []
+
+    def draw(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
+        drawn.append(tuple(logits_RV.shape))
+        return draw_on_host(logits_RV, vocab_size, filters)
+
+    monkeypatch.setattr(device_draws, "draw_rows", draw)
+    runner = new_runner()
+    assert runner._launcher is not None
+    runner._sampler = Sampler(VOCAB_SIZE, runner._launcher._draws)
+    model_runner.warm_up(runner)
+    assert drawn == [(1, VOCAB_SIZE)] * 3
+
+
 def test_a_row_that_nothing_can_be_sampled_from(
     new_runner: Callable[..., TorchModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +253,24 @@ def test_a_row_that_nothing_can_be_sampled_from(
     assert isinstance(inputs, DeviceStepInputs)
     assert inputs.batch(2).token_ids_T.tolist() == [0, 5]
     assert len(behind.result().token_ids) == 2
+
+
+def test_a_row_of_a_sequence_that_has_ended_fails_nobody(
+    new_runner: Callable[..., TorchModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with it is wrong in the step behind as well, in which others may have joined."""
+    runner = new_runner()
+    a, b, _ = sequences(runner)
+    launcher = runner.launcher
+    assert launcher is not None
+    monkeypatch.setattr(replay, "argmax_rows", lambda logits_SV, _: torch.tensor([-1] + [5] * (len(logits_SV) - 1)))
+    bad = launcher.launch(plan_of([a], 0), None)
+    entries = (ScheduledSequence(a, a.num_tokens, 1, samples=True), ScheduledSequence(b, b.num_tokens - 1, 1, True))
+    behind = launcher.launch(StepPlan(decodes=entries), bad)
+    with pytest.raises(BadLogitsError):
+        bad.result()
+    a.state = SequenceState.ENDED
+    assert behind.result().token_ids == [-1, 5]
 
 
 def plan_of(batch: list[Sequence], num_pending: int) -> StepPlan:

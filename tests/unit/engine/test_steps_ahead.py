@@ -9,10 +9,9 @@ import pytest
 
 from disagg.engine.ahead import plan_ahead
 from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Scatter, TokenSampled
-from disagg.engine.config import Scheduling, WorkerConfig
+from disagg.engine.config import Scheduling
 from disagg.engine.core import EngineCore
 from disagg.engine.plan import StepPlan, StepResult
-from disagg.proto.messages import RoleName
 from tests.support.engine import (
     add_to,
     assert_idle,
@@ -153,11 +152,7 @@ class TestAnswers:
     @pytest.mark.parametrize("scheduling", ["decode_first", "prefill_first", "static"])
     def test_every_mode(self, scheduling: Scheduling) -> None:
         runner = QueueingRunner(40)
-        roles: tuple[RoleName, ...] = ("prefill", "decode")
-        config = WorkerConfig(
-            worker_id="w", roles=roles, model_path="fake", max_num_seqs=3, token_budget=32, scheduling=scheduling
-        )
-        core = EngineCore(runner, config=config)
+        core = core_on(runner, max_num_seqs=3, token_budget=32, scheduling=scheduling)
         prompts = {f"r{n}": make_prompt(5 + 13 * n, seed=n) for n in range(6)}
         events = handle_all(core, *(Add(make_spec(name, p, max_tokens=9)) for name, p in prompts.items()))
         events += run_until_idle(core)
@@ -168,8 +163,7 @@ class TestAnswers:
 
     def test_a_static_batch_goes_on_while_others_wait(self) -> None:
         runner = QueueingRunner(20)
-        config = WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path="fake", scheduling="static")
-        core = EngineCore(runner, config=config)
+        core = core_on(runner, scheduling="static")
         handle_all(core, Add(make_spec("a", PROMPT, max_tokens=9)))
         core.step(0.0)
         events = handle_all(core, Add(make_spec("b", PROMPT[:30], max_tokens=9))) + run_until_idle(core)
@@ -255,6 +249,32 @@ class TestWhatWaits:
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 9)
         assert (runner.num_launched, runner.num_behind) == (16, 14)
 
+    def test_a_prompt_without_room_holds_up_nobody(self) -> None:
+        """It is looked at again when blocks came back."""
+        runner = QueueingRunner(10)
+        core = core_on(runner)
+        first, second = make_spec("a", PROMPT, max_tokens=60), make_spec("b", make_prompt(100, seed=1), max_tokens=9)
+        events = handle_all(core, Add(first), Add(second)) + run_until_idle(core)
+        assert token_ids_of(events, "a") == expected_output(PROMPT, 60)
+        assert token_ids_of(events, "b") == expected_output(make_prompt(100, seed=1), 9)
+        assert (runner.num_launched, runner.num_behind) == (59 + 8, 58 + 7)
+
+    def test_a_suspended_sequence_without_room_holds_up_nobody(self) -> None:
+        runner = QueueingRunner(8)
+        core = core_on(runner, decode_reserve_tokens=0, swap_bytes=8192, roles=("decode",))
+        prompts = {"a": make_prompt(40), "b": make_prompt(50, seed=1)}
+        events: list[Event] = []
+        for name, prompt in prompts.items():
+            events += join(core, name, prompt, max_tokens=60)[0]
+        events += run_until_idle(core)
+        assert core.totals().preemptions == 1
+        for name, prompt in prompts.items():
+            assert token_ids_of(events, name) == expected_output(prompt, 60)
+        assert runner.num_launched - runner.num_behind == 3, (
+            "at the start, behind the preemption, and behind the return"
+        )
+        assert_idle(core)
+
     def test_the_last_token_of_a_prompt_to_hand_over_is_run(self) -> None:
         """Whether it is planned as a prompt or as a decode: its sequence stays."""
         runner = QueueingRunner()
@@ -319,6 +339,15 @@ class TestWhileAStepIsUnderWay:
 
 
 class TestFailures:
+    def test_a_launcher_that_goes_away(self) -> None:
+        """What is under way is finished, and the rest is run."""
+        runner = QueueingRunner()
+        core = decoding(runner, 3, max_tokens=9)
+        runner.is_launching = False
+        events = run_until_idle(core)
+        assert token_ids_of(events, "a") == expected_output(PROMPT, 9)[3:]
+        assert (runner.num_launched, len(runner.runs)) == (3, 1 + 5)
+
     def test_a_step_that_cannot_be_launched_ends_its_sequences_behind_the_tokens_of_the_last_one(self) -> None:
         core = core_on(QueueingRunner(failing={3: "launch"}))
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=20))) + run_until_idle(core)
