@@ -10,9 +10,8 @@ from disagg.engine.request import Sequence
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
     """Why the last known token ends the sequence, or None. A stop id counts from `min_tokens` output tokens on."""
-    sampling, num_output_tokens = sequence.spec.sampling, sequence.num_output_tokens
-    may_stop = num_output_tokens > 0 and num_output_tokens >= sampling.min_tokens
-    if may_stop and sequence.token_ids[-1] in sampling.stop_token_ids:
+    sampling = sequence.spec.sampling
+    if sequence.token_ids[-1] in sampling.stop_token_ids and sequence.num_output_tokens >= max(1, sampling.min_tokens):
         return "stop"
     return "length" if is_full(sequence, max_model_len) else None
 

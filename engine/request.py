@@ -56,16 +56,16 @@ class Sequence:
     num_preemptions: int = 0
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
+    key: AttemptKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     """Tokens of the client's prompt, without emitted ones."""
+    num_given_tokens: int = field(init=False)
+    """Tokens that were known when it came: prompt and emitted ones."""
 
     def __post_init__(self) -> None:
+        self.key = self.spec.key
         self.num_prompt_tokens = num_token_ids(self.spec.prompt_token_ids)
-
-    @property
-    def key(self) -> AttemptKey:
-        """The key of the attempt."""
-        return self.spec.key
+        self.num_given_tokens = self.spec.num_known_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +93,7 @@ class Sequence:
         num_computed = max(self.num_computed_tokens, self.swapped_tokens)
         if self.num_tokens - num_computed > 1:
             return self.num_tokens - num_computed
-        return max(0, self.spec.num_known_tokens - num_computed)
+        return max(0, self.num_given_tokens - num_computed)
 
 
 def stand_in(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:

@@ -67,7 +67,8 @@ class Room:
     def publish(self, sequence: Sequence, start: int) -> None:
         """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
         published already makes way for that one, so that the table leads to each published block by published ones."""
-        if not sequence.spec.root_hash:
+        fills_none = start // HASH_BLOCK_TOKENS == sequence.num_computed_tokens // HASH_BLOCK_TOKENS
+        if fills_none or not sequence.spec.root_hash:
             return
         hashes, table, block_size = sequence.block_hashes, sequence.block_table, self.blocks.block_size
         while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:

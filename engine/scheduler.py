@@ -219,7 +219,7 @@ class Scheduler:
             pass
 
     def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
-        planned: dict[AttemptKey, ScheduledSequence] = {}
+        planned: dict[Sequence, ScheduledSequence] = {}
         victims = self._victims()
         for sequence in list(self.running.values()):
             if sequence.num_uncomputed_tokens != 1:
@@ -227,10 +227,10 @@ class Scheduler:
             while sequence.state is SequenceState.RUNNING and not self.room.can_extend(sequence, sequence.num_tokens):
                 victim = next(victims)
                 self._preempt(victim)
-                planned.pop(victim.key, None)
+                planned.pop(victim, None)
             if sequence.state is SequenceState.RUNNING:
                 self.room.extend(sequence, sequence.num_tokens)
-                planned[sequence.key] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
+                planned[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
         return tuple(planned.values())
 
     def _victims(self) -> Iterator[Sequence]:

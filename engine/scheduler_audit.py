@@ -20,17 +20,18 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         AssertionError: one does not hold.
     """
     entries, blocks = plan.entries, scheduler.blocks
-    assert plan.num_tokens <= scheduler.token_budget, "the plan is over its token budget"
-    assert len({entry.sequence.key for entry in entries}) == len(entries), "a sequence is planned twice"
+    size = blocks.block_size
+    assert sum(entry.num_tokens for entry in entries) <= scheduler.token_budget, "the plan is over its token budget"
+    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
     for entry in entries:
-        sequence, num_pending = entry.sequence, entry.sequence in pending
-        key, table = sequence.key, sequence.block_table
+        sequence, end = entry.sequence, entry.end
+        key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
         assert sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
         assert entry.start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
-        assert entry.samples == (entry.end == sequence.num_tokens + num_pending), f"{key} samples at the wrong token"
-        assert len(table) * blocks.block_size >= entry.end, f"the block table of {key} does not cover its chunk"
-        written = table[entry.start // blocks.block_size : blocks.blocks_for(entry.end)]
-        assert all(blocks.is_writable(block) for block in written), f"{key} would write a shared block"
+        assert entry.samples == (end == sequence.num_tokens + num_pending), f"{key} samples at the wrong token"
+        assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
+        for block in table[entry.start // size : -(-end // size)]:
+            assert blocks.is_writable(block), f"{key} would write a shared block"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:
