@@ -76,7 +76,7 @@ class Engine:
 
     def __init__(self, process: subprocess.Popen[bytes], config: WorkerConfig) -> None:
         self._process = process
-        self._send(config)
+        self._send(_as_told(config))
         self.kernels = self._receive(Started).kernels
 
     def decode(self, batch: int, context: int, num_steps: int) -> list[float]:
@@ -102,7 +102,7 @@ class Engine:
         """Wait for the loop that was begun."""
         return self._receive(LoopResult)
 
-    def _send(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct | dict[str, object]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(message) + b"\n")
         self._process.stdin.flush()
@@ -113,6 +113,13 @@ class Engine:
         if not line:
             raise RuntimeError(f"the engine's process ended with status {self._process.wait()}")
         return msgspec.json.decode(line, type=kind)
+
+
+def _as_told(config: WorkerConfig) -> dict[str, object]:
+    """The fields that are not as by default: other sources may not know the others."""
+    defaults = WorkerConfig(worker_id="", roles=(), model_path="")
+    fields = msgspec.structs.asdict(config)
+    return {name: value for name, value in fields.items() if value != getattr(defaults, name)}
 
 
 @contextmanager
