@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from disagg.engine.ahead import NOTHING, may_launch, plan_ahead
 from disagg.engine.commands import Ended, Event, TokenSampled
-from disagg.engine.plan import Launched, ModelRunner, StepPlan, StepResult
+from disagg.engine.plan import Launched, Launcher, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.scheduler import Scheduler
 
@@ -62,21 +62,24 @@ class Steps:
         """Compute or launch a plan, and finish the step that was under way; what came of the finished ones."""
         self.last_plan = NOTHING
         before, self._under_way = self._under_way, None
-        launcher, error = self._runner.launcher, None
-        launches = launcher is not None and may_launch(plan, launcher.max_decodes)
-        if launcher is not None and launches:
-            try:
-                launched = launcher.launch(plan, before.launched if before else None)
-                self._under_way = _UnderWay(plan, launched, now)
-            except Exception as failure:
-                error = failure
-        events = [] if before is None else self._finish(before.plan, before.launched.result, before.began)
-        if error is not None:
-            events += self._failed(plan, error)
-        elif plan.entries and not launches:
-            assert before is None, "a step is run while another one is under way"
-            events += self._finish(plan, lambda: self._runner.run(plan), now)
-        return events
+        launcher = self._runner.launcher
+        if launcher is not None and may_launch(plan, launcher.max_decodes):
+            return self._launch(launcher, plan, before, now)
+        if before is not None:
+            assert not plan.entries, "a step is run while another one is under way"
+            return self._finish(before.plan, before.launched.result, before.began)
+        return self._finish(plan, lambda: self._runner.run(plan), now) if plan.entries else []
+
+    def _launch(self, launcher: Launcher, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
+        """The tokens of the step before come first, also where this one cannot be launched."""
+        error: Exception | None = None
+        try:
+            launched = launcher.launch(plan, before.launched if before else None)
+            self._under_way = _UnderWay(plan, launched, now)
+        except Exception as failure:
+            error = failure
+        events = self._finish(before.plan, before.launched.result, before.began) if before else []
+        return events if error is None else events + self._failed(plan, error)
 
     def _finish(self, plan: StepPlan, wait: Callable[[], StepResult], began: float) -> list[Event]:
         """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
