@@ -225,8 +225,12 @@ class _FaultyRunner:
     def __init__(self, inner: ModelRunner, before_step: Callable[[], None]) -> None:
         self._inner = inner
         self._before_step = before_step
-        launcher = inner.launcher
-        self.launcher = None if launcher is None else _FaultyLauncher(launcher, before_step)
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """See `ModelRunner.launcher`."""
+        launcher = self._inner.launcher
+        return None if launcher is None else _FaultyLauncher(launcher, self._before_step)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

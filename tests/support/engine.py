@@ -11,7 +11,7 @@ from disagg.engine.commands import Add, Command, Ended, Event, Gather, Release, 
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
-from disagg.engine.plan import Buffer, StepPlan, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from disagg.engine.scheduler import Effect, Scheduler
@@ -87,7 +87,7 @@ def make_core(
     swap_bytes: int = 0,
     roles: tuple[RoleName, ...] = ("prefill", "decode"),
     scheduling: Scheduling = "decode_first",
-    runner: FakeModelRunner | None = None,
+    runner: ModelRunner | None = None,
 ) -> EngineCore:
     """A core over a fake runner; ten blocks of 16 tokens unless told otherwise, and no host memory."""
     config = WorkerConfig(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disagg.engine.commands import Add
 from disagg.engine.failpoints import parse
 from disagg.engine.fake import FakeModelRunner
 from disagg.engine.faulty import NO_FAILPOINTS, Failpoints
@@ -20,6 +21,18 @@ from disagg.engine.kv_transfer.local import LocalRendezvous
 from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.mailbox import Mailbox
 from disagg.engine.plan import StepPlan
+from tests.support.engine import (
+    assert_idle,
+    end_of,
+    expected_output,
+    handle_all,
+    make_core,
+    make_prompt,
+    make_spec,
+    run_until_idle,
+    token_ids_of,
+)
+from tests.support.queueing import QueueingRunner
 
 DATA = np.arange(64, dtype=np.uint8)
 
@@ -230,6 +243,22 @@ def test_a_step_that_raises_or_hangs() -> None:
     with pytest.raises(RuntimeError, match=r"failpoint: engine\.step=raise"):
         runner.run(StepPlan())
     assert runner.run(StepPlan()).token_ids == []
+
+
+def test_a_step_that_raises_when_it_is_launched() -> None:
+    """The steps of an answer: its prompt, two that are launched, and one that is not."""
+    runner = QueueingRunner()
+    core = make_core(runner=failpoints("engine.step=raise(after=3,times=1)").runner(runner))
+    prompt = make_prompt(40)
+    events = handle_all(core, Add(make_spec("a", prompt, max_tokens=20))) + run_until_idle(core)
+    assert token_ids_of(events, "a") == expected_output(prompt, 3)
+    assert end_of(events, "a").detail.startswith("step: RuntimeError: failpoint: engine.step=raise")
+    assert runner.num_launched == 2
+    assert_idle(core)
+
+
+def test_a_runner_without_a_launcher_has_none_with_faults_either() -> None:
+    assert failpoints("engine.step=raise").runner(FakeModelRunner(4, 16, 64)).launcher is None
 
 
 async def test_a_session_breaks_instead_of_taking_an_update() -> None:
