@@ -31,18 +31,22 @@ class Room:
         self.decode_reserve_tokens = decode_reserve_tokens
 
     def has_room(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """Whether `place` would place the sequence, or `place_suspended` a suspended one."""
+        """Whether `place` would place the sequence."""
         return self._num_to_promise(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
 
-    def place(self, sequence: Sequence, *, alone: bool) -> bool:
-        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits."""
-        return self._place(sequence, self._match(sequence, 0), alone=alone)
-
-    def place_suspended(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """The same for one whose KV is in host memory, in pieces of `piece_tokens` tokens, with blocks for all of that.
-        What is cached need not be copied back."""
-        if not self._place(sequence, self._match(sequence, piece_tokens), alone=alone):
+    def place(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
+        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits. One whose KV is in
+        host memory, in pieces of `piece_tokens` tokens, gets blocks for all of that; what is cached need not be copied
+        back."""
+        matched = self._match(sequence, piece_tokens)
+        num_promised = self._num_to_promise(sequence, matched, alone=alone)
+        if num_promised is None:
             return False
+        self.blocks.lock(matched)
+        self.blocks.reserve(num_promised)
+        sequence.block_table = matched
+        sequence.reserved_blocks = num_promised
+        sequence.num_computed_tokens = len(matched) * self.blocks.block_size
         self.extend(sequence, sequence.swapped_tokens)
         return True
 
@@ -110,17 +114,6 @@ class Room:
         if num_wanted <= room - blocks.num_watermark_blocks:
             return num_wanted
         return min(num_wanted, room) if alone and num_needed <= room else None
-
-    def _place(self, sequence: Sequence, matched: list[int], *, alone: bool) -> bool:
-        num_promised = self._num_to_promise(sequence, matched, alone=alone)
-        if num_promised is None:
-            return False
-        self.blocks.lock(matched)
-        self.blocks.reserve(num_promised)
-        sequence.block_table = matched
-        sequence.reserved_blocks = num_promised
-        sequence.num_computed_tokens = len(matched) * self.blocks.block_size
-        return True
 
     def _num_tokens_to_reserve(self, sequence: Sequence) -> int:
         """Known tokens and output to come whose KV is written here; that of the very last token never is."""

@@ -369,10 +369,7 @@ class Scheduler:
         return len(self.sequences) <= len(self.waiting)
 
     def _place(self, sequence: Sequence) -> bool:
-        alone = self._is_alone()
-        if sequence.state is SequenceState.SUSPENDED:
-            return self.room.place_suspended(sequence, self.swap.slot_tokens, alone=alone)
-        if not self.room.place(sequence, alone=alone):
+        if not self.room.place(sequence, self.swap.slot_tokens, alone=self._is_alone()):
             return False
         if sequence.num_preemptions == 0:
             sequence.cached_tokens = sequence.num_computed_tokens
