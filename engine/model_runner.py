@@ -32,7 +32,7 @@ from disagg.engine.model.step_launcher import StepLauncher
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
-from disagg.engine.request import stand_in
+from disagg.engine.request import Sequence, stand_in
 from disagg.engine.sampler import Sampler
 from disagg.engine.shared_weights import shared_parameters
 from disagg.engine.weights import load_parameters
@@ -221,7 +221,7 @@ def warm_up(runner: ModelRunner) -> None:
         sequence = stand_in(num_tokens, 0, runner.block_size)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         sequence.token_ids.append(0)
-        runner.run(StepPlan(decodes=(ScheduledSequence(sequence, num_tokens, 1, True),)))
+        runner.run(_decode_of(sequence, num_tokens))
     if runner.max_model_len > 1:
         _warm_up_choices(runner)
 
@@ -230,10 +230,14 @@ def _warm_up_choices(runner: ModelRunner) -> None:
     """One token of each kind of row where the host waits for it, and two drawn ones that are launched."""
     for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
         sequence = stand_in(1, 0, runner.block_size, **sampling)
-        runner.run(StepPlan(decodes=(ScheduledSequence(sequence, 0, 1, True),)))
+        runner.run(_decode_of(sequence, 0))
     if (launcher := runner.launcher) is not None:
-        first = launcher.launch(StepPlan(decodes=(ScheduledSequence(sequence, 0, 1, True),)), None)
-        launcher.launch(StepPlan(decodes=(ScheduledSequence(sequence, 1, 1, True),)), first).result()
+        first = launcher.launch(_decode_of(sequence, 0), None)
+        launcher.launch(_decode_of(sequence, 1), first).result()
+
+
+def _decode_of(sequence: Sequence, start: int) -> StepPlan:
+    return StepPlan(decodes=(ScheduledSequence(sequence, start, 1, samples=True),))
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.model.arrays import I64, BatchArrays
@@ -52,6 +51,7 @@ class DeviceStepInputs:
         self._most = most
         nbytes = _ROW_BYTES * most + 4 * most * max_blocks
         self._staged = Staged(nbytes, device, lambda memory: _views(memory, most))
+        self._rows = _Rows(*self._staged.on_device)
         self._tables_SM = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
 
     def bucket(self, num_seqs: int) -> int | None:
@@ -60,14 +60,14 @@ class DeviceStepInputs:
 
     def batch(self, bucket: int) -> Batch:
         """The tensors that a captured step of this size reads, always the same ones."""
-        ids, positions, slots, _, lens, _ = self._staged.on_device
+        rows = self._rows
         return Batch(
-            token_ids_T=ids[:bucket],
-            positions_T=positions[:bucket],
-            slot_mapping_T=slots[:bucket],
+            token_ids_T=rows.ids[:bucket],
+            positions_T=rows.positions[:bucket],
+            slot_mapping_T=rows.slots[:bucket],
             num_decodes=bucket,
             block_tables_SM=self._tables_SM[:bucket],
-            context_lens_S=lens[:bucket],
+            context_lens_S=rows.lens[:bucket],
             prefills=(),
             sample_rows=None,
         )
@@ -99,26 +99,26 @@ class DeviceStepInputs:
     def _send(self, bucket: int, width: int) -> None:
         self._staged.send(_ROW_BYTES * self._most + 4 * bucket * width)
         if width:
-            tables_SW = self._staged.on_device[5][: bucket * width].view(bucket, width)
+            tables_SW = self._rows.tables[: bucket * width].view(bucket, width)
             self._tables_SM[:bucket, :width].copy_(tables_SW)
 
     def _take(self, sampled_R: Tensor, bucket: int) -> None:
         """Put the tokens into their rows, on the device. In place of one that is none comes token 0: the answer is
         ended when the host hears of it."""
-        ids, sources = self._staged.on_device[0][:bucket], self._staged.on_device[3][:bucket]
+        ids, sources = self._rows.ids[:bucket], self._rows.sources[:bucket]
         taken = sampled_R.index_select(0, sources.clamp(min=0)).clamp_(min=0)
         ids.copy_(torch.where(sources < 0, ids, taken))
 
 
 class _Rows(NamedTuple):
-    """The arrays of one piece of memory, on the host."""
+    """The arrays of one piece of memory: numpy's on the host, tensors on the device."""
 
-    ids: NDArray[Any]
-    positions: NDArray[Any]
-    slots: NDArray[Any]
-    sources: NDArray[Any]
-    lens: NDArray[Any]
-    tables: NDArray[Any]
+    ids: Any
+    positions: Any
+    slots: Any
+    sources: Any
+    lens: Any
+    tables: Any
 
     def pad(self, first: int, last: int) -> None:
         """Rows [first, last) compute nothing."""
@@ -130,6 +130,6 @@ class _Rows(NamedTuple):
 
 
 def _views(memory: Tensor, most: int) -> tuple[Tensor, ...]:
-    """(token ids, positions, slots, sources, context lengths, tables) of a piece of memory, without a copy."""
+    """The fields of `_Rows` in a piece of memory, without a copy."""
     numbers, rest = memory[: 32 * most].view(torch.int64), memory[32 * most :].view(torch.int32)
     return (*(numbers[most * i : most * (i + 1)] for i in range(4)), rest[:most], rest[most:])

@@ -38,28 +38,36 @@ class Staged:
         """The arrays on the host, free to be overwritten; they hold what was sent the time before last."""
         self._turn ^= 1
         piece = self._pieces[self._turn]
-        piece.wait()
+        piece.read.wait()
         return piece.arrays
 
     def send(self, used: int | None = None) -> None:
         """Queue the copy of the first `used` bytes of what was written, by default of all."""
         piece = self._pieces[self._turn]
         self._memory[:used].copy_(piece.memory[:used], non_blocking=True)
-        piece.sent()
+        piece.read.set()
 
 
 class _HostPiece:
     def __init__(self, nbytes: int, split: Callable[[Tensor], tuple[Tensor, ...]], *, pinned: bool) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.arrays = tuple(view.numpy() for view in split(self.memory))
-        self._read: Any = _cuda.Event() if pinned else None
+        self.read = Mark(pinned=pinned)
+        """Behind the copy of it."""
+
+
+class Mark:
+    """A place in the current stream that the host can wait for. Without pinned memory there is nothing to wait for."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._event: Any = _cuda.Event() if pinned else None
+
+    def set(self) -> None:
+        """Behind all that is queued by now."""
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> None:
-        """Until nobody reads it."""
-        if self._read is not None:
-            self._read.synchronize()
-
-    def sent(self) -> None:
-        """The copy is queued on the current stream."""
-        if self._read is not None:
-            self._read.record()
+        """Until what was queued before it is done; not at all before it was ever set."""
+        if self._event is not None:
+            self._event.synchronize()

@@ -22,13 +22,11 @@ from disagg.engine.model.arrays import BatchBuilder
 from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.model.device_inputs import NO_SOURCE, Pending
 from disagg.engine.model.replay import ReplayedDecoder
+from disagg.engine.model.staged import Mark
 from disagg.engine.plan import Launched, StepPlan, StepResult
 from disagg.engine.request import SequenceState
 from disagg.engine.sampler import refuse_bad_rows
 from disagg.engine.sampling_rules import is_greedy
-
-_cuda: Any = torch.cuda
-"""Untyped: torch's stubs lack types for events."""
 
 
 class StepLauncher:
@@ -92,8 +90,8 @@ class _QueuedStep:
         """
         sequences = [entry.sequence for entry in self.plan.decodes]
         token_ids = self._on_host.read(len(sequences))
-        bad = [row for row, token_id in enumerate(token_ids) if token_id < 0]
-        refuse_bad_rows([row for row in bad if sequences[row].state is not SequenceState.ENDED], sequences)
+        wanted = [row for row, sequence in enumerate(sequences) if sequence.state is not SequenceState.ENDED]
+        refuse_bad_rows([row for row in wanted if token_ids[row] < 0], sequences)
         return StepResult(token_ids)
 
 
@@ -102,17 +100,15 @@ class _IdsOnHost:
 
     def __init__(self, most: int, *, pinned: bool) -> None:
         self._ids = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
-        self._there: Any = _cuda.Event() if pinned else None
+        self._there = Mark(pinned=pinned)
 
     def copy(self, ids_S: Tensor) -> None:
         """Queue the copy."""
         self._ids[: len(ids_S)].copy_(ids_S, non_blocking=True)
-        if self._there is not None:
-            self._there.record()
+        self._there.set()
 
     def read(self, num_ids: int) -> list[int]:
         """Wait for it."""
-        if self._there is not None:
-            self._there.synchronize()
+        self._there.wait()
         ids: list[int] = self._ids[:num_ids].tolist()
         return ids

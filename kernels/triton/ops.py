@@ -62,7 +62,7 @@ class TritonOps:
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether tensors of this device are taken at all."""
-        return device.type == ("cpu" if INTERPRETED else "cuda")
+        return _takes(device)
 
     def draw_rows(self, logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
         """Of the first `vocab_size` columns. Takes rows of any stride on a device where kernels run."""
@@ -144,10 +144,14 @@ class TritonOps:
         return taken
 
 
+def _takes(device: torch.device) -> bool:
+    return device.type == ("cpu" if INTERPRETED else "cuda")
+
+
 def _runs(*tensors: Tensor) -> bool:
     """Whether kernels run where all of these are."""
     device = tensors[0].device
-    return device.type == ("cpu" if INTERPRETED else "cuda") and all(tensor.device == device for tensor in tensors)
+    return _takes(device) and all(tensor.device == device for tensor in tensors)
 
 
 def _are_floats(*tensors: Tensor) -> bool:

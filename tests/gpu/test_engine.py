@@ -13,15 +13,21 @@ from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.model_runner import TorchModelRunner
-from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.engine.request import Sequence
 from disagg.kernels import dispatch
 from disagg.kernels.triton.ops import TritonOps
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
 from tests.gpu import reference
-from tests.support.stepping import assert_logits_close, decode, generate, make_runner, make_sequence, prefill
+from tests.support.stepping import (
+    assert_logits_close,
+    decode,
+    decodes_of,
+    generate,
+    make_runner,
+    make_sequence,
+    prefill,
+)
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
@@ -201,7 +207,7 @@ def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.devi
     batch = [make_sequence(PROMPT[: 20 + row], [4 * row + i for i in range(4)], temperature=0.9) for row in range(5)]
     launched = None
     for num_pending in (0, 1):  # what is compiled at its first use may wait
-        launched = launcher.launch(plan_of(batch, num_pending), launched)
+        launched = launcher.launch(decodes_of(batch, num_pending), launched)
     assert launched is not None
     for sequence, token_id in zip(batch, launched.result().token_ids, strict=True):
         sequence.token_ids += [token_id, token_id]
@@ -210,14 +216,8 @@ def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.devi
     asleep.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        after = launcher.launch(plan_of(batch, 1), launcher.launch(plan_of(batch, 0), None))
+        after = launcher.launch(decodes_of(batch, 1), launcher.launch(decodes_of(batch, 0), None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not asleep.query(), "the host waited for the device"
     assert len(after.result().token_ids) == 5
-
-
-def plan_of(batch: list[Sequence], num_pending: int) -> StepPlan:
-    return StepPlan(
-        decodes=tuple(ScheduledSequence(each, each.num_tokens - 1 + num_pending, 1, samples=True) for each in batch)
-    )

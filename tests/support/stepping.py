@@ -66,6 +66,13 @@ def last_token(sequence: Sequence) -> ScheduledSequence:
     return chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens)
 
 
+def decodes_of(sequences: list[Sequence], num_pending: int = 0) -> StepPlan:
+    """The next step of all sequences, behind so many tokens of each that are not known yet."""
+    assert all(sequence.state is SequenceState.RUNNING for sequence in sequences)
+    starts = [sequence.num_tokens - 1 + num_pending for sequence in sequences]
+    return StepPlan(tuple(ScheduledSequence(*entry, 1, samples=True) for entry in zip(sequences, starts, strict=True)))
+
+
 def prefill(runner: Computes, sequence: Sequence, *, start: int = 0, chunk_tokens: int = 1 << 30) -> Tensor:
     """Compute the known tokens from `start`, a chunk a step; the logits [vocab] of the last one."""
     logits = torch.empty(0)
@@ -80,7 +87,7 @@ def decode(runner: Computes, sequences: list[Sequence], num_steps: int) -> list[
     """Greedy decode steps of all sequences together; they grow. The logits [num_steps, vocab] of each."""
     steps: list[Tensor] = []
     for _ in range(num_steps):
-        logits = runner.forward(StepPlan(decodes=tuple(map(last_token, sequences))))
+        logits = runner.forward(decodes_of(sequences))
         for sequence, row in zip(sequences, logits, strict=True):
             sequence.token_ids.append(int(row.argmax()))
         steps.append(logits[:, None])

@@ -24,14 +24,14 @@ from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.model.device_inputs import DeviceStepInputs
 from disagg.engine.model.step_launcher import StepLauncher
 from disagg.engine.model_runner import TorchModelRunner
-from disagg.engine.plan import Launched, ScheduledSequence, StepPlan
+from disagg.engine.plan import Launched, Launcher, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.sampler import BadLogitsError, Sampler
 from disagg.kernels.filters import Filters
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
-from tests.support.stepping import decode, make_sequence, prefill
+from tests.support.stepping import decode, decodes_of, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -102,6 +102,11 @@ def new_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., T
     return make
 
 
+def launcher_of(runner: TorchModelRunner) -> Launcher:
+    assert runner.launcher is not None
+    return runner.launcher
+
+
 def prompt(seed: int, num_tokens: int) -> list[int]:
     return [(seed * i * i + 3 * i + seed) % VOCAB_SIZE for i in range(num_tokens)]
 
@@ -129,8 +134,7 @@ def test_rows_find_their_tokens_wherever_they_were(new_runner: Callable[..., Tor
     expected = sequences(runner)
     decode(runner, expected, 7)
     found = sequences(runner)
-    launcher = runner.launcher
-    assert launcher is not None
+    launcher = launcher_of(runner)
     assert launcher.max_decodes == 8
     num_ids = [sequence.num_tokens for sequence in found]
     under_way: tuple[list[int], Launched] | None = None
@@ -240,12 +244,11 @@ def test_a_row_that_nothing_can_be_sampled_from(
     """Its step raises when it is read. The one behind it was computed from token 0 and harms nobody."""
     runner = new_runner()
     a, b, _ = sequences(runner)
-    launcher = runner.launcher
-    assert launcher is not None
+    launcher = launcher_of(runner)
     with monkeypatch.context() as patch:
         patch.setattr(replay, "argmax_rows", lambda logits_SV, _: torch.tensor([5] + [-1] * (len(logits_SV) - 1)))
-        bad = launcher.launch(plan_of([a, b], 0), None)
-    behind = launcher.launch(plan_of([b, a], 1), bad)
+        bad = launcher.launch(decodes_of([a, b], 0), None)
+    behind = launcher.launch(decodes_of([b, a], 1), bad)
     assert runner._replayed is not None
     with pytest.raises(BadLogitsError, match="the model's logits are not finite for"):
         bad.result()
@@ -261,20 +264,12 @@ def test_a_row_of_a_sequence_that_has_ended_fails_nobody(
     """What is wrong with it is wrong in the step behind as well, in which others may have joined."""
     runner = new_runner()
     a, b, _ = sequences(runner)
-    launcher = runner.launcher
-    assert launcher is not None
+    launcher = launcher_of(runner)
     monkeypatch.setattr(replay, "argmax_rows", lambda logits_SV, _: torch.tensor([-1] + [5] * (len(logits_SV) - 1)))
-    bad = launcher.launch(plan_of([a], 0), None)
+    bad = launcher.launch(decodes_of([a], 0), None)
     entries = (ScheduledSequence(a, a.num_tokens, 1, samples=True), ScheduledSequence(b, b.num_tokens - 1, 1, True))
     behind = launcher.launch(StepPlan(decodes=entries), bad)
     with pytest.raises(BadLogitsError):
         bad.result()
     a.state = SequenceState.ENDED
     assert behind.result().token_ids == [-1, 5]
-
-
-def plan_of(batch: list[Sequence], num_pending: int) -> StepPlan:
-    assert all(sequence.state is SequenceState.RUNNING for sequence in batch)
-    return StepPlan(
-        decodes=tuple(ScheduledSequence(each, each.num_tokens - 1 + num_pending, 1, samples=True) for each in batch)
-    )

@@ -33,17 +33,13 @@ from tests.support.queueing import QueueingRunner
 PROMPT = make_prompt(40)
 
 
-def core_on(runner: QueueingRunner, **options: Any) -> EngineCore:
-    return make_core(runner=runner, **options)
-
-
 def indices(events: list[Event], request_id: str = "a") -> list[int]:
     return [e.index for e in events if isinstance(e, TokenSampled) and e.key == key_of(request_id)]
 
 
 def decoding(runner: QueueingRunner, num_steps: int, **options: Any) -> EngineCore:
     """A core whose one sequence `a` is in its answer, `num_steps` after the prompt's."""
-    core = core_on(runner)
+    core = make_core(runner=runner)
     handle_all(core, Add(make_spec("a", PROMPT, **options)))
     for _ in range(1 + num_steps):
         core.step(0.0)
@@ -65,7 +61,7 @@ def join(core: EngineCore, request_id: str, prompt: tuple[int, ...], max_tokens:
 class TestAnswers:
     def test_every_step_but_the_first_is_launched_behind_another(self) -> None:
         runner = QueueingRunner()
-        core = core_on(runner)
+        core = make_core(runner=runner)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=10))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 10)
         assert (runner.num_launched, runner.num_behind) == (9, 8)
@@ -75,13 +71,13 @@ class TestAnswers:
         assert_idle(core)
 
     def test_tokens_come_a_call_later(self) -> None:
-        core = core_on(QueueingRunner())
+        core = make_core(runner=QueueingRunner())
         handle_all(core, Add(make_spec("a", PROMPT, max_tokens=4)))
         assert [indices(core.step(0.0)) for _ in range(5)] == [[0], [], [1], [2], [3]]
         assert not core.has_work
 
     def test_what_was_finished_and_when_it_was_planned(self) -> None:
-        core = core_on(QueueingRunner())
+        core = make_core(runner=QueueingRunner())
         handle_all(core, Add(make_spec("a", PROMPT, max_tokens=4)))
         found = []
         for now in range(5):
@@ -92,7 +88,7 @@ class TestAnswers:
     def test_a_batch_whose_answers_end_one_by_one(self) -> None:
         """Each end is known ahead, so that no row is computed in vain and none waits."""
         runner = QueueingRunner(40)
-        core = core_on(runner, token_budget=400)
+        core = make_core(runner=runner, token_budget=400)
         prompts = {f"r{n}": make_prompt(20 + n, seed=n) for n in range(5)}
         specs = [make_spec(name, prompt, max_tokens=3 + 4 * n) for n, (name, prompt) in enumerate(prompts.items())]
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
@@ -104,7 +100,7 @@ class TestAnswers:
     def test_a_stop_id_costs_one_row_of_one_step(self) -> None:
         output = expected_output(PROMPT, 8)
         runner = QueueingRunner(20)
-        core = core_on(runner)
+        core = make_core(runner=runner)
         other = make_prompt(20, seed=1)
         events = handle_all(
             core,
@@ -122,7 +118,7 @@ class TestAnswers:
     def test_a_stop_of_the_only_answer_is_computed_once_in_vain(self) -> None:
         output = expected_output(PROMPT, 8)
         runner = QueueingRunner()
-        core = core_on(runner)
+        core = make_core(runner=runner)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=50, stop=[output[5]]))) + run_until_idle(core)
         assert token_ids_of(events, "a") == output[:6]
         assert runner.num_launched == 6
@@ -131,7 +127,7 @@ class TestAnswers:
 
     def test_the_longest_sequence_is_known_ahead(self) -> None:
         runner = QueueingRunner(max_model_len=45)
-        core = core_on(runner, max_model_len=45)
+        core = make_core(runner=runner, max_model_len=45)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=100))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 5)
         assert runner.num_launched == 4
@@ -139,7 +135,7 @@ class TestAnswers:
     @pytest.mark.parametrize("swap_bytes", [0, 8192])
     def test_preemptions_wait_for_what_is_known(self, swap_bytes: int) -> None:
         runner = QueueingRunner(8)
-        core = core_on(runner, decode_reserve_tokens=0, swap_bytes=swap_bytes)
+        core = make_core(runner=runner, decode_reserve_tokens=0, swap_bytes=swap_bytes)
         prompts = {f"r{n}": make_prompt(20 + n, seed=n) for n in range(4)}
         events = handle_all(core, *(Add(make_spec(name, p, max_tokens=70)) for name, p in prompts.items()))
         events += run_until_idle(core)
@@ -152,7 +148,7 @@ class TestAnswers:
     @pytest.mark.parametrize("scheduling", ["decode_first", "prefill_first", "static"])
     def test_every_mode(self, scheduling: Scheduling) -> None:
         runner = QueueingRunner(40)
-        core = core_on(runner, max_num_seqs=3, token_budget=32, scheduling=scheduling)
+        core = make_core(runner=runner, max_num_seqs=3, token_budget=32, scheduling=scheduling)
         prompts = {f"r{n}": make_prompt(5 + 13 * n, seed=n) for n in range(6)}
         events = handle_all(core, *(Add(make_spec(name, p, max_tokens=9)) for name, p in prompts.items()))
         events += run_until_idle(core)
@@ -163,7 +159,7 @@ class TestAnswers:
 
     def test_a_static_batch_goes_on_while_others_wait(self) -> None:
         runner = QueueingRunner(20)
-        core = core_on(runner, scheduling="static")
+        core = make_core(runner=runner, scheduling="static")
         handle_all(core, Add(make_spec("a", PROMPT, max_tokens=9)))
         core.step(0.0)
         events = handle_all(core, Add(make_spec("b", PROMPT[:30], max_tokens=9))) + run_until_idle(core)
@@ -189,7 +185,7 @@ class TestWhatWaits:
     def test_what_depends_on_ids_that_are_not_known(self, changes: dict[str, Any], num_launched: int) -> None:
         """Nine of the ten tokens are decoded; stop ids are masked for those before `min_tokens`."""
         runner = QueueingRunner()
-        core = core_on(runner)
+        core = make_core(runner=runner)
         spec = make_spec("a", PROMPT, max_tokens=10)
         spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, **changes))
         events = handle_all(core, Add(spec)) + run_until_idle(core)
@@ -199,7 +195,7 @@ class TestWhatWaits:
 
     def test_one_that_waits_holds_up_its_batch(self) -> None:
         runner = QueueingRunner(20)
-        core = core_on(runner, token_budget=100)
+        core = make_core(runner=runner, token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=10), make_spec("b", PROMPT[:30], max_tokens=4, logprobs=1)]
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
         assert (runner.num_launched, runner.num_behind) == (6, 5)
@@ -207,7 +203,7 @@ class TestWhatWaits:
 
     def test_more_sequences_than_can_be_launched(self) -> None:
         runner = QueueingRunner(20, max_decodes=1)
-        core = core_on(runner, token_budget=100)
+        core = make_core(runner=runner, token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=10), make_spec("b", PROMPT[:30], max_tokens=4)]
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
         assert (runner.num_launched, runner.num_behind) == (6, 5)
@@ -243,7 +239,7 @@ class TestWhatWaits:
 
     def test_a_prompt_without_a_place_holds_up_nobody(self) -> None:
         runner = QueueingRunner(20)
-        core = core_on(runner, max_num_seqs=1)
+        core = make_core(runner=runner, max_num_seqs=1)
         first, second = make_spec("a", PROMPT, max_tokens=9), make_spec("b", PROMPT[:30], max_tokens=9)
         events = handle_all(core, Add(first), Add(second)) + run_until_idle(core)
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 9)
@@ -252,7 +248,7 @@ class TestWhatWaits:
     def test_a_prompt_without_room_holds_up_nobody(self) -> None:
         """It is looked at again when blocks came back."""
         runner = QueueingRunner(10)
-        core = core_on(runner)
+        core = make_core(runner=runner)
         first, second = make_spec("a", PROMPT, max_tokens=60), make_spec("b", make_prompt(100, seed=1), max_tokens=9)
         events = handle_all(core, Add(first), Add(second)) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 60)
@@ -261,7 +257,7 @@ class TestWhatWaits:
 
     def test_a_suspended_sequence_without_room_holds_up_nobody(self) -> None:
         runner = QueueingRunner(8)
-        core = core_on(runner, decode_reserve_tokens=0, swap_bytes=8192, roles=("decode",))
+        core = make_core(runner=runner, decode_reserve_tokens=0, swap_bytes=8192, roles=("decode",))
         prompts = {"a": make_prompt(40), "b": make_prompt(50, seed=1)}
         events: list[Event] = []
         for name, prompt in prompts.items():
@@ -278,7 +274,7 @@ class TestWhatWaits:
     def test_the_last_token_of_a_prompt_to_hand_over_is_run(self) -> None:
         """Whether it is planned as a prompt or as a decode: its sequence stays."""
         runner = QueueingRunner()
-        core = core_on(runner, token_budget=32)
+        core = make_core(runner=runner, token_budget=32)
         handle_all(core, Add(make_spec("a", PROMPT[:33], max_tokens=10), hold_after_prefill=True))
         run_until_idle(core)
         assert runner.num_launched == 0
@@ -315,7 +311,7 @@ class TestWhileAStepIsUnderWay:
 
     def test_a_deadline(self) -> None:
         runner = QueueingRunner(20)
-        core = core_on(runner, token_budget=100)
+        core = make_core(runner=runner, token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=20, timeout_s=5.0), make_spec("b", PROMPT[:30], max_tokens=20)]
         handle_all(core, *map(Add, specs))
         events = [event for _ in range(4) for event in core.step(0.0)]
@@ -349,7 +345,7 @@ class TestFailures:
         assert (runner.num_launched, len(runner.runs)) == (3, 1 + 5)
 
     def test_a_step_that_cannot_be_launched_ends_its_sequences_behind_the_tokens_of_the_last_one(self) -> None:
-        core = core_on(QueueingRunner(failing={3: "launch"}))
+        core = make_core(runner=QueueingRunner(failing={3: "launch"}))
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=20))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 4)
         assert end_of(events, "a").detail == "step: RuntimeError: launch is broken"
@@ -357,7 +353,7 @@ class TestFailures:
 
     def test_a_step_that_fails_ends_its_sequences_and_what_is_behind_it_is_dropped(self) -> None:
         runner = QueueingRunner(failing={3: "result"})
-        core = core_on(runner)
+        core = make_core(runner=runner)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=20))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 4)
         assert end_of(events, "a").detail == "step: RuntimeError: result is broken"
@@ -375,7 +371,7 @@ class TestFailures:
         assert_idle(core)
 
     def test_who_left_a_step_that_fails_hears_nothing_of_it(self) -> None:
-        core = core_on(QueueingRunner(20, failing={1: "result"}), token_budget=100)
+        core = make_core(runner=QueueingRunner(20, failing={1: "result"}), token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=20), make_spec("b", PROMPT[:30], max_tokens=20)]
         handle_all(core, *map(Add, specs))
         for _ in range(3):
