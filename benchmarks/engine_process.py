@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.ceilings import Ceilings, measure
 from benchmarks.common import REPOSITORY
 from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
-from disagg.cluster.process_tools import freeze_start, pin_process
+from disagg.cluster.process_tools import freeze_start, pin_process, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
 
@@ -130,7 +130,8 @@ def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterat
         RuntimeError: if the process does not start, or a task fails; the reason is on its stderr.
     """
     command = [sys.executable, "-m", "benchmarks.engine_process"]
-    env = os.environ if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
+    env = os.environ | thread_environment(config.num_threads)  # as workers have it
+    env |= {} if packages is None else {"PYTHONPATH": str(packages)}
     with subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield Engine(process, config)

@@ -115,6 +115,7 @@ def test_thread_environment() -> None:
     environment = process_tools.thread_environment(3)
     assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
     assert environment["MALLOC_ARENA_MAX"] == "2"
+    assert environment["GOMP_SPINCOUNT"] == "4000"
 
 
 def test_pinning_to_nothing_or_to_no_core_of_this_machine_changes_nothing() -> None:
