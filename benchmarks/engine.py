@@ -44,6 +44,8 @@ SHARED_BATCHES = (1, 8, 32)
 """Those that are compared with llama.cpp, and stand in the summary."""
 WEIGHT_BYTES: Mapping[Quantization, float] = {"none": 2.0, "int8": 1.0}
 PROMPT_REPEATS = 3
+PROMPTS = (1, 2)
+"""How many prompts the `--input-tokens` are divided into. Two are computed together, but for their attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ class Repeat:
     """What one engine did in one repeat."""
 
     decodes: tuple[Decode, ...]
-    prefill_ms: float
+    prefills_ms: tuple[float, ...]
+    """Of each of `PROMPTS`."""
     ceilings: Ceilings
     """Of the prompts."""
 
@@ -102,14 +105,17 @@ class Measured:
 def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
     """One repeat of one engine. The ceilings of a shared machine drift, so that they are measured again and again."""
     seen = [engine.ceilings()]
-    prefills_ms = [engine.prefill(options.input_tokens) for _ in range(PROMPT_REPEATS)]
+    prefills_ms = tuple(
+        statistics.median(engine.prefill(options.input_tokens // count, count) for _ in range(PROMPT_REPEATS))
+        for count in PROMPTS
+    )
     seen.append(engine.ceilings())
     decodes = []
     for batch in options.batches:
         steps_ms = tuple(engine.decode(batch, options.input_tokens, options.steps))
         seen.append(engine.ceilings())
         decodes.append(Decode(batch=batch, steps_ms=steps_ms, ceilings=best_of(seen[-2:])))
-    return Repeat(ceilings=best_of(seen[:2]), decodes=tuple(decodes), prefill_ms=statistics.median(prefills_ms))
+    return Repeat(ceilings=best_of(seen[:2]), decodes=tuple(decodes), prefills_ms=prefills_ms)
 
 
 def measure(options: argparse.Namespace, model_path: Path, peer: LlamaCpp | None) -> Measured:
@@ -201,26 +207,29 @@ def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) 
 
 
 def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> list[dict[str, Any]]:
-    """A row for each engine."""
+    """A row for each engine and number of prompts that `num_tokens` are divided into."""
     rows = []
     for kind, repeats in measured.kinds.items():
-        works = prefill_works(model, num_tokens, WEIGHT_BYTES[kind.quantization])
-        times_ms = [repeat.prefill_ms for repeat in repeats]
-        row: dict[str, Any] = {
-            "what": "prefill",
-            "engine": kind.name,
-            "threads": kind.num_threads,
-            "quantization": kind.quantization,
-            "tokens": num_tokens,
-            "ms": _median(times_ms),
-            "tok_s": _median([num_tokens / time_ms * 1e3 for time_ms in times_ms]),
-            **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
-        }
-        if measured.peer and kind.num_threads == _peer_threads(measured):
-            theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
-            ours = [num_tokens / time_ms * 1e3 for time_ms in times_ms]
-            row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(ours, theirs)}
-        rows.append(row)
+        for index, count in enumerate(PROMPTS):
+            each = num_tokens // count
+            works = prefill_works(model, each, WEIGHT_BYTES[kind.quantization], num_prompts=count)
+            times_ms = [repeat.prefills_ms[index] for repeat in repeats]
+            tok_s = [count * each / time_ms * 1e3 for time_ms in times_ms]
+            row: dict[str, Any] = {
+                "what": "prefill",
+                "engine": kind.name,
+                "threads": kind.num_threads,
+                "quantization": kind.quantization,
+                "prompts": count,
+                "tokens": each,
+                "ms": _median(times_ms),
+                "tok_s": _median(tok_s),
+                **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
+            }
+            if count == 1 and measured.peer and kind.num_threads == _peer_threads(measured):
+                theirs = [next(run.prefill_tok_s for run in runs if run.batch == 1) for runs in measured.peer]
+                row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(tok_s, theirs)}
+            rows.append(row)
     return rows
 
 
@@ -259,8 +268,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             if "over_llamacpp" in row:
                 flat[f"{prefix}decode_over_llamacpp_{name}"] = row["over_llamacpp"]
         else:
-            flat[f"{prefix}prefill_limit_share{suffix}"] = row["share"]
-            flat[f"{prefix}prefill_tok_s{suffix}"] = row["tok_s"]
+            name = "prefill" if row["prompts"] == 1 else f"prefill_{row['prompts']}_prompts"
+            flat[f"{prefix}{name}_limit_share{suffix}"] = row["share"]
+            flat[f"{prefix}{name}_tok_s{suffix}"] = row["tok_s"]
             if "over_llamacpp" in row:
                 flat[f"{prefix}prefill_over_llamacpp"] = row["over_llamacpp"]
     return flat
@@ -288,12 +298,17 @@ def print_tables(rows: Sequence[dict[str, Any]], measured: Measured) -> None:
     lines = []
     for row in rows:
         decodes = row["what"] == "decode"
-        work = f"decode {row['batch']}" if decodes else f"prompt of {row['tokens']}"
+        work = f"decode {row['batch']}" if decodes else prompts_name(row["prompts"], row["tokens"])
         figures = (f"{row['step_ms'] if decodes else row['ms']:.2f}", f"{row['tok_s']:.1f}", f"{row['limit_ms']:.2f}")
         beside = (f"{row['llamacpp_tok_s']:.1f}", f"{row['over_llamacpp']:.2f}") if "over_llamacpp" in row else ("", "")
         shares = (f"{row['share']:.2f}", f"{row['share_of_usual']:.2f}")
         lines.append((row["engine"], work, *figures, *shares, *beside))
     print_table("the engine alone", columns, lines)
+
+
+def prompts_name(num_prompts: int, num_tokens: int) -> str:
+    """For tables and rows."""
+    return f"prompt of {num_tokens}" if num_prompts == 1 else f"{num_prompts} prompts of {num_tokens}"
 
 
 def best_of(found: Sequence[Ceilings]) -> Ceilings:

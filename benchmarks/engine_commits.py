@@ -3,7 +3,7 @@
 python benchmarks/engine_commits.py REVISION --json FILE
 
 Both engines live at once, each a process on the same first cores, one of them at work at a time; what drives them is
-this tree's. A turn measures each batch size and a prompt on one engine and then on the other, the order turned round
+this tree's. A turn measures each batch size and prompts on one engine and then on the other, the order turned round
 from turn to turn. A ratio is the median, over the turns, of this tree's time over the other's, so that what the machine
 does meanwhile meets both. The other engine has to understand the configuration and the commands of this tree's.
 """
@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from benchmarks.engine import Kind, add_engine_arguments, kinds, worker_config
+from benchmarks.engine import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.serving import positive
 from disagg.cluster.models import resolve_model
@@ -42,20 +43,28 @@ def measure_kind(engines: tuple[Engine, Engine], options: argparse.Namespace) ->
     """All turns of `(the other revision's engine, this tree's)`, by the name of the work."""
     found: dict[str, list[Pair]] = {}
     for turn in range(options.turns):
-        for batch in [*options.batches, None]:
+        for name, time_ms in _works(options).items():
             times = [0.0, 0.0]
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
-                times[side] = _time_ms(engines[side], batch, options)
-            name = f"decode {batch}" if batch else f"prompt of {options.input_tokens}"
+                times[side] = time_ms(engines[side])
             found.setdefault(name, []).append(Pair(before=times[0], after=times[1]))
     return found
 
 
-def _time_ms(engine: Engine, batch: int | None, options: argparse.Namespace) -> float:
-    """Of the median step, or of a prompt."""
-    if batch is None:
-        return engine.prefill(options.input_tokens)
-    return statistics.median(engine.decode(batch, options.input_tokens, options.steps))
+def _works(options: argparse.Namespace) -> dict[str, Callable[[Engine], float]]:
+    """How each work is timed: the median step of each batch size, and the prompts."""
+    size = options.input_tokens
+
+    def decode(engine: Engine, batch: int) -> float:
+        return statistics.median(engine.decode(batch, size, options.steps))
+
+    def prefill(engine: Engine, count: int) -> float:
+        return engine.prefill(size // count, count)
+
+    works: dict[str, Callable[[Engine], float]] = {}
+    works |= {f"decode {batch}": partial(decode, batch=batch) for batch in options.batches}
+    works |= {prompts_name(count, size // count): partial(prefill, count=count) for count in PROMPTS}
+    return works
 
 
 def rows_of(kind: Kind, found: dict[str, list[Pair]]) -> list[dict[str, Any]]:

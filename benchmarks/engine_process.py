@@ -49,6 +49,7 @@ class PrefillTask(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     """See `EngineRig.prefill`; one number."""
 
     num_tokens: int
+    num_prompts: int
 
 
 class LoopTask(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
@@ -84,9 +85,9 @@ class Engine:
         self._send(DecodeTask(batch=batch, context=context, num_steps=num_steps))
         return self._receive(list[float])
 
-    def prefill(self, num_tokens: int) -> float:
+    def prefill(self, num_tokens: int, num_prompts: int = 1) -> float:
         """Milliseconds."""
-        self._send(PrefillTask(num_tokens=num_tokens))
+        self._send(PrefillTask(num_tokens=num_tokens, num_prompts=num_prompts))
         return self._receive(float)
 
     def ceilings(self) -> Ceilings:
@@ -154,7 +155,7 @@ def _carry_out(rig: EngineRig, task: Task, num_threads: int) -> object:
         case DecodeTask():
             return rig.decode(task.batch, task.context, task.num_steps)
         case PrefillTask():
-            return rig.prefill(task.num_tokens)
+            return rig.prefill(task.num_tokens, task.num_prompts)
         case LoopTask():
             return rig.closed_loop(task.shape)
 

@@ -2,7 +2,7 @@
 around it.
 
 decode        sequences come in as on a decode worker (reserve, scatter, join), with random KV; each step is timed
-prefill       one prompt, from its `Add` to its first token
+prefill       prompts together, from their `Add` to their first tokens
 closed_loop   prompts in, answers out, the next prompt when an answer ends: what a server can at best serve
 """
 
@@ -134,16 +134,16 @@ class EngineRig:
 
     # ------------------------------------------------------------ prefill
 
-    def prefill(self, num_tokens: int) -> float:
-        """Milliseconds of one prompt that nobody has seen before, all its steps."""
-        spec = self._spec(num_tokens, 1)
+    def prefill(self, num_tokens: int, num_prompts: int = 1) -> float:
+        """Milliseconds of prompts that nobody has seen before, which come together, all their steps."""
+        specs = [self._spec(num_tokens, 1) for _ in range(num_prompts)]
         gc.collect()
         started = time.perf_counter()
-        events = self._core.handle(Add(spec), time.monotonic())
+        events = [event for spec in specs for event in self._core.handle(Add(spec), time.monotonic())]
         while self._core.has_work:
             events += self._core.step(time.monotonic())
         elapsed_ms = (time.perf_counter() - started) * 1e3
-        _expect_tokens(events, 1)
+        _expect_tokens(events, num_prompts)
         return elapsed_ms
 
     # ------------------------------------------------------------ closed loop

@@ -44,10 +44,12 @@ def decode_works(model: ModelConfig, batch: int, context: float, weight_bytes: f
                   weight_bytes=weight_bytes)  # fmt: skip
 
 
-def prefill_works(model: ModelConfig, num_tokens: int, weight_bytes: float = 2.0) -> list[Work]:
-    """A step that computes a prompt of `num_tokens` tokens from its beginning, and the logits of the last of them."""
-    attended = num_tokens * (num_tokens + 1) / 2
-    return _works(model, rows=num_tokens, logit_rows=1, attended=attended, kv_rows=num_tokens,
+def prefill_works(
+    model: ModelConfig, num_tokens: int, weight_bytes: float = 2.0, *, num_prompts: int = 1
+) -> list[Work]:
+    """A step that computes prompts of `num_tokens` tokens from their beginning, and the logits of each one's last."""
+    rows, attended = num_prompts * num_tokens, num_prompts * num_tokens * (num_tokens + 1) / 2
+    return _works(model, rows=rows, logit_rows=num_prompts, attended=attended, kv_rows=rows,
                   weight_bytes=weight_bytes)  # fmt: skip
 
 

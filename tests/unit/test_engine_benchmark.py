@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks import engine, engine_commits, kernel_cases, kernels, kv_use, pe
 from benchmarks.ceilings import Ceilings
 from benchmarks.engine import Decode, Kind, Measured, Repeat
 from benchmarks.engine_commits import Pair
+from benchmarks.engine_process import Engine
 from benchmarks.engine_rig import EngineRig, LoopShape
 from benchmarks.peers_llamacpp import PeerRun
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
@@ -64,6 +66,13 @@ def test_the_work_of_a_prompt_has_logits_of_one_row() -> None:
     assert attention.flop == 4 * 2 * 8 * 15
 
 
+def test_two_prompts_share_the_weights_and_do_not_see_each_other() -> None:
+    one, two = prefill_works(MODEL, num_tokens=5), prefill_works(MODEL, num_tokens=5, num_prompts=2)
+    assert [work.flop for work in two] == [2 * work.flop for work in one]
+    assert [two[i].nbytes - one[i].nbytes for i in (0, 1)] == [0, 0]
+    assert two[2].nbytes == 2 * one[2].nbytes
+
+
 def test_a_limit_adds_up_what_each_work_waits_for() -> None:
     works = [Work(name="reads", nbytes=10.0, flop=1.0), Work(name="computes", nbytes=2.0, flop=7.0)]
     assert limit_s(works, SLOW) == pytest.approx(10.0 + 7.0)
@@ -82,10 +91,10 @@ def measured() -> Measured:
     repeats = [
         Repeat(
             decodes=(Decode(batch=1, steps_ms=(step_ms,) * 4, ceilings=ceilings),),
-            prefill_ms=prefill_ms,
+            prefills_ms=prefills_ms,
             ceilings=ceilings,
         )
-        for step_ms, prefill_ms in ((2 * limit_ms, 8.0), (4 * limit_ms, 16.0))
+        for step_ms, prefills_ms in ((2 * limit_ms, (8.0, 4.0)), (4 * limit_ms, (16.0, 4.0)))
     ]
     tok_s = [1e3 / (2 * limit_ms), 1e3 / (4 * limit_ms)]
     peer = [
@@ -100,13 +109,16 @@ def test_ratios_are_those_of_each_repeat() -> None:
     assert [(row["what"], row["engine"]) for row in rows] == [
         ("decode", "bf16, 2 threads"),
         ("prefill", "bf16, 2 threads"),
+        ("prefill", "bf16, 2 threads"),
     ]
+    assert [(row["prompts"], row["tokens"]) for row in rows[1:]] == [(1, 8), (2, 4)]
     found = engine.summary(rows)
     assert found["decode_limit_share_b1_t2"] == 0.375  # of 1/2 and 1/4
     assert found["decode_share_of_usual_b1_t2"] == 0.75
     assert found["decode_over_llamacpp_b1"] == 3.0
     assert found["prefill_over_llamacpp"] == 3.0  # 1000 and 500 tok/s over 500 and 125
     assert found["prefill_tok_s_t2"] == 750.0
+    assert found["prefill_2_prompts_tok_s_t2"] == 2000.0
 
 
 def test_of_several_ceilings_the_highest_and_the_median_of_the_medians() -> None:
@@ -164,6 +176,7 @@ def test_the_rig_times_each_step(rig: EngineRig) -> None:
     assert len(times_ms) == 5
     assert min(times_ms) > 0
     assert rig.prefill(100) > 0
+    assert rig.prefill(50, num_prompts=2) > 0
     assert rig.decode(batch=2, context=200, num_steps=1)  # what the first ones held is free again
 
 
@@ -249,6 +262,26 @@ def test_a_request_that_never_fits_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------- two commits
+
+
+class TimedEngine:
+    """Takes as many milliseconds as it has tokens to compute, and a prompt one more."""
+
+    def decode(self, batch: int, context: int, num_steps: int) -> list[float]:
+        return [float(batch)] * num_steps
+
+    def prefill(self, num_tokens: int, num_prompts: int) -> float:
+        return (num_tokens + 1) * num_prompts
+
+
+def test_each_turn_times_every_work_on_both_sides() -> None:
+    options = engine_commits.parse_arguments(["HEAD", "--batches", "1", "8", "--input-tokens", "32", "--turns", "2"])
+    side = cast("Engine", TimedEngine())
+    found = engine_commits.measure_kind((side, side), options)
+    assert found == {
+        name: [Pair(before=ms, after=ms)] * 2
+        for name, ms in {"decode 1": 1, "decode 8": 8, "prompt of 32": 33, "2 prompts of 16": 34}.items()
+    }
 
 
 def test_a_ratio_is_the_median_over_turns_of_this_tree_over_the_other_commit() -> None:
