@@ -208,29 +208,34 @@ def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) 
 
 def prefill_rows(measured: Measured, model: ModelConfig, num_tokens: int) -> list[dict[str, Any]]:
     """A row for each engine and number of prompts that `num_tokens` are divided into."""
-    rows = []
-    for kind, repeats in measured.kinds.items():
-        for index, count in enumerate(PROMPTS):
-            each = num_tokens // count
-            works = prefill_works(model, each, WEIGHT_BYTES[kind.quantization], num_prompts=count)
-            times_ms = [repeat.prefills_ms[index] for repeat in repeats]
-            tok_s = [count * each / time_ms * 1e3 for time_ms in times_ms]
-            row: dict[str, Any] = {
-                "what": "prefill",
-                "engine": kind.name,
-                "threads": kind.num_threads,
-                "quantization": kind.quantization,
-                "prompts": count,
-                "tokens": each,
-                "ms": _median(times_ms),
-                "tok_s": _median(tok_s),
-                **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
-            }
-            if count == 1 and measured.peer and kind.num_threads == _peer_threads(measured):
-                theirs = [next(run.prefill_tok_s for run in runs if run.batch == 1) for runs in measured.peer]
-                row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(tok_s, theirs)}
-            rows.append(row)
-    return rows
+    return [
+        _prefill_row(measured, model, kind, index, num_tokens // count)
+        for kind in measured.kinds
+        for index, count in enumerate(PROMPTS)
+    ]
+
+
+def _prefill_row(measured: Measured, model: ModelConfig, kind: Kind, index: int, num_tokens: int) -> dict[str, Any]:
+    """`PROMPTS[index]` prompts of `num_tokens` each."""
+    count, repeats = PROMPTS[index], measured.kinds[kind]
+    works = prefill_works(model, num_tokens, WEIGHT_BYTES[kind.quantization], num_prompts=count)
+    times_ms = [repeat.prefills_ms[index] for repeat in repeats]
+    tok_s = [count * num_tokens / time_ms * 1e3 for time_ms in times_ms]
+    row: dict[str, Any] = {
+        "what": "prefill",
+        "engine": kind.name,
+        "threads": kind.num_threads,
+        "quantization": kind.quantization,
+        "prompts": count,
+        "tokens": num_tokens,
+        "ms": _median(times_ms),
+        "tok_s": _median(tok_s),
+        **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
+    }
+    if count == 1 and measured.peer and kind.num_threads == _peer_threads(measured):
+        theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
+        row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(tok_s, theirs)}
+    return row
 
 
 def ceiling_rows(measured: Measured) -> list[dict[str, Any]]:

@@ -41,30 +41,34 @@ class Pair:
 
 def measure_kind(engines: tuple[Engine, Engine], options: argparse.Namespace) -> dict[str, list[Pair]]:
     """All turns of `(the other revision's engine, this tree's)`, by the name of the work."""
-    found: dict[str, list[Pair]] = {}
+    works = _works(options)
+    found: dict[str, list[Pair]] = {name: [] for name in works}
     for turn in range(options.turns):
-        for name, time_ms in _works(options).items():
+        for name, time_ms in works.items():
             times = [0.0, 0.0]
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 times[side] = time_ms(engines[side])
-            found.setdefault(name, []).append(Pair(before=times[0], after=times[1]))
+            found[name].append(Pair(before=times[0], after=times[1]))
     return found
 
 
 def _works(options: argparse.Namespace) -> dict[str, Callable[[Engine], float]]:
     """How each work is timed: the median step of each batch size, and the prompts."""
-    size = options.input_tokens
-
-    def decode(engine: Engine, batch: int) -> float:
-        return statistics.median(engine.decode(batch, size, options.steps))
-
-    def prefill(engine: Engine, count: int) -> float:
-        return engine.prefill(size // count, count)
-
     works: dict[str, Callable[[Engine], float]] = {}
-    works |= {f"decode {batch}": partial(decode, batch=batch) for batch in options.batches}
-    works |= {prompts_name(count, size // count): partial(prefill, count=count) for count in PROMPTS}
+    for batch in options.batches:
+        works[f"decode {batch}"] = partial(_step_ms, batch=batch, options=options)
+    for count in PROMPTS:
+        size = options.input_tokens // count
+        works[prompts_name(count, size)] = partial(_prompts_ms, num_tokens=size, num_prompts=count)
     return works
+
+
+def _step_ms(engine: Engine, batch: int, options: argparse.Namespace) -> float:
+    return statistics.median(engine.decode(batch, options.input_tokens, options.steps))
+
+
+def _prompts_ms(engine: Engine, num_tokens: int, num_prompts: int) -> float:
+    return engine.prefill(num_tokens, num_prompts)
 
 
 def rows_of(kind: Kind, found: dict[str, list[Pair]]) -> list[dict[str, Any]]:

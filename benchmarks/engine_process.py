@@ -131,8 +131,9 @@ def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterat
         RuntimeError: if the process does not start, or a task fails; the reason is on its stderr.
     """
     command = [sys.executable, "-m", "benchmarks.engine_process"]
-    env = os.environ | thread_environment(config.num_threads)  # as workers have it
-    env |= {} if packages is None else {"PYTHONPATH": str(packages)}
+    env = {**os.environ, **thread_environment(config.num_threads)}  # as workers have it
+    if packages is not None:
+        env["PYTHONPATH"] = str(packages)
     with subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield Engine(process, config)
