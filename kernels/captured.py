@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -33,5 +33,17 @@ class Capturer(Protocol):
 
         Raises:
             CaptureError: `run` did what cannot be captured. Some of it may have been computed.
+        """
+        ...
+
+    def compute(self, run: Callable[[], T], kind: Hashable) -> T:
+        """Run it once, for its result, which is good until the next computation, replay or capture. On a CPU its ops
+        are only noted, and computed behind it all together, without Python between them.
+
+        Runs of one `kind` take the same ops, in other shapes: only in the first of them is looked for ops that cannot
+        be captured.
+
+        Raises:
+            CaptureError: there is such an op. Nothing was computed.
         """
         ...

@@ -19,7 +19,7 @@ capturing thread's calls are checked.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -86,6 +86,10 @@ class GraphCapturer:
             self.num_graphs += 1
             captured = CudaGraph(graph, outputs)
             return captured.replay(), captured
+
+    def compute(self, run: Callable[[], T], kind: Hashable) -> T:
+        """See `Capturer.compute`: launches are queued anyway."""
+        return run()
 
     def _leave(self, stream: Any) -> None:
         """Be where the thread was before a capture that failed: torch's own way out ends at the first error, on the

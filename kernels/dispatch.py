@@ -25,7 +25,8 @@ from torch import Tensor
 
 from disagg.kernels import linear as onednn
 from disagg.kernels import reference
-from disagg.kernels.cpu import build
+from disagg.kernels.captured import CaptureError
+from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.filters import Filters
@@ -49,6 +50,7 @@ __all__ = [
     "linear",
     "linear_add_rms_norm",
     "linear_silu_mul",
+    "new_output",
     "pack_weight",
     "packed_parts",
     "packing_name",
@@ -59,6 +61,7 @@ __all__ = [
     "rms_norm",
     "scatter_kv",
     "silu_mul",
+    "take_rows",
 ]
 
 logger = logging.getLogger(__name__)
@@ -123,6 +126,14 @@ def native_library() -> ctypes.CDLL | None:
     """The C++ kernels, where CPU tensors take them; its calls give the GIL away."""
     ops = _choice().ops
     return None if ops is None else ops.library
+
+
+def _decline(op: str, dtype: torch.dtype) -> None:
+    """The reference is called instead of a kernel, which does not take the tensors. Raises CaptureError where it would
+    find nothing to compute with, because the kernels before it are only noted yet."""
+    if calls.is_noting():
+        raise CaptureError(f"{op}: the kernel does not take these tensors ({dtype})")
+    _warn_declined(op, dtype)
 
 
 @functools.cache
@@ -207,12 +218,27 @@ def _warn_not_int8() -> None:
     logger.warning("int8 weights: this processor has no C++ product for them; computing with their values in full size")
 
 
+def new_output(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A tensor for ops to write into, contiguous, of the dtype and on the device of `like`; its contents undefined."""
+    return calls.new_output(shape, like.dtype) if like.is_cpu else like.new_empty(shape)
+
+
+def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
+    """Rows of a matrix by their indices, int64, which must be within; [R, H]."""
+    native = _choice().ops if x_TH.is_cpu else None
+    if native is not None:
+        if (out := native.embed(rows_R, x_TH)) is not None:
+            return out
+        _decline("take_rows", x_TH.dtype)
+    return x_TH[rows_R]
+
+
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
     """The rows of the embedding, [T, H]."""
     if (ops := _ops(token_ids_T)) is not None:
         if (out := ops.embed(token_ids_T, embedding_VH)) is not None:
             return out
-        _warn_declined("embed", embedding_VH.dtype)
+        _decline("embed", embedding_VH.dtype)
     return reference.embed(token_ids_T, embedding_VH)
 
 
@@ -221,7 +247,7 @@ def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
     if (ops := _ops(logits_TV)) is not None:
         if (out := ops.argmax_rows(logits_TV, vocab_size)) is not None:
             return out
-        _warn_declined("argmax_rows", logits_TV.dtype)
+        _decline("argmax_rows", logits_TV.dtype)
     return reference.argmax_rows(logits_TV, vocab_size)
 
 
@@ -243,7 +269,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if (ops := _ops(x_TH)) is not None:
         if (out := ops.rms_norm(x_TH, weight_H, eps)) is not None:
             return out
-        _warn_declined("rms_norm", x_TH.dtype)
+        _decline("rms_norm", x_TH.dtype)
     return reference.rms_norm(x_TH, weight_H, eps)
 
 
@@ -252,7 +278,7 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     if (ops := _ops(x_TH)) is not None:
         if (out := ops.add_rms_norm(x_TH, residual_TH, weight_H, eps)) is not None:
             return out
-        _warn_declined("add_rms_norm", x_TH.dtype)
+        _decline("add_rms_norm", x_TH.dtype)
     return reference.add_rms_norm(x_TH, residual_TH, weight_H, eps)
 
 
@@ -261,7 +287,7 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if (ops := _ops(gate_up_T2F)) is not None:
         if (out := ops.silu_mul(gate_up_T2F)) is not None:
             return out
-        _warn_declined("silu_mul", gate_up_T2F.dtype)
+        _decline("silu_mul", gate_up_T2F.dtype)
     return reference.silu_mul(gate_up_T2F)
 
 
@@ -305,7 +331,7 @@ def qkv_rope_write(
     if (ops := _ops(qkv_TQ)) is not None:
         if (out := ops.qkv_rope_write(*args)) is not None:
             return out
-        _warn_declined("qkv_rope_write", qkv_TQ.dtype)
+        _decline("qkv_rope_write", qkv_TQ.dtype)
     return reference.qkv_rope_write(*args)
 
 
@@ -316,14 +342,15 @@ def paged_decode_attention(
     block_tables_SM: Tensor,
     context_lens_S: Tensor,
     scale: float,
+    out_SND: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query row per sequence over its cached context; [S, N, D]."""
+    """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if given."""
     args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale)
     if (ops := _ops(q_SND)) is not None:
-        if (out := ops.paged_decode_attention(*args)) is not None:
-            return out
-        _warn_declined("paged_decode_attention", q_SND.dtype)
-    return reference.paged_decode_attention(*args)
+        if (found := ops.paged_decode_attention(*args, out_SND=out_SND)) is not None:
+            return found
+        _decline("paged_decode_attention", q_SND.dtype)
+    return _placed(reference.paged_decode_attention(*args), out_SND)
 
 
 def paged_prefill_attention(
@@ -333,14 +360,20 @@ def paged_prefill_attention(
     block_table_M: Tensor,
     start: int,
     scale: float,
+    out_TND: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D]."""
+    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
+    (contiguous) if given."""
     args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
     if (ops := _ops(q_TND)) is not None:
-        if (out := ops.paged_prefill_attention(*args)) is not None:
-            return out
-        _warn_declined("paged_prefill_attention", q_TND.dtype)
-    return reference.paged_prefill_attention(*args)
+        if (found := ops.paged_prefill_attention(*args, out_TND=out_TND)) is not None:
+            return found
+        _decline("paged_prefill_attention", q_TND.dtype)
+    return _placed(reference.paged_prefill_attention(*args), out_TND)
+
+
+def _placed(found: Tensor, out: Tensor | None) -> Tensor:
+    return found if out is None else out.copy_(found)
 
 
 def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:

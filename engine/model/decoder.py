@@ -31,10 +31,12 @@ from disagg.kernels.dispatch import (
     linear,
     linear_add_rms_norm,
     linear_silu_mul,
+    new_output,
     paged_decode_attention,
     paged_prefill_attention,
     qkv_rope_write,
     rms_norm,
+    take_rows,
 )
 
 
@@ -83,14 +85,15 @@ class Decoder:
             attended_TA = layer.attend(normed_TH, self._rope, batch)
             if index == last and batch.sample_rows is not None:
                 # From here on rows do not meet any more: the others are done once their KV is written.
-                attended_TA, residual_TH = attended_TA[batch.sample_rows], residual_TH[batch.sample_rows]
+                attended_TA = take_rows(attended_TA, batch.sample_rows)
+                residual_TH = take_rows(residual_TH, batch.sample_rows)
             if attended_TA.shape[0] == 0:
                 break
             norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
             normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
         else:
             return self._logits(normed_TH)
-        return residual_TH.new_empty((0, self._vocab_size)) if self._has_logits else None
+        return new_output((0, self._vocab_size), residual_TH) if self._has_logits else None
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
@@ -163,12 +166,12 @@ class _Layer:
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
         keys, values, scale = self._key_cache_NKBD, self._value_cache_NKBD, self._scale
-        parts = [
-            paged_prefill_attention(q_TND[chunk.rows], keys, values, chunk.block_table_M, chunk.start, scale)
-            for chunk in batch.prefills
-        ]
+        out_TND = new_output(q_TND.shape, q_TND)
         if batch.num_decodes:
-            q_SND = q_TND[: batch.num_decodes]
+            rows = slice(batch.num_decodes)
             tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
-            parts.insert(0, paged_decode_attention(q_SND, keys, values, tables_SM, lens_S, scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, scale, out_TND[rows])
+        for chunk in batch.prefills:
+            rows = chunk.rows
+            paged_prefill_attention(q_TND[rows], keys, values, chunk.block_table_M, chunk.start, scale, out_TND[rows])
+        return out_TND

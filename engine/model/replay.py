@@ -2,7 +2,8 @@
 
 A step whose rows are all decodes does the same whatever the tokens are: only what it reads differs. So its inputs have
 a fixed place, the step's arrays are copied there, and the capture (`disagg.kernels.capture`) computes it again, without
-Python between the ops. A step with prompts, or one of more sequences than there is place for, is the decoder's own.
+Python between the ops. A step with prompts, or one of more sequences than there is place for, is the decoder's own:
+its shapes do not come again. On a CPU its ops are noted first and then computed together (`Capturer.compute`).
 
 Life: the first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
 because an op of the model cannot be captured, that is said once, and every step is the decoder's from then on.
@@ -106,7 +107,7 @@ class ReplayedDecoder:
         try:
             self._capturer = capturer(device)
         except CaptureError as error:
-            logger.info("decode steps are computed op by op: %s", error)
+            logger.info("steps are computed op by op: %s", error)
             return
         self._inputs: StepInputs | DeviceStepInputs
         if device.type == "cpu":
@@ -137,14 +138,14 @@ class ReplayedDecoder:
         return self._inputs.sizes[-1]
 
     def forward(self, arrays: BatchArrays) -> Scored:
-        """Logits as of `Decoder.forward`, and with a captured step the largest of each row.
+        """Logits as of `Decoder.forward`, and with a captured step the largest of each row. Good until the next step.
 
         Raises:
             IndexError: a block, a slot or an id is outside (on a CPU).
         """
         num_seqs = arrays.num_decodes
         if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
-            return Scored(_logits(self._decoder, to_batch(arrays, self._device)), None)
+            return Scored(self._computed(to_batch(arrays, self._device)), None)
         return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
 
     def queue(self, arrays: BatchArrays, pending: Pending | None) -> Scored:
@@ -152,6 +153,15 @@ class ReplayedDecoder:
         assert self._capturer is not None
         assert isinstance(self._inputs, DeviceStepInputs)
         return self._replay(self._capturer, self._inputs.fill(arrays, pending)).first(arrays.num_decodes)
+
+    def _computed(self, batch: Batch) -> Tensor:
+        """Logits of a step that is computed once."""
+        if self._capturer is not None:
+            try:
+                return self._capturer.compute(lambda: _logits(self._decoder, batch), _kind(batch))
+            except CaptureError as error:
+                self._give_up(error)
+        return _logits(self._decoder, batch)
 
     def _replay(self, capturer: Capturer, bucket: int) -> Scored:
         captured = self._captured.get(bucket)
@@ -163,15 +173,24 @@ class ReplayedDecoder:
         try:
             scored, self._captured[num_seqs] = capturer.capture(lambda: self._scored(batch))
         except CaptureError as error:
-            logger.warning("decode steps are computed op by op from now on: %s", error)
-            self._capturer = None
-            self._captured.clear()
+            self._give_up(error)
             return self._scored(batch)  # what was computed before it failed is computed again
         return scored
+
+    def _give_up(self, error: CaptureError) -> None:
+        logger.warning("steps are computed op by op from now on: %s", error)
+        self._capturer = None
+        self._captured.clear()
 
     def _scored(self, batch: Batch) -> Scored:
         logits_SV = _logits(self._decoder, batch)
         return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size))
+
+
+def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
+    """Steps of one kind take the same ops, whatever rows and chunks there are."""
+    samples = None if batch.sample_rows is None else len(batch.sample_rows) > 0
+    return batch.num_decodes > 0, len(batch.prefills) > 1, samples
 
 
 def _logits(decoder: Decoder, batch: Batch) -> Tensor:

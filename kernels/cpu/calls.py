@@ -1,10 +1,10 @@
 """Calls of the compiled kernels, and their recording.
 
 A C function takes one struct of arguments (`calls.h`). `Kernel` packs it, calls the function, and, where the thread is
-recording, keeps both: a `Tape` (`kernels/cpu/tape.py`) makes the same calls again without Python. What a kernel writes
-comes from `new_output`: outside a recording an ordinary tensor, within one a piece of a `Pool`, which later calls of
-the same recording use again once nothing in Python refers to it. Replayed in order, each call then finds what it found
-when it was recorded.
+recording, keeps both: a `Tape` (`kernels/cpu/tape.py`) makes the same calls again without Python, or, where the
+recording only wrote them down, for the first time. What a kernel writes comes from `new_output`: outside a recording an
+ordinary tensor, within one a piece of a `Pool`, which later calls of the same recording use again once nothing in
+Python refers to it. Made in order, each call then finds what it finds when all is computed as it is recorded.
 
 Shapes of memory: a pool has buffers of a power of two bytes. All recordings of a pool use the same buffers: only one of
 them can be replayed at a time, and what it leaves is good until the next.
@@ -58,22 +58,29 @@ class Kernel:
         """Where the function is."""
 
     def __call__(self, *values: float) -> None:
-        """Call it; what the pointers point to must live until then, or, in a recording, as long as its tape.
+        """Call it, unless a recording only writes calls down; what the pointers point to must live until it is called,
+        or, in a recording, as long as its tape.
 
         Raises:
             IndexError: something was invalid, such as a slot outside the cache; nothing was computed.
         """
         args = self._pack(*values)
-        found = self._call(args)
-        if found != DONE:
-            raise self.error(found)
         recording = _thread.recording
+        if recording is None or recording.makes_calls:
+            found = self._call(args)
+            if found != DONE:
+                raise self.error(found)
         if recording is not None:
             recording.calls.append((self, args))
 
     def error(self, index: int) -> IndexError:
         """What the function found invalid."""
         return IndexError(self._invalid.format(index))
+
+
+def is_noting() -> bool:
+    """Whether this thread's calls are only written down, so that outputs hold nothing yet."""
+    return _thread.recording is not None and not _thread.recording.makes_calls
 
 
 def new_output(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -107,10 +114,14 @@ class Pool:
 
 
 class Recording:
-    """The calls of kernels that this thread makes in a `with` block, in order; not those of other threads."""
+    """The calls of kernels that this thread makes in a `with` block, in order; not those of other threads.
 
-    def __init__(self, pool: Pool) -> None:
+    `makes_calls=False`: they are only written down, and outputs hold nothing before a tape has made them.
+    """
+
+    def __init__(self, pool: Pool, *, makes_calls: bool = True) -> None:
         self.calls: list[tuple[Kernel, bytes]] = []
+        self.makes_calls = makes_calls
         self._pool = pool
         self._free = pool.free_buffers()
 

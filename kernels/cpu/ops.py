@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.calls import Kernel, new_output
+from disagg.kernels.outputs import can_hold
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
@@ -33,7 +34,7 @@ def _is_table(table_PD: Tensor, D: int, dtype: torch.dtype) -> bool:
 
 
 def _are_indices(indices_T: Tensor, T: int) -> bool:
-    return indices_T.dtype == torch.int64 and indices_T.shape == (T,) and indices_T.stride() == (1,)
+    return indices_T.dtype == torch.int64 and indices_T.shape == (T,) and indices_T.is_contiguous()
 
 
 def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
@@ -73,9 +74,9 @@ class NativeOps:
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
         """See `reference.embed`. IndexError for an id outside the vocabulary."""
         dtype, (stride, inner) = embedding_VH.dtype, embedding_VH.stride()
-        if dtype not in _IS_BF16 or inner != 1 or token_ids_T.dtype != torch.int64 or token_ids_T.stride() != (1,):
+        T, (V, H), size = token_ids_T.numel(), embedding_VH.shape, embedding_VH.element_size()
+        if dtype not in _IS_BF16 or inner != 1 or not _are_indices(token_ids_T, T):
             return None
-        (T,), (V, H), size = token_ids_T.shape, embedding_VH.shape, embedding_VH.element_size()
         out = new_output((T, H), dtype)
         self._embed(token_ids_T.data_ptr(), T, embedding_VH.data_ptr(), V, stride * size, H * size, out.data_ptr())
         return out
@@ -184,6 +185,8 @@ class NativeOps:
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
         scale: float,
+        *,
+        out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """See `reference.paged_decode_attention`. IndexError for a length or a block outside the cache."""
         dtype = q_SND.dtype
@@ -199,7 +202,9 @@ class NativeOps:
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
-        out = new_output((S, N, D), dtype)
+        if not can_hold(out_SND, q_SND):
+            return None
+        out = new_output((S, N, D), dtype) if out_SND is None else out_SND
         self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
@@ -215,6 +220,8 @@ class NativeOps:
         block_table_M: Tensor,
         start: int,
         scale: float,
+        *,
+        out_TND: Tensor | None = None,
     ) -> Tensor | None:
         """See `reference.paged_prefill_attention`. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
@@ -230,7 +237,9 @@ class NativeOps:
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not 0 <= start <= block_table_M.shape[0] * B - T:
             return None
-        out = new_output((T, N, D), dtype)
+        if not can_hold(out_TND, q_TND):
+            return None
+        out = new_output((T, N, D), dtype) if out_TND is None else out_TND
         self._prefill_attention(
             is_bf16, D, q_TND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(),
             value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B, block_table_M.data_ptr(), start, T,

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from disagg.kernels.outputs import can_hold
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
 
@@ -87,8 +88,11 @@ def paged_decode_attention(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    *,
+    out_SND: Tensor | None = None,
 ) -> Tensor | None:
-    """Attention of one query row per sequence over its cached context; [S, N, D], zeros for a context of 0.
+    """Attention of one query row per sequence over its cached context; [S, N, D], zeros for a context of 0; in `out`
+    if given.
 
     Table entries behind a context are not read. At most `MAX_SEQUENCES` sequences.
     """
@@ -97,12 +101,21 @@ def paged_decode_attention(
         _takes(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
         and _are_int32(context_lens_S)
         and 0 < S <= MAX_SEQUENCES
+        and can_hold(out_SND, q_SND)
     ):
         return None
     shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), _num_multiprocessors(q_SND.device))
     score_scale = _score_scale(scale, key_scale)
     return decode_attention(
-        q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, score_scale, value_scale, shape
+        q_SND,
+        key_cache_NKBD,
+        value_cache_NKBD,
+        block_tables_SM,
+        context_lens_S,
+        score_scale,
+        value_scale,
+        shape,
+        out_SND,
     )
 
 
@@ -115,15 +128,29 @@ def paged_prefill_attention(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    *,
+    out_TND: Tensor | None = None,
 ) -> Tensor | None:
-    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D]."""
+    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D], in `out`
+    if given."""
     T = q_TND.shape[0]
     if T == 0 or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, scale):
+        return None
+    if not can_hold(out_TND, q_TND):
         return None
     shape = _prefill_shape(q_TND, key_cache_NKBD, T)
     score_scale = _score_scale(scale, key_scale)
     return prefill_attention(
-        q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M[None], start + T, T, score_scale, value_scale, shape
+        q_TND,
+        key_cache_NKBD,
+        value_cache_NKBD,
+        block_table_M[None],
+        start + T,
+        T,
+        score_scale,
+        value_scale,
+        shape,
+        out_TND,
     )
 
 

@@ -237,12 +237,12 @@ def decode_attention(
     score_scale: float,
     value_scale: float,
     shape: DecodeShape,
+    out_SND: Tensor | None = None,
 ) -> Tensor:
     """[S, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it."""
-    S, N, D = q_SND.shape
-    _, K, block_size, _ = key_cache_NKBD.shape
+    (S, N, D), (_, K, block_size, _) = q_SND.shape, key_cache_NKBD.shape
     group = N // K
-    out_SND = torch.empty((S, N, D), dtype=q_SND.dtype, device=q_SND.device)
+    out_SND = torch.empty((S, N, D), dtype=q_SND.dtype, device=q_SND.device) if out_SND is None else out_SND
     sums, stats = _pieces(shape.num_programs * 2 * group, D, q_SND.device)
     common = {
         "SEQUENCES_PADDED": triton.next_power_of_2(S),

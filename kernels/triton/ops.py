@@ -107,12 +107,14 @@ class TritonOps:
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
         scale: float,
+        *,
+        out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """Split-KV."""
         if not _runs(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S):
             return None
         return attention.paged_decode_attention(
-            q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale
+            q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND=out_SND
         )
 
     def paged_prefill_attention(
@@ -123,11 +125,15 @@ class TritonOps:
         block_table_M: Tensor,
         start: int,
         scale: float,
+        *,
+        out_TND: Tensor | None = None,
     ) -> Tensor | None:
         """One chunk of one sequence."""
         if not _runs(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M):
             return None
-        return attention.paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
+        return attention.paged_prefill_attention(
+            q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND=out_TND
+        )
 
     def gather_kv(self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> bool:
         """False: not taken. ValueError when the range or the size of `out` does not fit."""

@@ -159,6 +159,7 @@ def prefill_attention(
     score_scale: float,
     value_scale: float,
     shape: PrefillShape,
+    out_TND: Tensor | None = None,
 ) -> Tensor:
     """[T, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it.
 
@@ -167,7 +168,7 @@ def prefill_attention(
     """
     T, N, D = q_TND.shape
     _, K, block_size, _ = key_cache_NKBD.shape
-    out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device)
+    out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device) if out_TND is None else out_TND
     one = isinstance(sequences, int)
     starts_S1, lens_S = (block_tables_SM, block_tables_SM) if isinstance(sequences, int) else sequences
     tokens = shape.rows // (N // K)

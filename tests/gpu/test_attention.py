@@ -34,7 +34,7 @@ def build(device: torch.device, lens: list[int], small: list[int], **options: An
     return PagedCase(lens if on_gpu else small, heads=options.pop("heads", heads), dim=dim, device=device, **options)
 
 
-def decode(case: PagedCase, q_SND: Tensor, **scales: float) -> Tensor | None:
+def decode(case: PagedCase, q_SND: Tensor, **scales: Any) -> Tensor | None:
     return attention.paged_decode_attention(
         q_SND, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, **scales
     )

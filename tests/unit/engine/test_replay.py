@@ -1,4 +1,4 @@
-"""Captured decode steps: the bits of the decoder's own, for any number of sequences, tables and lengths."""
+"""Captured decode steps, and steps with prompts computed together: the bits of the decoder's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.engine.model.batch import to_batch
 from disagg.engine.model.replay import Scored
@@ -46,12 +47,17 @@ def sequences(runner: TorchModelRunner) -> list[Sequence]:
     return made
 
 
+def of_the_decoder(runner: TorchModelRunner, plan: StepPlan) -> Tensor:
+    """The logits of a plan, computed op by op."""
+    logits = runner._decoder.forward(to_batch(runner.arrays(plan), torch.device("cpu")))
+    assert logits is not None
+    return logits
+
+
 def step(runner: TorchModelRunner, batch: list[Sequence]) -> None:
     """One decode step, captured or replayed, against the decoder's own; each sequence grows."""
     plan = StepPlan(decodes=tuple(map(last_token, batch)))
-    arrays = runner.arrays(plan)
-    expected = runner._decoder.forward(to_batch(arrays, torch.device("cpu")))
-    assert expected is not None
+    expected = of_the_decoder(runner, plan)
     kv = runner._cache.tensor_NL2KBD.clone()
     found = runner.forward(plan)
     assert torch.equal(found, expected)
@@ -84,6 +90,59 @@ def test_steps_with_prompts_or_of_too_many_sequences_are_the_decoders(folder: Pa
     assert runner._replayed.num_captured == 1
 
 
+def plans(batch: list[Sequence]) -> list[StepPlan]:
+    """Steps with prompts, of every kind: alone, several, unfinished, beside decodes."""
+    new = [make_sequence(prompt(seed, 20), [50 + 2 * seed, 51 + 2 * seed]) for seed in range(4)]
+    return [
+        StepPlan(prefills=(chunk(new[0], 0, 20),)),
+        StepPlan(prefills=(chunk(new[1], 0, 16),)),
+        StepPlan(decodes=(last_token(batch[0]),), prefills=(chunk(new[1], 16, 19),)),
+        StepPlan(decodes=(last_token(batch[0]), last_token(batch[1])), prefills=(chunk(new[1], 19, 20),)),
+        StepPlan(prefills=(chunk(new[2], 0, 20), chunk(new[3], 0, 7))),
+        StepPlan(decodes=(last_token(batch[2]),), prefills=(chunk(new[3], 7, 20), chunk(new[2], 4, 20))),
+    ]
+
+
+def test_steps_with_prompts_have_the_bits_of_the_decoder(folder: Path) -> None:
+    runner, other = new_runner(folder), new_runner(folder)
+    made = zip(plans(sequences(runner)), plans(sequences(other)), strict=True)
+    for plan, other_plan in [*made, *zip(plans(sequences(runner)), plans(sequences(other)), strict=True)]:
+        expected = of_the_decoder(other, other_plan)
+        found = runner.forward(plan)
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+        assert torch.equal(runner._cache.tensor_NL2KBD, other._cache.tensor_NL2KBD)
+    assert runner._replayed is not None
+    assert runner._replayed._capturer is not None
+
+
+def test_a_step_with_prompts_that_cannot_be_noted_is_computed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, other = new_runner(folder), new_runner(folder)
+    monkeypatch.setattr(dispatch._choice().ops.__class__, "paged_prefill_attention", lambda *_, **__: None)
+    for plan, other_plan in zip(plans(sequences(runner)), plans(sequences(other)), strict=True):
+        expected = of_the_decoder(other, other_plan)
+        assert torch.equal(runner.forward(plan), expected)
+    assert sum("op by op" in record.getMessage() for record in caplog.records) == 2  # of either runner, once
+
+
+def test_a_kernel_that_declines_later_ends_the_noting_and_not_the_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, other = new_runner(folder), new_runner(folder)
+    steps = list(zip(plans(sequences(runner)), plans(sequences(other)), strict=True))
+    for index, (plan, other_plan) in enumerate([*steps, steps[0], steps[2]]):
+        if index == len(steps):
+            monkeypatch.setattr(dispatch._choice().ops.__class__, "paged_prefill_attention", lambda *_, **__: None)
+        expected = of_the_decoder(other, other_plan)
+        assert torch.equal(runner.forward(plan), expected)
+    assert [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()] == [
+        "steps are computed op by op from now on: paged_prefill_attention: the kernel does not take these tensors "
+        "(torch.bfloat16)"
+    ]
+
+
 def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +150,7 @@ def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
     batch = sequences(runner)
     step(runner, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch._choice().ops.__class__, "paged_decode_attention", lambda *_: None)
+        patch.setattr(dispatch._choice().ops.__class__, "paged_decode_attention", lambda *_, **__: None)
         step(runner, batch[:2])  # the reference takes the op: what it does is not on a tape
         step(runner, batch)
     warnings = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
@@ -109,7 +168,7 @@ def test_without_the_cpp_kernels_nothing_is_captured(
     runner = make_runner(folder)
     step(runner, sequences(runner))
     assert [record.getMessage() for record in caplog.records if record.name == "disagg.engine.model.replay"] == [
-        "decode steps are computed op by op: the C++ kernels are not in use"
+        "steps are computed op by op: the C++ kernels are not in use"
     ]
 
 
@@ -121,6 +180,10 @@ def test_a_block_outside_the_cache_is_refused_by_a_replay_too(folder: Path) -> N
     for _ in range(2):
         with pytest.raises(IndexError, match=r"^token 0: its slot or its position is outside the cache$"):
             runner.run(StepPlan(decodes=(last_token(a),)))
+    outside = make_sequence(prompt(4, 20), [50, 64])
+    for _ in range(2):
+        with pytest.raises(IndexError, match=r"^token 16: its slot or its position is outside the cache$"):
+            runner.run(StepPlan(prefills=(chunk(outside, 0, 20),)))
     a.block_table[:] = [9, 2]
     step(runner, [a])
 

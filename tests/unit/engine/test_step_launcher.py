@@ -55,6 +55,9 @@ class CallingCapturer:
     def capture(self, run: Callable[[], T]) -> tuple[T, Again[T]]:
         return run(), Again(run)
 
+    def compute(self, run: Callable[[], T], kind: object) -> T:
+        return run()
+
 
 def draw_on_host(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
     """In place of the kernel: the engine's sampler, told what the kernel is told."""

@@ -187,19 +187,48 @@ def test_prefill_attention(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("start", "count"), [(0, 150), (70, 131), (1500, 40), (200, 0)])
+@pytest.mark.parametrize(
+    ("start", "count", "heads", "dim"),
+    [
+        (0, 150, (9, 3), 64),
+        (70, 131, (9, 3), 64),
+        (1500, 40, (9, 3), 64),
+        (200, 0, (9, 3), 64),
+        (300, 40, (16, 16), 128),  # so much K and V in fp32 that the heads are packed in two parts
+    ],
+)
 def test_cpp_prefill_attention_agrees_with_the_reference_over_many_tiles(
-    native: NativeOps, start: int, count: int, dtype: torch.dtype
+    native: NativeOps, start: int, count: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> None:
-    case = Case([start + count], (9, 3), 64, dtype)
-    q_TND = torch.randn(count, 9, 64).to(dtype)
+    case = Case([start + count], heads, dim, dtype)
+    q_TND = torch.randn(count, heads[0], dim).to(dtype)
     table_M = torch.tensor(case.tables[0], dtype=torch.int32)
     args = (q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
     found = native.paged_prefill_attention(*args)
     assert found is not None
     if count:
         oracle.assert_close(found, reference.paged_prefill_attention(*args).double())
-    assert found.shape == (count, 9, 64)
+    assert found.shape == (count, heads[0], dim)
+
+
+def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
+    case = Case([40, 31], (4, 2), 64, torch.bfloat16)
+    q_TND, caches = torch.randn(2, 4, 64).bfloat16(), (case.keys_NKBD, case.values_NKBD)
+    decode = (q_TND, *caches, case.tables_SM, case.lens_S, case.scale)
+    prefill = (q_TND, *caches, case.tables_SM[0], 38, case.scale)
+    rows = torch.full((6, 4, 64), 7.0).bfloat16()
+    assert native.paged_decode_attention(*decode, out_SND=rows[1:3]) is not None
+    assert native.paged_prefill_attention(*prefill, out_TND=rows[3:5]) is not None
+    for found, expected in (
+        (rows[1:3], native.paged_decode_attention(*decode)),
+        (rows[3:5], native.paged_prefill_attention(*prefill)),
+    ):
+        assert expected is not None
+        assert torch.equal(found, expected)
+    assert (rows[[0, 5]] == 7.0).all()
+    for out in (rows[:3], rows.float()[:2], rows[:4:2]):
+        assert native.paged_decode_attention(*decode, out_SND=out) is None
+        assert native.paged_prefill_attention(*prefill, out_TND=out) is None
 
 
 def test_prefill_in_chunks_is_prefill_at_once(ops: Any) -> None:

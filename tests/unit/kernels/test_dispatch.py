@@ -65,6 +65,12 @@ def test_without_a_compiler_everything_works_and_a_warning_says_why(
     assert dispatch.argmax_rows(torch.eye(3), 3).tolist() == [0, 1, 2]
     args = (q, keys, values, table, lens, 0.25)
     assert torch.equal(dispatch.paged_decode_attention(*args), reference.paged_decode_attention(*args))
+    out = dispatch.new_output((2, *q.shape), q)
+    assert dispatch.paged_decode_attention(*args, out[0]).data_ptr() == out.data_ptr()
+    dispatch.paged_prefill_attention(q, keys, values, table[0], 3, 0.25, out[1])
+    assert torch.equal(out[0], reference.paged_decode_attention(*args))
+    assert torch.equal(out[1], reference.paged_prefill_attention(q, keys, values, table[0], 3, 0.25))
+    assert torch.equal(dispatch.take_rows(torch.eye(4), torch.tensor([3, 1])), torch.eye(4)[[3, 1]])
     assert dispatch.describe() == "torch reference (no C++ compiler on PATH (looked for c++, g++, clang++))"
     assert [(record.levelname, "no C++ compiler" in record.getMessage()) for record in caplog.records] == [
         ("WARNING", True)

@@ -97,6 +97,45 @@ def test_other_looks_at_the_same_memory_can(native: NativeOps) -> None:
     assert torch.equal(captured.replay(), given(native.silu_mul(x[1:3, :32])))
 
 
+def test_calls_that_are_written_down_are_made_afterwards(native: NativeOps) -> None:
+    capturer = TapeCapturer(native.library)
+    ids, table = torch.tensor([1, 2, 0]), numbers(1, 3, 32)
+    norm = torch.ones(32)
+
+    def run() -> Tensor:
+        rows = given(native.embed(ids, table))
+        ids.copy_(torch.tensor([2, 2, 1]))  # no kernel has looked at them yet
+        return given(native.silu_mul(given(native.rms_norm(rows, norm, EPS))))
+
+    capturer.compute(lambda: given(native.embed(ids, table)), "rows")
+    nbytes = capturer.nbytes
+    found = capturer.compute(run, "rows").clone()
+    expected = given(native.silu_mul(given(native.rms_norm(table[[2, 2, 1]], norm, EPS))))
+    assert torch.equal(found, expected)
+    assert capturer.nbytes == nbytes + 512 + 256  # the norm, and the output
+    ids[1] = 3
+    with pytest.raises(IndexError, match=r"^token 1: its id is not in the vocabulary$"):
+        capturer.compute(lambda: given(native.embed(ids, table)), "rows")
+
+
+def test_only_the_first_of_a_kind_is_looked_through(native: NativeOps) -> None:
+    capturer = TapeCapturer(native.library)
+    x = numbers(1, 4, 64)
+    before = x.clone()
+
+    def run() -> Tensor:
+        return given(native.silu_mul(x)) + 1
+
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"add.* is not one of the C\+\+ kernels"):
+            capturer.compute(run, "a")
+    assert torch.equal(x, before)
+    capturer.compute(lambda: given(native.silu_mul(x)), "a")
+    capturer.compute(run, "a")  # whoever says the same kind promises the same ops
+    with pytest.raises(CaptureError):
+        capturer.compute(run, "b")
+
+
 def test_an_invalid_input_of_a_replay_is_the_error_of_its_op(native: NativeOps) -> None:
     ids, table = torch.tensor([1, 2, 0]), numbers(1, 3, 32)
     norm = torch.ones(32)

@@ -130,16 +130,42 @@ def test_chunks_and_decodes_of_several_sequences_in_one_launch() -> None:
     assert_close(found[starts[2] : starts[3]], torch.zeros(1, 6, 32))
 
 
+def test_results_go_where_they_are_wanted() -> None:
+    case = PagedCase([40, 31], heads=(4, 2), dim=32)
+    q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
+    rows = torch.full((6, 4, 32), 7.0)
+    decode = attention.paged_decode_attention(
+        q, *caches, case.poisoned_tables_SM, case.lens_S, case.scale, out_SND=rows[1:3]
+    )
+    prefill = attention.paged_prefill_attention(
+        q, *caches, case.poisoned_tables_SM[0], 38, case.scale, out_TND=rows[3:5]
+    )
+    assert decode is not None
+    assert prefill is not None
+    assert [decode.data_ptr(), prefill.data_ptr()] == [rows[1:].data_ptr(), rows[3:].data_ptr()]
+    assert_close(decode, reference.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale))
+    assert_close(prefill, reference.paged_prefill_attention(q, *caches, case.tables_SM[0], 38, case.scale).contiguous())
+    assert (rows[[0, 5]] == 7.0).all()
+
+
+@pytest.mark.parametrize("out", [torch.zeros(3, 4, 32), torch.zeros(2, 4, 64)[..., ::2], torch.zeros(2, 4, 32).half()])
+def test_where_results_cannot_go_the_kernels_decline(out: Tensor) -> None:
+    case = PagedCase([40, 31], heads=(4, 2), dim=32)
+    q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
+    assert attention.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale, out_SND=out) is None
+    assert attention.paged_prefill_attention(q, *caches, case.tables_SM[0], 38, case.scale, out_TND=out) is None
+
+
 def test_an_fp8_cache_is_read_with_its_scales() -> None:
     case = PagedCase([100, 31], heads=(4, 2), dim=64, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
-    q, scales = case.queries(2), {"key_scale": 0.5, "value_scale": 3.0}
+    q, scales = case.queries(2), (0.5, 3.0)
     keys, values = case.keys_NKBD.to(torch.float16) * 0.5, case.values_NKBD.to(torch.float16) * 3.0
     decode = attention.paged_decode_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, **scales
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, *scales
     )
     assert_close(decode, reference.paged_decode_attention(q, keys, values, case.tables_SM, case.lens_S, case.scale))
     prefill = attention.paged_prefill_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM[0], 98, case.scale, **scales
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM[0], 98, case.scale, *scales
     )
     expected = reference.paged_prefill_attention(q, keys, values, case.tables_SM[0], 98, case.scale)
     assert_close(prefill, expected.contiguous())
