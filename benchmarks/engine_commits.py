@@ -1,6 +1,7 @@
 """Decode steps and prompts of this tree's engine beside another commit's, in turns.
 
 python benchmarks/engine_commits.py REVISION --json FILE
+python benchmarks/engine_commits.py REVISION --loops 8 --batches 8      and closed loops, whose prompts meet decodes
 
 Both engines live at once, each a process on the same first cores, one of them at work at a time; what drives them is
 this tree's. A turn measures each batch size and prompts on one engine and then on the other, the order turned round
@@ -11,11 +12,12 @@ does meanwhile meets both. The other engine has to understand the configuration 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,12 @@ if __name__ == "__main__":
 from benchmarks.common import REPOSITORY, print_table, report, write_json
 from benchmarks.engine import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
 from benchmarks.engine_process import Engine, running_engine
+from benchmarks.engine_rig import LoopShape
 from benchmarks.serving import positive
 from disagg.cluster.models import resolve_model
+
+LOOP_ROUNDS = 3
+"""Requests of a loop for each place in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +59,16 @@ def measure_kind(engines: tuple[Engine, Engine], options: argparse.Namespace) ->
 
 
 def _works(options: argparse.Namespace) -> dict[str, Callable[[Engine], float]]:
-    """How each work is timed: the median step of each batch size, and the prompts."""
+    """How each work is timed: the median step of each batch size, the prompts, and whole loops."""
     works: dict[str, Callable[[Engine], float]] = {}
     for batch in options.batches:
         works[f"decode {batch}"] = partial(_step_ms, batch=batch, options=options)
     for count in PROMPTS:
         size = options.input_tokens // count
         works[prompts_name(count, size)] = partial(_prompts_ms, num_tokens=size, num_prompts=count)
+    first_seeds = itertools.count(step=1 << 16)  # an engine remembers prompts
+    for concurrency in options.loops:
+        works[f"loop of {concurrency}"] = partial(_loop_ms, concurrency=concurrency, first_seeds=first_seeds)
     return works
 
 
@@ -69,6 +78,18 @@ def _step_ms(engine: Engine, batch: int, options: argparse.Namespace) -> float:
 
 def _prompts_ms(engine: Engine, num_tokens: int, num_prompts: int) -> float:
     return engine.prefill(num_tokens, num_prompts)
+
+
+def _loop_ms(engine: Engine, concurrency: int, first_seeds: Iterator[int]) -> float:
+    shape = LoopShape(
+        concurrency=concurrency,
+        requests=LOOP_ROUNDS * concurrency,
+        input_tokens=256,
+        output_tokens=128,
+        first_seed=next(first_seeds),
+    )
+    engine.begin_loop(shape)
+    return engine.end_loop().elapsed_s * 1e3
 
 
 def rows_of(kind: Kind, found: dict[str, list[Pair]]) -> list[dict[str, Any]]:
@@ -109,6 +130,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("revision", help="what to compare with: a commit, a branch, a tag")
     add_engine_arguments(parser)
     parser.add_argument("--steps", type=positive, default=48, help="decode steps of each batch size, each turn")
+    parser.add_argument("--loops", type=positive, nargs="*", default=[], help="requests at a time (256 in, 128 out)")
     parser.add_argument("--turns", type=positive, default=6)
     parser.add_argument("--json", type=Path, help="write the report to this file")
     return parser.parse_args(argv)

@@ -13,7 +13,7 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.engine import Decode, Kind, Measured, Repeat
 from benchmarks.engine_commits import Pair
 from benchmarks.engine_process import Engine
-from benchmarks.engine_rig import EngineRig, LoopShape
+from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
 from benchmarks.peers_llamacpp import PeerRun
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.engine.checkpoint import ModelConfig, RopeConfig
@@ -265,13 +265,22 @@ def test_a_request_that_never_fits_is_an_error() -> None:
 
 
 class TimedEngine:
-    """Takes as many milliseconds as it has tokens to compute, and a prompt one more."""
+    """Takes as many milliseconds as it has tokens to compute, and a prompt one more; a loop, one a request."""
+
+    def __init__(self) -> None:
+        self.loops: list[LoopShape] = []
 
     def decode(self, batch: int, context: int, num_steps: int) -> list[float]:
         return [float(batch)] * num_steps
 
     def prefill(self, num_tokens: int, num_prompts: int) -> float:
         return (num_tokens + 1) * num_prompts
+
+    def begin_loop(self, shape: LoopShape) -> None:
+        self.loops.append(shape)
+
+    def end_loop(self) -> LoopResult:
+        return LoopResult(elapsed_s=self.loops[-1].requests / 1000, ttft_s=[], e2e_s=[])
 
 
 def test_each_turn_times_every_work_on_both_sides() -> None:
@@ -282,6 +291,17 @@ def test_each_turn_times_every_work_on_both_sides() -> None:
         name: [Pair(before=ms, after=ms)] * 2
         for name, ms in {"decode 1": 1, "decode 8": 8, "prompt of 32": 33, "2 prompts of 16": 34}.items()
     }
+
+
+def test_loops_are_timed_too_each_with_prompts_of_its_own() -> None:
+    command_line = ["HEAD", "--batches", "1", "--loops", "2", "8", "--turns", "2"]
+    side = TimedEngine()
+    engines = cast("Engine", side), cast("Engine", side)
+    found = engine_commits.measure_kind(engines, engine_commits.parse_arguments(command_line))
+    assert [found["loop of 2"], found["loop of 8"]] == [[Pair(before=6, after=6)] * 2, [Pair(before=24, after=24)] * 2]
+    prompts = [seed for loop in side.loops for seed in range(loop.first_seed, loop.first_seed + loop.requests)]
+    assert [len(prompts), len(set(prompts))] == [120, 120]
+    assert {(loop.input_tokens, loop.output_tokens) for loop in side.loops} == {(256, 128)}
 
 
 def test_a_ratio_is_the_median_over_turns_of_this_tree_over_the_other_commit() -> None:
