@@ -55,7 +55,7 @@ inline vu splat_pair(const bf16* p, int count) {
 
 // Sums of rows [row, row + ROWS) and a panel, whose first column is `column`, become outputs.
 template <int ROWS>
-void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROWS][VECS]) {
+[[gnu::always_inline]] inline void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROWS][VECS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) {
         const int64_t at = column + v * LANES, left = args.num_columns - at;
@@ -73,7 +73,11 @@ void finish(const Linear& args, int64_t row, int64_t column, const vf (&acc)[ROW
 template <int ROWS, int AHEAD_LINES, int LEVEL, class Source>
 void tile(const Linear& args, int64_t row, int64_t column, Source source, const char* ahead) {
     const bf16* x = args.x + row * args.x_stride;
-    vf acc[ROWS][VECS] = {};
+    vf acc[ROWS][VECS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; ++v) acc[r][v] = vf{};
     const auto step = [&](int64_t k, int count) {
         vu weights[VECS];
         source.next(weights);

@@ -1,8 +1,9 @@
-// Causal attention of a chunk of one sequence over its paged context. Threads take tiles of rows; each packs the context.
+// Causal attention of a chunk of one sequence over its paged context.
 //
-// Per KV head, K and V of the context are packed once from their blocks into the order in which the products read them. Then,
-// for each query head and tile of query tokens: scores = Q K^T as far as each block of rows can see, softmax of each row up to
-// its own position, out = P V. Tiles are small enough for their scores to stay in the second-level cache.
+// K and V of the context are packed once from their blocks into the order in which the products read them, of a few KV heads at
+// a time; threads share the tokens. Then, for each query head and tile of query tokens: scores = Q K^T as far as each block of
+// rows can see, softmax of each row up to its own position, out = P V; threads take tiles. Tiles are small enough for their
+// scores to stay in the second-level cache.
 //
 // Products work on 32-bit words: one fp32 number, or, where the processor multiplies bf16 pairs (AVX512-BF16), two bf16
 // numbers along the summed dimension. Sums and softmax are fp32; P is rounded to bf16 in the latter case, as in torch's own
@@ -19,10 +20,13 @@
 namespace disagg {
 namespace {
 
-constexpr int KEY_TILE = 4 * LANES;
+constexpr int KEY_VECS = 4;
+constexpr int KEY_TILE = KEY_VECS * LANES;
 constexpr int ROW_TILE = 6;
 constexpr int64_t SUM_TILE = 256;
 constexpr int64_t SCORE_WORDS = 1 << 16;
+constexpr int64_t MAX_TILE = 16 * ROW_TILE;
+constexpr int64_t PACKED_WORDS = 1 << 20;
 
 using Word = uint32_t;
 
@@ -69,12 +73,11 @@ using ForBf16 = Single;
 template <class Mul, int ROWS, int VECS>
 void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c, int64_t c_stride,
              bool add) {
-    vf acc[ROWS][VECS] = {};
-    if (add)
+    vf acc[ROWS][VECS];
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) acc[r][v] = load(c + r * c_stride + v * LANES);
+        for (int v = 0; v < VECS; ++v) acc[r][v] = add ? load(c + r * c_stride + v * LANES) : vf{};
     for (int64_t k = 0; k < size; ++k) {
         vu row[VECS];
 #pragma GCC unroll 4
@@ -92,13 +95,23 @@ void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, i
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
-// The same for up to ROW_TILE rows.
-template <class Mul, int VECS>
-void product_of(int64_t rows, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c,
-                int64_t c_stride, bool add) {
-    if (rows == ROW_TILE) return product<Mul, ROW_TILE, VECS>(a, a_stride, b, b_stride, size, c, c_stride, add);
-    for (int64_t r = 0; r < rows; ++r)
-        product<Mul, 1, VECS>(a + r * a_stride, a_stride, b, b_stride, size, c + r * c_stride, c_stride, add);
+// `body(n)` with n, from 1 to MOST, as a constant of the compiler's.
+template <int MOST, class Body>
+void with_constant(int64_t n, Body body) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_constant<MOST - 1>(n, body);
+    body(std::integral_constant<int, MOST>{});
+}
+
+// The same for up to ROW_TILE rows and KEY_VECS vectors.
+template <class Mul>
+void product_of(int64_t rows, int64_t vecs, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size,
+                float* c, int64_t c_stride, bool add) {
+    with_constant<ROW_TILE>(rows, [=](auto num_rows) {
+        with_constant<KEY_VECS>(vecs, [=](auto num_vecs) {
+            product<Mul, num_rows(), num_vecs()>(a, a_stride, b, b_stride, size, c, c_stride, add);
+        });
+    });
 }
 
 struct Prefill {
@@ -114,6 +127,18 @@ struct Prefill {
     void* out;
 };
 
+// What a thread keeps from tile to tile.
+struct Scratch {
+    std::vector<Word> queries, scores;
+    std::vector<float> sums;
+};
+
+template <class Number>
+Number* at_least(std::vector<Number>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+    return memory.data();
+}
+
 template <class T, class Mul>
 class Attention {
    public:
@@ -123,44 +148,63 @@ class Attention {
           padded_dim_(static_cast<int>(round_up(args.dim, LANES))),
           row_words_(padded_dim_ / Mul::PER_WORD),
           padded_end_(round_up(end_, KEY_TILE)),
-          tile_(std::clamp<int64_t>(SCORE_WORDS / padded_end_ / ROW_TILE * ROW_TILE, ROW_TILE, 16 * ROW_TILE)),
-          keys_(padded_end_ * row_words_),
-          values_(padded_end_ / Mul::PER_WORD * padded_dim_),
-          queries_(tile_ * row_words_),
-          scores_(tile_ * padded_end_),
-          sums_(tile_ * padded_dim_) {}
+          score_stride_(padded_end_ + LANES),  // not a multiple of a page, whose rows would share few places of the cache
+          head_words_(padded_end_ * row_words_),
+          group_(args.num_heads / args.num_kv_heads) {
+        const int64_t most = std::clamp<int64_t>(SCORE_WORDS / padded_end_ / ROW_TILE * ROW_TILE, ROW_TILE, MAX_TILE);
+        num_tiles_ = (args.num_tokens + most - 1) / most;
+        tile_ = round_up((args.num_tokens + num_tiles_ - 1) / num_tiles_, ROW_TILE);
+        num_tiles_ = (args.num_tokens + tile_ - 1) / tile_;
+    }
 
-    // Every `num_parts`-th tile of rows from tile `part` on: later tiles see more keys, so neighbours go to different parts.
-    void run(int part, int num_parts) {
-        const int64_t group = args_.num_heads / args_.num_kv_heads;
-        for (int64_t kv_head = 0; kv_head < args_.num_kv_heads; ++kv_head) {
-            pack_context(kv_head);
-            for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
-                for (int64_t first = part * tile_; first < args_.num_tokens; first += num_parts * tile_)
-                    attend(head, first, std::min(tile_, args_.num_tokens - first));
-        }
+    void run() {
+        static thread_local std::vector<Word> packed;
+        const int64_t at_once = std::clamp<int64_t>(PACKED_WORDS / (2 * head_words_), 1, args_.num_kv_heads);
+        keys_ = at_least(packed, 2 * at_once * head_words_);
+        values_ = keys_ + at_once * head_words_;
+        for (int64_t first = 0; first < args_.num_kv_heads; first += at_once)
+            run(first, std::min(at_once, args_.num_kv_heads - first));
     }
 
    private:
+    // Each thread begins with heads of its own, with the last tile of each, which sees most; the last that are left are small.
+    void run(int64_t first_kv_head, int64_t num_kv_heads) {
+        in_shares(num_kv_heads * padded_end_ / KEY_TILE, [&](int64_t piece) {
+            const int64_t kv_head = piece * KEY_TILE / padded_end_;
+            pack(first_kv_head + kv_head, kv_head * head_words_, piece * KEY_TILE % padded_end_);
+        });
+        in_runs(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
+            for (; item < end; ++item) {
+                const int64_t head = item / num_tiles_, first = (num_tiles_ - 1 - item % num_tiles_) * tile_;
+                const int64_t at = head / group_ * head_words_, rows = std::min(tile_, args_.num_tokens - first);
+                attend(first_kv_head * group_ + head, first, rows, keys_ + at, values_ + at);
+            }
+        });
+    }
+
     const T* cached_row(const void* cache, int64_t kv_head, int64_t position) const {
         const int64_t block = args_.table[position / args_.block_size];
         return static_cast<const T*>(cache) + block * args_.block_stride +
                (kv_head * args_.block_size + position % args_.block_size) * args_.dim;
     }
 
-    // keys_: [tile of 64 keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side.
-    void pack_context(int64_t kv_head) {
-        row_.assign(2 * padded_dim_, 0);
-        for (int64_t t = 0; t < end_; ++t) {
-            Mul::pack(cached_row(args_.keys, kv_head, t), args_.dim, padded_dim_, row_.data());
-            Word* column = keys_.data() + t / KEY_TILE * KEY_TILE * row_words_ + t % KEY_TILE;
-            for (int w = 0; w < row_words_; ++w) column[w * KEY_TILE] = row_[w];
+    // KEY_TILE tokens from `first` on, zeros past the end.
+    // keys_: [tile of keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side.
+    void pack(int64_t kv_head, int64_t at, int64_t first) const {
+        Word row[MAX_HEAD_DIM];
+        for (int64_t t = 0; t < KEY_TILE; ++t) {
+            if (first + t < end_)
+                Mul::pack(cached_row(args_.keys, kv_head, first + t), args_.dim, padded_dim_, row);
+            else
+                std::fill_n(row, row_words_, 0);
+            Word* column = keys_ + at + first * row_words_ + t;
+            for (int w = 0; w < row_words_; ++w) column[w * KEY_TILE] = row[w];
         }
-        for (int64_t t = 0; t < end_; t += Mul::PER_WORD) pack_value(kv_head, t);
+        for (int64_t t = first; t < std::min(first + KEY_TILE, end_); t += Mul::PER_WORD)
+            pack_value(kv_head, t, values_ + at + t / Mul::PER_WORD * padded_dim_);
     }
 
-    void pack_value(int64_t kv_head, int64_t t) {
-        Word* words = values_.data() + t / Mul::PER_WORD * padded_dim_;
+    void pack_value(int64_t kv_head, int64_t t, Word* words) const {
         const T* first = cached_row(args_.values, kv_head, t);
         if constexpr (Mul::PER_WORD == 1) {
             Mul::pack(first, args_.dim, padded_dim_, words);
@@ -168,22 +212,32 @@ class Attention {
             const T* second = t + 1 < end_ ? cached_row(args_.values, kv_head, t + 1) : nullptr;
             for (int d = 0; d < args_.dim; ++d)
                 words[d] = first[d].bits | (second ? static_cast<Word>(second[d].bits) << 16 : 0u);
+            std::fill(words + args_.dim, words + padded_dim_, 0);
         }
     }
 
-    void attend(int64_t head, int64_t first, int64_t rows) {
+    void attend(int64_t head, int64_t first, int64_t rows, const Word* keys, const Word* values) const {
+        static thread_local Scratch scratch;
+        Word* queries = at_least(scratch.queries, tile_ * row_words_);
+        Word* scores = at_least(scratch.scores, tile_ * score_stride_);
+        float* sums = at_least(scratch.sums, tile_ * padded_dim_);
         for (int64_t r = 0; r < rows; ++r)
             Mul::pack(static_cast<const T*>(args_.q) + (first + r) * args_.q_stride_token + head * args_.q_stride_head,
-                      args_.dim, padded_dim_, queries_.data() + r * row_words_);
+                      args_.dim, padded_dim_, queries + r * row_words_);
         const int64_t before = args_.start + first;
-        score(before, rows);
-        float inverse[16 * ROW_TILE];
-        for (int64_t r = 0; r < rows; ++r) inverse[r] = softmax(scores_.data() + r * padded_end_, before + r + 1);
-        for (int64_t token = 0; token < before + rows; token += SUM_TILE) add_values(before, rows, token);
+        score(before, rows, queries, keys, reinterpret_cast<float*>(scores));
+        float inverse[MAX_TILE];
+        in_blocks(0, before, rows, [&](int64_t r, int64_t count) {
+            with_constant<ROW_TILE>(count, [&](auto num_rows) {
+                softmax<num_rows()>(scores + r * score_stride_, before + r + 1, inverse + r);
+            });
+        });
+        for (int64_t token = 0; token < before + rows; token += SUM_TILE)
+            add_values(before, rows, token, scores, values, sums);
         for (int64_t r = 0; r < rows; ++r) {
             T* out = static_cast<T*>(args_.out) + ((first + r) * args_.num_heads + head) * args_.dim;
             for (int d = 0; d < args_.dim; d += LANES)
-                store(out + d, load(sums_.data() + r * padded_dim_ + d) * inverse[r], std::min(args_.dim - d, LANES));
+                store(out + d, load(sums + r * padded_dim_ + d) * inverse[r], std::min(args_.dim - d, LANES));
         }
     }
 
@@ -196,62 +250,59 @@ class Attention {
     }
 
     // Scores of rows that have `before` keys and one more for each row before them; a block of rows as far as its last one sees.
-    void score(int64_t before, int64_t rows) {
-        float* scores = reinterpret_cast<float*>(scores_.data());
+    void score(int64_t before, int64_t rows, const Word* queries, const Word* keys, float* scores) const {
         for (int64_t key = 0; key < before + rows; key += KEY_TILE)
             in_blocks(key, before, rows, [&](int64_t r, int64_t count) {
-                product_of<Mul, 4>(count, queries_.data() + r * row_words_, row_words_, keys_.data() + key * row_words_,
-                                   KEY_TILE, row_words_, scores + r * padded_end_ + key, padded_end_, false);
+                const int64_t vecs = std::min<int64_t>(KEY_VECS, (before + r + count - key + LANES - 1) / LANES);
+                product_of<Mul>(count, vecs, queries + r * row_words_, row_words_, keys + key * row_words_, KEY_TILE, row_words_,
+                                scores + r * score_stride_ + key, score_stride_, false);
             });
     }
 
-    // In place: scores of the first `length` keys to weights e^(score - max), and 0 as far as a row of the same block may see.
-    // 1 / their sum.
-    float softmax(Word* row, int64_t length) {
-        float* scores = reinterpret_cast<float*>(row);
-        const int64_t padded = round_up(length, LANES), width = std::min(round_up(length + ROW_TILE, LANES), padded_end_);
-        for (int64_t i = length; i < padded; ++i) scores[i] = -INFINITY;
-        vf best = splat(-INFINITY);
-        for (int64_t i = 0; i < padded; i += LANES) {
-            const vf scaled = load(scores + i) * args_.scale;
-            store(scores + i, scaled);
-            best = max(scaled, best);
-        }
-        const vf top = splat(max(best));
-        vf total = {};
-        for (int64_t i = 0; i < padded; i += LANES) {
-            const vf weight = exp(load(scores + i) - top);
-            total += weight;
-            Mul::store_weights(row, i, weight);
-        }
-        for (int64_t i = padded; i < width; i += LANES) Mul::store_weights(row, i, vf{});
-        return 1.0f / sum(total);
+    // In place, for a block of rows, the first of which sees `length` keys and each other one more: scores to weights
+    // e^(score - max), 0 for keys that only later rows see. Their sums become `inverse`.
+    template <int ROWS>
+    void softmax(Word* block, int64_t length, float* inverse) const {
+        float* scores = reinterpret_cast<float*>(block);
+        const int64_t padded = round_up(length + ROWS - 1, LANES);
+        for (int r = 0; r < ROWS; ++r)
+            std::fill(scores + r * score_stride_ + length + r, scores + r * score_stride_ + padded, -INFINITY);
+        vf top[ROWS], total[ROWS] = {};
+        for (vf& each : top) each = splat(-INFINITY);
+        for (int64_t i = 0; i < padded; i += LANES)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) top[r] = max(load(scores + r * score_stride_ + i), top[r]);
+        for (vf& each : top) each = splat(max(each) * args_.scale);
+        for (int64_t i = 0; i < padded; i += LANES)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const vf weight = exp(load(scores + r * score_stride_ + i) * args_.scale - top[r]);
+                total[r] += weight;
+                Mul::store_weights(block + r * score_stride_, i, weight);
+            }
+        for (int r = 0; r < ROWS; ++r) inverse[r] = 1.0f / sum(total[r]);
     }
 
-    // sums_ (+)= weights of up to SUM_TILE tokens from `token` on times their values, a block of rows as far as its last one
+    // sums (+)= weights of up to SUM_TILE tokens from `token` on times their values, a block of rows as far as its last one
     // sees.
-    void add_values(int64_t before, int64_t rows, int64_t token) {
-        const Word* weights = scores_.data() + token / Mul::PER_WORD;
-        const Word* values = values_.data() + token / Mul::PER_WORD * padded_dim_;
-        const auto add = [&](auto vecs, int d) {
+    void add_values(int64_t before, int64_t rows, int64_t token, const Word* weights, const Word* values, float* sums) const {
+        weights += token / Mul::PER_WORD;
+        values += token / Mul::PER_WORD * padded_dim_;
+        for (int64_t d = 0; d < padded_dim_; d += KEY_TILE)
             in_blocks(token, before, rows, [&](int64_t r, int64_t count) {
                 const int64_t seen = std::min(before + r + count - token, SUM_TILE);
-                product_of<Mul, vecs()>(count, weights + r * padded_end_, padded_end_, values + d, padded_dim_,
-                                        round_up(seen, Mul::PER_WORD) / Mul::PER_WORD, sums_.data() + r * padded_dim_ + d,
-                                        padded_dim_, token > 0);
+                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES), weights + r * score_stride_,
+                                score_stride_, values + d, padded_dim_, round_up(seen, Mul::PER_WORD) / Mul::PER_WORD,
+                                sums + r * padded_dim_ + d, padded_dim_, token > 0);
             });
-        };
-        int d = 0;
-        for (; d + 4 * LANES <= padded_dim_; d += 4 * LANES) add(std::integral_constant<int, 4>{}, d);
-        for (; d < padded_dim_; d += LANES) add(std::integral_constant<int, 1>{}, d);
     }
 
     const Prefill& args_;
     const int64_t end_;
     const int padded_dim_, row_words_;
-    const int64_t padded_end_, tile_;
-    std::vector<Word> keys_, values_, queries_, scores_, row_;
-    std::vector<float> sums_;
+    const int64_t padded_end_, score_stride_, head_words_, group_;
+    int64_t num_tiles_, tile_;
+    Word *keys_ = nullptr, *values_ = nullptr;
 };
 
 }  // namespace
@@ -264,11 +315,6 @@ extern "C" int64_t disagg_prefill_attention(const void* p) {
     for (int64_t b = 0; b * args.block_size < args.start + args.num_tokens; ++b)
         if (args.table[b] < 0 || args.table[b] >= args.num_blocks) return b;
     if (args.num_tokens == 0) return DONE;
-    in_parts([&](int part, int num_parts) {
-        if (args.is_bf16)
-            Attention<bf16, ForBf16>(args).run(part, num_parts);
-        else
-            Attention<float, Single>(args).run(part, num_parts);
-    });
+    args.is_bf16 ? Attention<bf16, ForBf16>(args).run() : Attention<float, Single>(args).run();
     return DONE;
 }
