@@ -9,7 +9,7 @@ import pytest
 from tests.support.leftovers import Snapshot, leftovers, mark_this_run, pending_tasks
 
 GRACE_S = 5.0
-"""How long an end may take to be seen: a thread that returns, a process that is reaped."""
+"""How long an end may take to be seen: a thread that returns, a process that is reaped, a task of gRPC's."""
 
 
 def pytest_configure() -> None:
@@ -23,7 +23,7 @@ def nothing_left_over() -> Iterator[None]:
     Set up first, so torn down after everything else. What a fixture of a wider scope started does not count.
     """
     before = Snapshot.take()
-    with pending_tasks() as tasks:
+    with pending_tasks(GRACE_S) as tasks:
         yield
     left = tasks + leftovers(before, GRACE_S)
     if left:

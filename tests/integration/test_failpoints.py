@@ -76,7 +76,6 @@ async def until_idle(client: AsyncClient, cluster: ProcessCluster) -> None:
         await asyncio.sleep(0.02)
     assert (state.queued_requests, state.running_requests) == (0, 0)
     await wait_until_workers_idle(cluster.workers, cluster.secret, timeout_s=10.0)
-    await asyncio.sleep(0.02)
 
 
 def fired(logs: Path) -> Counter[str]:
@@ -154,7 +153,6 @@ def worker_config(worker_id: str, port: int) -> WorkerConfig:
         port=port,
         num_blocks=256,
         heartbeat_s=0.1,
-        lease_timeout_s=0.5,
     )
 
 

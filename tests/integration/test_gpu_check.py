@@ -18,9 +18,9 @@ def test_a_section_that_crashes_or_hangs_is_ended_and_told(tmp_path: Path) -> No
     outcome = run_process(crash, {**os.environ, "PYTHONUNBUFFERED": "1"}, tmp_path / "log", 30.0)
     assert (outcome.status, outcome.last_line) == (-6, "first")
     hang = "import subprocess, time; print('hangs', flush=True); subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    outcome = run_process([sys.executable, "-c", hang], os.environ, tmp_path / "log", 1.5)
+    outcome = run_process([sys.executable, "-c", hang], os.environ, tmp_path / "log", 5.0)
     assert (outcome.status, outcome.last_line) == (None, "hangs")
-    assert outcome.took_s < 20.0
+    assert outcome.took_s < 30.0
 
 
 def test_a_section_runs_on_a_cpu(tmp_path: Path) -> None:

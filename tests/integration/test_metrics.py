@@ -45,7 +45,7 @@ def cluster(tmp_path: Path) -> Iterator[ProcessCluster]:
 
 async def scrape(http: httpx.AsyncClient, done: Callable[[Samples], bool]) -> Samples:
     """The metrics, once they say so: counters of workers come with their next report."""
-    for _ in range(250):
+    for _ in range(1000):
         response = await http.get("/metrics")
         assert response.status_code == 200
         found = read_samples(response.content)
@@ -121,7 +121,7 @@ async def fail_some(client: AsyncClient) -> None:
     async with contextlib.aclosing(client.stream([1] * CUT_PROMPT_TOKENS, **plain(4000))) as stream:
         async for delta in stream:
             num_tokens += len(delta.token_ids)
-            if num_tokens > 1:  # So that its KV was handed over.
+            if num_tokens > 50:  # So that its KV was handed over.
                 break
 
 

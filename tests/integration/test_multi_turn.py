@@ -74,8 +74,19 @@ async def converse(client: AsyncClient, num_turns: int) -> list[Explanation]:
         assert list(answer.token_ids) == fake_generate(history, NUM_ANSWER)
         routes.append(await client.explain(answer.request_id))
         history += [*answer.token_ids, *(dice.randrange(250) for _ in range(NUM_NEW))]
-        await asyncio.sleep(0.3)  # Cache events reach the router with the next report.
+        await until_cached(client, cached_at(len(routes)) // 16)
     return routes
+
+
+async def until_cached(client: AsyncClient, num_blocks: int) -> None:
+    """The router knows that the decode worker has cached so many blocks: both come with one report."""
+    for _ in range(1000):
+        state = await client.cluster_state()
+        found = [worker.kv_blocks_cached for worker in state.workers if worker.worker_id == "decode-0"]
+        if found == [num_blocks]:
+            break
+        await asyncio.sleep(0.02)
+    assert found == [num_blocks]
 
 
 def cached_at(turn: int) -> int:
@@ -117,7 +128,7 @@ async def more_than_fits(client: AsyncClient) -> list[int]:
 async def counted(cluster: ProcessCluster, name: str) -> float:
     """The decode worker's count, which comes with its next report."""
     async with httpx.AsyncClient(base_url=f"http://{cluster.http_address}") as http:
-        for _ in range(250):
+        for _ in range(1000):
             samples = read_samples((await http.get("/metrics")).content)
             found = value(samples, f"disagg_engine_{name}_total", instance="decode-0")
             if found:

@@ -471,7 +471,6 @@ async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCap
             assert await echo(b"x", metadata=SECRET.metadata) == b"x"
     finally:
         await server.stop(None)
-    await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop later
 
 
 # ---------------------------------------------------------------- tenants

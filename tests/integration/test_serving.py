@@ -59,7 +59,7 @@ def cluster() -> Iterator[ProcessCluster]:
 
 async def until_counts(client: AsyncClient, count: Callable[[ClusterState], object], expected: object) -> None:
     """What is counted in the cluster's state comes to what is expected."""
-    for _ in range(250):
+    for _ in range(1000):
         counts = count(await client.cluster_state())
         if counts == expected:
             break
@@ -73,7 +73,6 @@ async def client_of(cluster: ProcessCluster) -> AsyncIterator[AsyncClient]:
         yield client
         await until_counts(client, lambda state: (state.queued_requests, state.running_requests), (0, 0))
         await wait_until_workers_idle(cluster.workers, cluster.secret)
-        await asyncio.sleep(0.02)
 
 
 def prompt_of(dice: random.Random, length: int) -> list[int]:

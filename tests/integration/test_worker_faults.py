@@ -38,7 +38,7 @@ _starts = itertools.count(1)
 
 
 def config(worker_id: str, **values: Any) -> WorkerConfig:
-    """A worker whose role is in its name; a lease of half a second, and chunks that make a transfer long."""
+    """A worker whose role is in its name, with chunks that make a transfer long."""
     role: RoleName = "prefill" if worker_id.startswith("prefill") else "decode"
     defaults: dict[str, Any] = {
         "num_blocks": 8192,
@@ -47,7 +47,6 @@ def config(worker_id: str, **values: Any) -> WorkerConfig:
         "chunk_bytes": 40 * 8,
         "staging_bytes": 2 * 40 * 8,
         "heartbeat_s": 0.1,
-        "lease_timeout_s": 0.5,
     }
     return WorkerConfig(worker_id=worker_id, roles=(role,), model_path="fake", **{**defaults, **values})
 
@@ -77,16 +76,21 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.005)
 
 
-async def start_transfers(gateway: GatewayStub, info: WorkerInfo, what: str) -> list[Answer]:
-    """Submit long prompts, until worker `info` is in the middle of transfers: it holds some of `what`."""
-    answers = [
-        gateway.submit(prompt_of(PROMPT_TOKENS), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)[1]
-        for _ in range(6)
-    ]
-    deadline = time.monotonic() + 10
-    while not (await audit(info)).counts.get(what):
-        assert time.monotonic() < deadline, "no transfer was seen"
-    return answers
+async def stop_in_mid_transfer(gateway: GatewayStub, stopped: WorkerInfo, peer: WorkerInfo, what: str) -> list[Answer]:
+    """Submit long prompts, and stop worker `stopped` in the middle of transfers: its `peer` holds some of `what`."""
+    answers: list[Answer] = []
+    deadline = time.monotonic() + 30
+    while True:
+        answers += [
+            gateway.submit(prompt_of(PROMPT_TOKENS), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)[1]
+            for _ in range(6)
+        ]
+        while not (await audit(peer)).counts.get(what) and not all(answer.handed_over for answer in answers):
+            assert time.monotonic() < deadline, "no transfer was seen"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        if (await audit(peer)).counts.get(what):
+            return answers
+        os.kill(stopped.pid, signal.SIGCONT)  # they had ended by then
 
 
 async def assert_serves(gateway: GatewayStub, prefill: str, decode: str) -> None:
@@ -101,7 +105,7 @@ async def assert_serves(gateway: GatewayStub, prefill: str, decode: str) -> None
 async def test_a_decode_worker_is_killed_in_mid_transfer() -> None:
     with running_workers(config("prefill-0"), config("decode-0"), config("decode-1")) as (prefill, dead, other):
         async with gateway_to(prefill, dead, other) as gateway:
-            answers = await start_transfers(gateway, prefill, "sending_chunks")
+            answers = await stop_in_mid_transfer(gateway, dead, prefill, "sending_chunks")
             os.kill(dead.pid, signal.SIGKILL)
             await wait_until_workers_idle([prefill])
             ends = [end.reason for answer in answers for end in answer.ends]
@@ -115,7 +119,7 @@ async def test_a_decode_worker_is_killed_in_mid_transfer() -> None:
 async def test_a_prefill_worker_is_killed_in_mid_transfer() -> None:
     with running_workers(config("prefill-0"), config("prefill-1"), config("decode-0")) as (dead, other, decode):
         async with gateway_to(dead, other, decode) as gateway:
-            answers = await start_transfers(gateway, decode, "receiving_chunks")
+            answers = await stop_in_mid_transfer(gateway, dead, decode, "receiving_chunks")
             os.kill(dead.pid, signal.SIGKILL)
             await until_not_receiving(decode)
             for key, answer in gateway.answers.items():
@@ -128,7 +132,7 @@ async def test_a_prefill_worker_is_killed_in_mid_transfer() -> None:
 
 
 async def until_not_receiving(decode: WorkerInfo) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(count for name, count in (await audit(decode)).counts.items() if name.startswith("receiving")):
         assert time.monotonic() < deadline, "transfers of a dead worker were kept"
         await asyncio.sleep(0.02)
@@ -136,10 +140,10 @@ async def until_not_receiving(decode: WorkerInfo) -> None:
 
 async def test_a_decode_worker_hangs_in_mid_transfer() -> None:
     """It is silent, but its sockets stand: the lease ends the attempts, and then the pair."""
-    with running_workers(config("prefill-0"), config("decode-0"), config("decode-1")) as (prefill, hung, other):
+    configs = [config(name, lease_timeout_s=0.5) for name in ("prefill-0", "decode-0", "decode-1")]
+    with running_workers(*configs) as (prefill, hung, other):
         async with gateway_to(prefill, hung, other) as gateway:
-            answers = await start_transfers(gateway, prefill, "sending_chunks")
-            os.kill(hung.pid, signal.SIGSTOP)
+            answers = await stop_in_mid_transfer(gateway, hung, prefill, "sending_chunks")
             try:
                 await wait_until_workers_idle([prefill])
                 assert any("lease lost" in end.detail for answer in answers for end in answer.ends)
@@ -163,7 +167,7 @@ async def test_a_transport_that_cannot_be_formed_is_a_refusal() -> None:
             await wait_until_workers_idle([prefill, decode])
             started = time.monotonic()
         # And D ends at once when it is told to, though threads of it still wait for a peer.
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < SET_UP_TIMEOUT_S - 5
 
 
 async def test_peers_that_greet_and_never_come_hold_up_nobody() -> None:
@@ -178,7 +182,6 @@ async def test_peers_that_greet_and_never_come_hold_up_nobody() -> None:
                 started = time.monotonic()
                 await assert_serves(gateway, "prefill-0", "decode-0")
                 assert time.monotonic() - started < SET_UP_TIMEOUT_S / 2
-        await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
 
 
 async def test_an_attempt_that_waits_for_its_pair_keeps_its_deadline() -> None:
@@ -221,8 +224,7 @@ async def test_what_comes_for_a_gateway_without_a_session_is_ended() -> None:
 
 
 async def test_bad_dispatches_end_alone() -> None:
-    patient = {"lease_timeout_s": 10.0}  # on a busy machine half a second may pass in silence
-    with running_workers(config("prefill-0", **patient), config("decode-0", **patient)) as (prefill, decode):
+    with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
         async with gateway_to(prefill, decode) as gateway:
             key, good = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
             await until(lambda: bool(good.handed_over))

@@ -15,10 +15,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -115,22 +116,39 @@ def _read(pid: int, name: str) -> bytes:
 
 
 @contextmanager
-def pending_tasks() -> Iterator[list[str]]:
-    """Collects the tasks of ours that were still pending when an event loop of this thread was closed."""
+def pending_tasks(grace_s: float = 0.0) -> Iterator[list[str]]:
+    """Collects the tasks that were still pending when an event loop of this thread was closed.
+
+    Ours at once; gRPC's own if they do not end within `grace_s` seconds, since those of a call, a channel or a server
+    end some turns of the loop after it.
+    """
     found: list[str] = []
 
     def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
-        found.extend(
-            f"task {task.get_name()}: {name}" for task in asyncio.all_tasks(loop) if (name := _own_coroutine(task))
-        )
+        tasks = asyncio.all_tasks(loop)
+        found.extend(_describe(task) for task in tasks if _is_in(task, _is_of_ours))
+        if grpcs := [task for task in tasks if _is_in(task, _is_of_grpc)]:
+            _, left = loop.run_until_complete(asyncio.wait(grpcs, timeout=grace_s))
+            found.extend(map(_describe, left))
         _cancel_all(loop)
 
     with mock.patch.object(asyncio.runners, "_cancel_all_tasks", note_and_cancel):
         yield found
 
 
-def _own_coroutine(task: asyncio.Task[object]) -> str | None:
+def _is_in(task: asyncio.Task[Any], is_source: Callable[[Path], bool]) -> bool:
     code = getattr(task.get_coro(), "cr_code", None)
-    if code is None or not Path(code.co_filename).resolve().is_relative_to(REPOSITORY):
-        return None
-    return str(code.co_qualname)
+    return code is not None and is_source(Path(code.co_filename))
+
+
+def _is_of_ours(path: Path) -> bool:
+    return path.is_absolute() and path.resolve().is_relative_to(REPOSITORY) and "site-packages" not in path.parts
+
+
+def _is_of_grpc(path: Path) -> bool:
+    """Its compiled parts name their source by a relative path."""
+    return "grpc" in path.parts
+
+
+def _describe(task: asyncio.Task[Any]) -> str:
+    return f"task {task.get_name()}: {task.get_coro().__qualname__}"  # type: ignore[union-attr]

@@ -137,7 +137,6 @@ class GatewayStub:
             await call.code()
         for channel in self._channels.values():
             await channel.close(None)
-        await asyncio.sleep(0.02)  # grpc's own tasks end a few turns of the loop after their channel
 
     async def _read(self, call: Any) -> None:
         decode = decoder(WorkerToGateway).decode
@@ -226,7 +225,7 @@ async def audit(info: WorkerInfo, secret: ClusterSecret = SECRET) -> AuditReport
 
 
 async def wait_until_workers_idle(
-    infos: Sequence[WorkerInfo], secret: ClusterSecret = SECRET, timeout_s: float = 5.0
+    infos: Sequence[WorkerInfo], secret: ClusterSecret = SECRET, timeout_s: float = 20.0
 ) -> None:
     """Every worker holds nothing and finds no problem, within `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s

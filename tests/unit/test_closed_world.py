@@ -87,3 +87,22 @@ def test_a_task_left_behind_is_found() -> None:
     with pending_tasks() as found:
         asyncio.run(main())
     assert found == ["task left-behind: test_a_task_left_behind_is_found.<locals>.forever"]
+
+
+@pytest.mark.parametrize(("rounds", "found"), [(3, []), (None, ["task a-call"])])
+def test_a_task_of_grpc_may_end_some_rounds_of_the_loop_later(rounds: int | None, found: list[str]) -> None:
+    async def end_after() -> None:
+        turn = 0
+        while turn != rounds:
+            await asyncio.sleep(0)
+            turn += 1
+
+    end_after.__code__ = end_after.__code__.replace(co_filename="src/python/grpcio/grpc/call.pyx.pxi")
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(end_after(), name="a-call"))
+
+    tasks: list[asyncio.Task[None]] = []
+    with pending_tasks(grace_s=0.05) as left:
+        asyncio.run(main())
+    assert [task.partition(":")[0] for task in left] == found
