@@ -28,8 +28,11 @@ namespace {
 constexpr int64_t STREAM_AHEAD = 8192;
 constexpr int64_t PANELS_A_RUN = 3;
 
-// Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone.
-constexpr int64_t UNASKED_ROWS = 4;
+// Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone: it has more
+// lines on their way than can be asked for, as long as loads come densely. Where cores share the memory each has time for more
+// rows between two lines. docs/benchmarks/2026-11-23-unasked-rows.md
+constexpr int64_t UNASKED_ROWS = 6;
+constexpr int64_t UNASKED_ROWS_OF_TEAM = 8;
 
 // Rows that lie a multiple of CACHE_WAY bytes apart share the few places of the first-level cache that one address may have (of
 // 64 sets of lines, one), and a tile of CROWD of them pushes its own rows out.
@@ -137,7 +140,7 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
 void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
     const char* start = reinterpret_cast<const char*>(panel);
     if (num_tiles == 1) {
-        const bool asks = !INTO_SECOND_LEVEL || args.num_rows > UNASKED_ROWS;
+        const bool asks = !INTO_SECOND_LEVEL || args.num_rows > (team_size() > 1 ? UNASKED_ROWS_OF_TEAM : UNASKED_ROWS);
         const auto choose = asks ? tile_of<Bf16Source, VECS> : tile_of<Bf16Source, 0>;
         return choose(args.num_rows)(args, 0, column, {panel}, start + STREAM_AHEAD);
     }
