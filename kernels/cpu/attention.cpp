@@ -17,6 +17,7 @@
 #include "ahead.h"
 #include "calls.h"
 #include "rows.h"
+#include "scratch.h"
 #include "team.h"
 
 namespace disagg {
@@ -155,10 +156,6 @@ void in_tiles(int64_t num_heads, Body body) {
     }
 }
 
-inline void grow(std::vector<vf>& memory, int64_t size) {
-    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-}
-
 // All query heads of one piece; `following` is the piece that this thread probably takes then.
 template <class T, int DIM>
 void attend(const Decode& args, const Piece& piece, const Piece& following, Partial<DIM> out) {
@@ -171,10 +168,8 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     const Shape<DIM> shape{static_cast<int>(args.dim)};
     // a short run of rows writes 16 scores, and the next run, or the softmax, writes over those past its end
     const int64_t stride = (piece.num_tokens + 2 * LANES - 1) / LANES * LANES;
-    grow(queries, num_heads * VECS);
-    grow(lines, num_heads * stride / LANES);
-    const auto query = reinterpret_cast<Query*>(queries.data());
-    const auto scores = reinterpret_cast<float*>(lines.data());
+    const auto query = reinterpret_cast<Query*>(at_least(queries, num_heads * VECS));
+    const auto scores = reinterpret_cast<float*>(at_least(lines, num_heads * stride / LANES));
     const T* q = static_cast<const T*>(args.q) + piece.seq * args.q_stride_seq;
     for (int64_t n = 0; n < num_heads; ++n) Meet::load_query(q + n * args.q_stride_head, shape, query[n]);
 
@@ -247,8 +242,8 @@ void decode(const Decode& args) {
     static thread_local std::vector<vf> memory;
     cut(args, pieces);
     const int64_t num_pieces = static_cast<int64_t>(pieces.size());
-    grow(memory, num_pieces * Partial<DIM>{nullptr, args.num_heads}.size());
-    const Partial<DIM> partials{memory.data(), args.num_heads};
+    const int64_t size = num_pieces * Partial<DIM>{nullptr, args.num_heads}.size();
+    const Partial<DIM> partials{at_least(memory, size), args.num_heads};
     const Piece* piece = pieces.data();
     std::atomic<int64_t> unclaimed{0};  // a slower thread takes fewer of them
     in_parts([&](int, int num_parts) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "panels.h"
+#include "scratch.h"
 
 namespace disagg {
 namespace {
@@ -156,17 +157,17 @@ void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_
 #ifdef __AVX512VBMI__
 
 void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int64_t panel_size, int64_t num_tiles) {
-    thread_local std::vector<bf16> widened;
+    thread_local std::vector<bf16> memory;
     const char* ahead = reinterpret_cast<const char*>(panel) + STREAM_AHEAD;
     if (num_tiles == 1) return tile_of<Int8Source, 1>(args.num_rows)(args, 0, column, Int8Source(panel), ahead);
-    if (static_cast<int64_t>(widened.size()) < panel_size) widened.resize(panel_size);
+    bf16* widened = at_least(memory, panel_size);
     const Rows first = rows_of(0, num_tiles, args.num_rows);
     ask_outputs(args, first, column);
-    tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened.data()), ahead);
+    tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened), ahead);
     for (int64_t t = 1; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
         ask_outputs(args, rows, column);
-        tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened.data()}, ahead);
+        tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened}, ahead);
     }
 }
 
@@ -204,9 +205,7 @@ void spread(const Linear& args) {
     block.x_stride = (args.depth + WAY - 1) / WAY * WAY + SPACE;
     for (int64_t first = 0; first < args.num_rows; first += SPREAD_ROWS) {
         block.num_rows = std::min(SPREAD_ROWS, args.num_rows - first);
-        const int64_t size = block.num_rows * block.x_stride;
-        if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-        bf16* copies = memory.data();
+        bf16* copies = at_least(memory, block.num_rows * block.x_stride);
         in_shares(block.num_rows, [&](int64_t r) {
             std::copy_n(args.x + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
         });

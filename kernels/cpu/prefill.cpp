@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "scratch.h"
 #include "team.h"
 #include "vec.h"
 
@@ -132,12 +133,6 @@ struct Scratch {
     std::vector<Word> queries, scores;
     std::vector<float> sums;
 };
-
-template <class Number>
-Number* at_least(std::vector<Number>& memory, int64_t size) {
-    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-    return memory.data();
-}
 
 template <class T, class Mul>
 class Attention {
