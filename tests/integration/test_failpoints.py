@@ -23,6 +23,7 @@ from disagg.engine.fake import fake_generate
 from disagg.engine.faulty import FAILPOINTS_VARIABLE, FIRED
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import RoleName, WorkerInfo
+from tests.support.cluster_state import requests_of, until_counts
 from tests.support.ports import free_port
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
@@ -69,12 +70,7 @@ HARMLESS = ("transport.receive=delay", "control.send=delay")
 
 async def until_idle(client: AsyncClient, cluster: ProcessCluster) -> None:
     """Nothing is queued, running or held anywhere."""
-    for _ in range(500):
-        state = await client.cluster_state()
-        if state.queued_requests == state.running_requests == 0:
-            break
-        await asyncio.sleep(0.02)
-    assert (state.queued_requests, state.running_requests) == (0, 0)
+    await until_counts(client, requests_of, (0, 0), timeout_s=10.0)
     await wait_until_workers_idle(cluster.workers, cluster.secret, timeout_s=10.0)
 
 

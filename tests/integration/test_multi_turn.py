@@ -12,10 +12,11 @@ from typing import Literal
 import httpx
 import pytest
 
-from disagg.client import AsyncClient, Explanation, Options
+from disagg.client import AsyncClient, ClusterState, Explanation, Options
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.engine.fake import fake_generate
+from tests.support.cluster_state import until_counts
 from tests.support.metrics import read_samples, value
 from tests.support.workers import wait_until_workers_idle
 
@@ -80,13 +81,11 @@ async def converse(client: AsyncClient, num_turns: int) -> list[Explanation]:
 
 async def until_cached(client: AsyncClient, num_blocks: int) -> None:
     """The router knows that the decode worker has cached so many blocks: both come with one report."""
-    for _ in range(1000):
-        state = await client.cluster_state()
-        found = [worker.kv_blocks_cached for worker in state.workers if worker.worker_id == "decode-0"]
-        if found == [num_blocks]:
-            break
-        await asyncio.sleep(0.02)
-    assert found == [num_blocks]
+
+    def cached(state: ClusterState) -> list[int]:
+        return [worker.kv_blocks_cached for worker in state.workers if worker.worker_id == "decode-0"]
+
+    await until_counts(client, cached, [num_blocks])
 
 
 def cached_at(turn: int) -> int:

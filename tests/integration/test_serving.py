@@ -12,7 +12,7 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -27,6 +27,7 @@ from disagg.proto.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
+from tests.support.cluster_state import requests_of, until_counts
 from tests.support.workers import wait_until_workers_idle
 
 CONFIG = {
@@ -57,21 +58,11 @@ def cluster() -> Iterator[ProcessCluster]:
     assert running.killed == []
 
 
-async def until_counts(client: AsyncClient, count: Callable[[ClusterState], object], expected: object) -> None:
-    """What is counted in the cluster's state comes to what is expected."""
-    for _ in range(1000):
-        counts = count(await client.cluster_state())
-        if counts == expected:
-            break
-        await asyncio.sleep(0.02)
-    assert counts == expected
-
-
 @contextlib.asynccontextmanager
 async def client_of(cluster: ProcessCluster) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(cluster.address) as client:
         yield client
-        await until_counts(client, lambda state: (state.queued_requests, state.running_requests), (0, 0))
+        await until_counts(client, requests_of, (0, 0))
         await wait_until_workers_idle(cluster.workers, cluster.secret)
 
 
