@@ -115,10 +115,10 @@ CODE_RUNNERS = frozenset({"eval", "exec", "yaml.full_load", "yaml.unsafe_load", 
 
 IMPORT_CALLS = ("import_module", "__import__")
 
-MAX_FILE_LINES = 400
-MAX_TEST_FILE_LINES = 600
+MAX_FILE_LINES = 500
+MAX_TEST_FILE_LINES = 700
 """Tests are read one at a time."""
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 80
 
 
 class Import(NamedTuple):

@@ -220,10 +220,10 @@ PLANTED: list[tuple[str, str, str, list[int]]] = [
     ("loader", "engine/x.py", "yaml.unsafe_load(text)", [1]),
     ("loader", "engine/x.py", "model.eval()\nre.compile(text)\nyaml.safe_load(text)", []),
     ("loader", "engine/x.py", "import torch\nmodel.load(torch.float32)", []),
-    ("size", "engine/x.py", "#\n" * 400, []),
-    ("size", "engine/x.py", "#\n" * 401, [1]),
-    ("size", "engine/x.py", "def f():\n" + "    g()\n" * 59, []),
-    ("size", "engine/x.py", "\nasync def f():\n" + "    g()\n" * 60, [2]),
+    ("size", "engine/x.py", "#\n" * 500, []),
+    ("size", "engine/x.py", "#\n" * 501, [1]),
+    ("size", "engine/x.py", "def f():\n" + "    g()\n" * 79, []),
+    ("size", "engine/x.py", "\nasync def f():\n" + "    g()\n" * 80, [2]),
 ]
 
 
