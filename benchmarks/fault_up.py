@@ -15,5 +15,5 @@ SECRET_VARIABLE = "DISAGG_BENCH_SECRET"
 
 if __name__ == "__main__":
     secret = ClusterSecret(bytes.fromhex(os.environ.pop(SECRET_VARIABLE)))
-    launch.new_secret = lambda: secret  # before a launcher imports it
+    launch.new_secret = lambda network: secret  # before a launcher imports it
     main()

@@ -39,11 +39,23 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`network`: how our own processes reach each other. Nothing there is encrypted, and KV is not authenticated."""
+    """`network`: how our own processes reach each other."""
 
     bind: Literal["loopback", "node"] = "loopback"
     """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must
-    be on a trusted network."""
+    not be open to strangers."""
+    encryption: Literal["auto", "on", "off"] = "auto"
+    """TLS with certificates at both ends for the gRPC connections between workers, gateway and controller, made from
+    the cluster's secret. `auto`: on with `bind: node`. KV goes over channels of its own, see `plaintext_kv`."""
+    plaintext_kv: bool = False
+    """KV and what ranks exchange (gloo, nccl) is authenticated but not encrypted. With `bind: node` workers that hand
+    over refuse to start without this, unless `transfer.transport` is `shm`. For a network whose every machine may read
+    prompts: a private one, or one that encrypts by itself."""
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether our gRPC connections are TLS."""
+        return self.encryption == "on" or (self.encryption == "auto" and self.bind == "node")
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):

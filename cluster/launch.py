@@ -16,6 +16,7 @@ import msgspec
 
 from disagg.cluster import changes, layout
 from disagg.cluster.config import ClusterConfig, active_pools
+from disagg.cluster.config_sections import NetworkConfig
 from disagg.cluster.control import gateways
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.models import FAKE_MODEL, resolve_model
@@ -247,9 +248,9 @@ def _check_port(host: str, port: int, advice: str) -> None:
             raise LaunchError(f"gateway: cannot listen on {host}:{port} ({error.strerror}){hint}") from None
 
 
-def new_secret() -> ClusterSecret:
-    """What the processes of a new cluster know each other by."""
-    return ClusterSecret(secrets.token_bytes(NUM_BYTES))
+def new_secret(network: NetworkConfig) -> ClusterSecret:
+    """What the processes of a new cluster know each other by, and whether they encrypt what they say."""
+    return ClusterSecret(secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted)
 
 
 def with_log(reason: str, log_tail: str) -> str:

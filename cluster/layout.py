@@ -143,6 +143,7 @@ def worker_config(
         watermark=pool.watermark,
         swap_bytes=swap_bytes(pool),
         transport=transport_name(config),
+        plaintext_kv=config.network.plaintext_kv,
         chunk_bytes=transfer.chunk_bytes,
         staging_bytes=transfer.staging_bytes,
         lease_timeout_s=transfer.lease_timeout_s,

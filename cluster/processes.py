@@ -192,7 +192,7 @@ class ProcessCluster(Cluster):
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         super().__init__(config, progress, start_timeout_s)
-        self.secret = new_secret()
+        self.secret = new_secret(config.network)
         """What its processes know each other by."""
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir

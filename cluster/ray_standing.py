@@ -51,7 +51,7 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
         raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")
     sweep()
     ray_store.save(ray_store.CONFIG, settings.config)
-    ray_store.save(ray_store.SECRET, new_secret())
+    ray_store.save(ray_store.SECRET, new_secret(settings.config.network))
     here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
     actor_class = ray.remote(ControllerActor).options(

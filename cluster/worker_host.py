@@ -10,7 +10,7 @@ from disagg.cluster.control.register_link import RegisterLink, Resolve, report_f
 from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.process_tools import describe, freeze_start, pin_process
 from disagg.decode_worker.role import DecodeRole
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faulty import Failpoints
 from disagg.engine.parallel.link import StartRanks
 from disagg.engine.worker import RoleFactory, Worker
@@ -44,6 +44,7 @@ class WorkerHost:
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""
         try:
+            check_kv_stays_private(self._config)
             pin_process(self._config.cores)
             info = self._worker.start()
             pin_process(self._config.cores)  # threads that libraries pinned or started otherwise

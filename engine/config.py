@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Literal
 
 import msgspec
@@ -69,6 +70,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     swap_bytes: int = 256 << 20
     """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
     transport: TransportName = "gloo"
+    plaintext_kv: bool = False
+    """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""
     chunk_bytes: int = 4 << 20
     """Largest payload of one KV message, and the size of a staging slot."""
     staging_bytes: int = 64 << 20
@@ -125,6 +128,22 @@ def check_quantization(
         raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
     if tp > 1:
         raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")
+
+
+def check_kv_stays_private(config: WorkerConfig) -> None:
+    """Refuse to send KV in clear where other machines could read it.
+
+    Raises:
+        ConfigError: if the worker hands over (it has one role only), its address is not a loopback one, its transport
+            leaves the host, and nothing allows that.
+    """
+    if config.plaintext_kv or len(config.roles) != 1 or config.transport in ("shm", "local"):
+        return
+    if not ipaddress.ip_address(config.host).is_loopback:
+        raise ConfigError(
+            f"network.plaintext_kv: KV would leave {config.host} unencrypted by {config.transport}; set it to true if "
+            "all machines of that network may read prompts, or transfer.transport to shm if all workers are on one host"
+        )
 
 
 def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "") -> None:

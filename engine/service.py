@@ -20,6 +20,7 @@ from disagg.engine.guard import ClusterGuard
 from disagg.engine.mailbox import Mailbox
 from disagg.engine.step_sampler import StepSampler
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import add_port
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
     AuditRequest,
@@ -118,6 +119,7 @@ class WorkerService:
         self._load = load
         self._counters = WorkerCounters()
         self._from_gateway = decoder(GatewayToWorker)
+        self._secret = secret
         self._server = grpc.aio.server(interceptors=(ClusterGuard(secret),), options=SERVER_OPTIONS)
 
     async def bind(self, host: str, port: int, role_handlers: Sequence[Any]) -> int:
@@ -129,7 +131,7 @@ class WorkerService:
         }
         handler = grpc.method_handlers_generic_handler(WORKER_SERVICE, methods)
         self._server.add_generic_rpc_handlers((handler, *role_handlers))
-        bound_port = self._server.add_insecure_port(f"{host}:{port}")
+        bound_port = add_port(self._server, f"{host}:{port}", self._secret)
         await self._server.start()
         return bound_port
 

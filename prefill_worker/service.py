@@ -13,10 +13,11 @@ import msgspec
 
 from disagg.engine.mailbox import Mailbox
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import open_channel
 from disagg.proto.frames import frame_decoder, frames
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.messages import PeerRef, WorkerInfo
-from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
+from disagg.proto.services import TRANSFER
 
 MAX_UNSENT_MESSAGES = 4096
 """Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given
@@ -50,7 +51,7 @@ class PairStream:
         Raises:
             PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
         """
-        self._channel = grpc.aio.insecure_channel(self._peer.address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(self._peer.address, self._secret)
         self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames(), metadata=self._secret.metadata)
         # Not `read()`, which reads nothing after a write has failed; see `_read_out`.
         self._incoming = aiter(self._call)

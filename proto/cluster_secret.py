@@ -3,7 +3,8 @@
     launcher ──start message, not a command line──> worker, gateway, controller
     caller ──metadata `disagg-cluster-token-bin`──> server, which compares before it reads anything
 
-It says that the caller was started by the same launcher. It encrypts nothing: who can read the network can read it.
+It says that the caller was started by the same launcher. Where the cluster is encrypted, the certificates of its
+processes are made from it, too (`connections/`); else who can read the network can read it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ClusterSecret(msgspec.Struct, frozen=True):
     """
 
     value: Annotated[bytes, msgspec.Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
+    encrypted: bool = False
+    """Whether the gRPC connections between the cluster's processes are TLS. Decided once, where the secret is made."""
 
     def __post_init__(self) -> None:
         if len(self.value) != NUM_BYTES:

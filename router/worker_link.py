@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 import grpc.aio
 import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import is_stale, open_channel
 from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode
-from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION, WATCH
+from disagg.proto.services import AUDIT, GATEWAY_ID_METADATA, SESSION, WATCH
 from disagg.router import wire
 from disagg.router.config import RouterConfig
 from disagg.router.events import Event, FromWorker, WorkerLost, WorkerReported, WorkerUp
@@ -47,7 +49,8 @@ class WorkerLink:
         self._secret = secret
         self._config = config
         self._on_event = on_event
-        self._channel = grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(info.address, secret)
+        self._opened_at = time.time()
         self._outbox: asyncio.Queue[wire.Outgoing] = asyncio.Queue(config.outbox_frames)
         self._overflow = asyncio.Event()
         self._watch_again = False
@@ -115,6 +118,9 @@ class WorkerLink:
             await asyncio.sleep(pause_s)
 
     async def _connect(self) -> None:
+        if is_stale(self._opened_at, self._secret, time.time()):
+            await self._channel.close(None)
+            self._channel, self._opened_at = open_channel(self.info.address, self._secret), time.time()
         open_session = self._channel.stream_stream(SESSION, None, None)
         call: _SessionCall = open_session(
             None, metadata=((GATEWAY_ID_METADATA, self._gateway_id), *self._secret.metadata)

@@ -7,16 +7,17 @@ from typing import cast
 import grpc
 
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import open_blocking_channel
 from disagg.proto.control import ControlReply, ControlRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.messages import decoder, encode
-from disagg.proto.services import CHANNEL_OPTIONS, CONTROL
+from disagg.proto.services import CONTROL
 
 
 def ask(address: str, request: ControlRequest, secret: ClusterSecret, timeout_s: float = 5.0) -> ControlReply:
     """What the controller at `address` answers. Raises `UnavailableError` when it does not."""
     try:
-        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        with open_blocking_channel(address, secret) as channel:
             control = channel.unary_unary(CONTROL, None, None)
             frame = control(encode(request), timeout=timeout_s, metadata=secret.metadata)
     except grpc.RpcError as error:

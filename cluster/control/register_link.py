@@ -18,6 +18,7 @@ import grpc
 import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import open_blocking_channel
 from disagg.proto.control import (
     BEAT_S,
     ControllerToWorker,
@@ -28,7 +29,7 @@ from disagg.proto.control import (
 )
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
-from disagg.proto.services import CHANNEL_OPTIONS, REGISTER
+from disagg.proto.services import REGISTER
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class RegisterLink:
             yield encode(WorkerBeat(turn_s=self._turn_s()))
 
     def _replies(self, hello: WorkerHello) -> Iterator[ControllerToWorker]:
-        with grpc.insecure_channel(self._resolve(), options=CHANNEL_OPTIONS) as channel:
+        with open_blocking_channel(self._resolve(), self._secret) as channel:
             with self._lock:
                 if self._stopped.is_set():
                     return
@@ -127,7 +128,7 @@ def report_failure(
     """Tell the controller that the worker could not start; whether that arrived within about `timeout_s`."""
     message = encode(WorkerFailed(worker_id=worker_id, error=error))
     try:
-        with grpc.insecure_channel(resolve(), options=CHANNEL_OPTIONS) as channel:
+        with open_blocking_channel(resolve(), secret) as channel:
             register = channel.stream_stream(REGISTER, None, None)
             for _ in register(iter((message,)), timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
                 pass

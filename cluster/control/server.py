@@ -31,6 +31,7 @@ from disagg.cluster.supervisor import Life, Supervisor
 from disagg.engine.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
     ControllerToWorker,
     ControlReply,
@@ -107,6 +108,7 @@ class Controller:
     ) -> None:
         self._plan = plan
         self._launcher = launcher
+        self._secret = secret
         self._guard = ClusterGuard(secret)
         self._host = host
         self._port = port
@@ -139,7 +141,7 @@ class Controller:
         self._core = ControlCore(self._sizes, settings, running)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
-        address = join_address(self._host, server.add_insecure_port(join_address(self._host, self._port)))
+        address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
         await server.start()
         self._server = server
         self._launching = Launching(self._plan, self._launcher, self._executor, address, self._handle)

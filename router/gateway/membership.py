@@ -18,6 +18,7 @@ import grpc.aio
 import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import open_channel
 from disagg.proto.control import (
     BEAT_S,
     ControllerToGateway,
@@ -33,7 +34,7 @@ from disagg.proto.control import (
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
-from disagg.proto.services import CHANNEL_OPTIONS, CONTROL, FOLLOW
+from disagg.proto.services import CONTROL, FOLLOW
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class ControllerLink:
         self._gateway_id = gateway_id
         self._resolve = resolve
         self._workers = workers
+        self._secret = secret
         self._metadata = secret.metadata
         self._known = {info.worker_id: info for info in known}
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
@@ -108,7 +110,7 @@ class ControllerLink:
         """Tell the controller that the gateway cannot start; whether that arrived within about `REPORT_TIMEOUT_S`."""
         message = GatewayFailed(gateway_id=self._gateway_id, error=error)
         try:
-            async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+            async with open_channel(await self._address(), self._secret) as channel:
                 follow = channel.stream_stream(FOLLOW, None, None)
                 call = follow(_once(message), timeout=REPORT_TIMEOUT_S, metadata=self._metadata)
                 async for _ in call:
@@ -122,7 +124,7 @@ class ControllerLink:
         """What the controller answers. Raises `UnavailableError` when it does not."""
         try:
             address = self._line or await self._address()
-            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            async with open_channel(address, self._secret) as channel:
                 control = channel.unary_unary(CONTROL, None, None)
                 frame = await control(encode(request), timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
@@ -144,7 +146,7 @@ class ControllerLink:
             followed = False
             try:
                 address = await self._address()
-                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                async with open_channel(address, self._secret) as channel:
                     self._outbox = asyncio.Queue()
                     call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
                     beats = asyncio.create_task(self._beat(self._outbox), name="beat")

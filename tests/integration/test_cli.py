@@ -41,7 +41,9 @@ EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.py"))
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ProcessCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "new_secret", lambda: SECRET)  # so that the test may ask the workers what they hold
+        patch.setattr(
+            processes, "new_secret", lambda network: SECRET
+        )  # so that the test may ask the workers what they hold
         with ProcessCluster(parse_config(CONFIG)) as running:
             yield running
             with Client(running.address) as client:

@@ -62,6 +62,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "*/server.py",
         "*/service.py",
         "engine/guard.py",
+        "proto/connections/channels.py",
         "router/gateway/*",
         "router/worker_link.py",
         "cluster/control/*_link.py",
