@@ -80,7 +80,11 @@ def _server_credentials(secret: ClusterSecret) -> grpc.ServerCredentials:
         shown = leaf
         return _configuration(leaf)
 
-    return grpc.dynamic_ssl_server_credentials(_configuration(first), renewed, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first),
+        renewed,  # type: ignore[arg-type]  # the stubs leave out None
+        require_client_authentication=True,
+    )
 
 
 def _configuration(leaf: Leaf) -> grpc.ServerCertificateConfiguration:

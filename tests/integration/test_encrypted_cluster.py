@@ -118,4 +118,4 @@ def test_answers_come_through_an_encrypted_cluster() -> None:
             call = channel.unary_unary("/disagg.internal.Worker/Audit", None, None)
             with pytest.raises(grpc.RpcError) as error:
                 call(b"", metadata=cluster.secret.metadata, timeout=TIMEOUT_S)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,1 @@
+"""How the processes of one cluster connect to each other."""
