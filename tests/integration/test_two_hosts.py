@@ -39,6 +39,7 @@ def config(role: str, address: str) -> WorkerConfig:
     """Short leases, and chunks so small that transfers take long."""
     values: dict[str, Any] = {
         "host": address,
+        "plaintext_kv": True,
         "num_blocks": 8192,
         "max_model_len": 70_000,
         "token_budget": 256,
