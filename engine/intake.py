@@ -7,7 +7,7 @@ import math
 from disagg.engine.batching import finish_reason
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import EndReason, SequenceSpec
+from disagg.proto.messages import EndReason, Sampling, SequenceSpec
 from disagg.proto.token_ids import unpack_token_ids
 
 
@@ -34,12 +34,27 @@ def refusal(sequence: Sequence, *, vocab_size: int, max_model_len: int) -> tuple
         return "failed", "a token id is not in the vocabulary"
     if not all(0 <= token_id < vocab_size and math.isfinite(value) for token_id, value in spec.sampling.logit_bias):
         return "failed", "a logit bias is not a finite number for a token of the vocabulary"
+    if not _is_computable(spec.sampling):
+        return "failed", "a sampling parameter is not finite, or does not fit 32 bits"
     if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
         return "failed", "there are more block hashes than full blocks"
     reason = finish_reason(sequence, max_model_len)
     if reason == "length" and _is_too_long(sequence, max_model_len):
         return "refused", f"{len(token_ids)} tokens and an answer do not fit into {max_model_len}"
     return None if reason is None else (reason, "the output is complete already")
+
+
+def _is_computable(sampling: Sampling) -> bool:
+    """Whether a batch can hold the parameters in its arrays. No gateway sends others."""
+    floats = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
+    return all(map(math.isfinite, floats)) and sampling.top_k < 1 << 31
 
 
 def _is_too_long(sequence: Sequence, max_model_len: int) -> bool:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence
 from disagg.proto.messages import TokenLogprobs
 
@@ -23,14 +24,18 @@ _NONE: Mapping[int, TokenLogprobs] = MappingProxyType({})
 def sampled_logprobs(
     logits_SV: Tensor, vocab_size: int, sequences: Seq[Sequence], token_ids: Seq[int]
 ) -> Mapping[int, TokenLogprobs]:
-    """By row, of the rows that ask (`Sampling.logprobs` is not negative): the logarithm of the probability of the
-    row's token in `token_ids`, and the likeliest tokens.
+    """By row, of the rows that ask (`Sampling.logprobs` is not negative) and have a token: the logarithm of the
+    probability of the row's token in `token_ids`, and the likeliest tokens.
 
     The logits (any float dtype, computed with in fp32) are not changed; columns past the vocabulary (padding) are
     ignored. The likeliest are ranked by logit, the smallest id first among equals; where the vocabulary is smaller than
     what was asked for, it is all of them.
     """
-    rows = [row for row, sequence in enumerate(sequences) if sequence.spec.sampling.logprobs >= 0]
+    rows = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.spec.sampling.logprobs >= 0 and token_ids[row] != NO_TOKEN
+    ]
     if not rows:
         return _NONE
     with torch.inference_mode():

@@ -33,7 +33,7 @@ from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, stand_in
-from disagg.engine.sampler import Sampler
+from disagg.engine.sampler import Sampler, row_faults
 from disagg.engine.shared_weights import shared_parameters
 from disagg.engine.weights import load_parameters
 from disagg.kernels.cuda_graph import bucket_sizes
@@ -159,7 +159,8 @@ class TorchModelRunner:
         logits_SV, largest_S = self._score(arrays)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
         token_ids = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
-        return StepResult(token_ids, sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids))
+        logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
+        return StepResult(token_ids, logprobs, row_faults(logits_SV, self.vocab_size, token_ids))
 
     def compute(self, arrays: BatchArrays) -> None:
         """See `ShardRunner.compute`."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from disagg.engine.request import Sequence
+from disagg.proto.errors import InternalError
 from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
@@ -70,14 +71,30 @@ class StepPlan:
         )
 
 
+NO_TOKEN = -1
+"""In place of a token id: nothing could be sampled from the row."""
+
+RowFault = Literal["model", "request"]
+"""Why nothing could be sampled from a row: the model's logits hold NaN, +inf or nothing finite (`model`), or they were
+good and the request's bias, masks, penalties and temperature left nothing finite (`request`)."""
+
+
+class BadLogitsError(InternalError, RuntimeError):
+    """The model gave logits that nothing can be sampled from, in every row of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled."""
+    """What a step sampled. The rows of a step do not depend on each other: a row without a token ends its own sequence
+    only."""
 
     token_ids: list[int]
-    """One for each entry with `samples`, in the order of `plan.entries`."""
+    """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By place in `token_ids`: of exactly those whose sequences ask (`Sampling.logprobs` is not negative)."""
+    """By place in `token_ids`: of exactly those that have a token and whose sequences ask (`Sampling.logprobs` is not
+    negative)."""
+    faults: Mapping[int, RowFault] = field(default_factory=dict)
+    """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
 
 
 class Launched(Protocol):

@@ -14,6 +14,7 @@ Shapes: S sequences, V vocabulary, R rows that are drawn, C ranked tokens of a r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,18 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.model.device_draws import DeviceDraws
+from disagg.engine.plan import NO_TOKEN, RowFault
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
 from disagg.engine.sampling_rules import edits_logits, is_greedy, masks_stops, penalizes
 from disagg.kernels.dispatch import argmax_rows
-from disagg.proto.errors import InternalError
 from disagg.proto.messages import Sampling
 
 _NUM_RANKED = 256
-
-
-class BadLogitsError(InternalError, RuntimeError):
-    """The model gave logits that nothing can be sampled from."""
 
 
 class Sampler:
@@ -53,7 +50,8 @@ class Sampler:
         """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
         `largest_S` is `argmax_rows` of them, where that is known.
 
-        Columns past the vocabulary (padding) are ignored. BadLogitsError when a row holds NaN, +inf or nothing finite;
+        Columns past the vocabulary (padding) are ignored. `NO_TOKEN` for a row that holds NaN, +inf or nothing finite,
+        as the model gave it or after its own bias, masks, penalties and temperature: no other row depends on it.
         ValueError when shapes do not fit.
         """
         if logits_SV.dim() != 2 or logits_SV.shape[0] != len(sequences) or logits_SV.shape[1] < self._vocab_size:
@@ -66,7 +64,6 @@ class Sampler:
         tokens = [0] * len(sequences)
         if plain:
             tokens = (argmax_rows(logits_SV, self._vocab_size) if largest_S is None else largest_S).tolist()
-            refuse_bad_rows([row for row in plain if tokens[row] < 0], sequences)
         for rows, choose in ((edited, self._choose_edited), (drawn, self._draw)):
             if rows:
                 chosen = choose(logits_SV[rows], [sequences[row] for row in rows])
@@ -76,7 +73,8 @@ class Sampler:
 
     @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        return _checked(argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size), sequences)
+        chosen: list[int] = argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size).tolist()
+        return chosen
 
     @torch.inference_mode()
     def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
@@ -87,7 +85,7 @@ class Sampler:
         for first in range(0, len(sequences), self._draws.max_rows):
             rows = slice(first, first + self._draws.max_rows)
             drawn_R = self._draws.draw(edited_RV[rows], sequences[rows], [0] * len(sequences[rows]))
-            chosen += _checked(drawn_R, sequences[rows])
+            chosen += drawn_R.tolist()
         return chosen
 
 
@@ -166,11 +164,14 @@ def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
     scaled_RV = logits_RV / temperatures_R[:, None]
     top_R1 = scaled_RV.amax(dim=-1, keepdim=True)
     mass_R = (scaled_RV - top_R1).exp_().sum(dim=-1, dtype=torch.float64)
-    _check(mass_R, sequences)
+    is_good_R = torch.isfinite(mass_R).tolist()
     values_RC, ids_RC = scaled_RV.topk(min(_NUM_RANKED, vocab_size), dim=-1)
     masses, values, ids = mass_R.tolist(), values_RC.cpu().numpy(), ids_RC.cpu().numpy()
     chosen = []
     for row, sequence in enumerate(sequences):
+        if not is_good_R[row]:
+            chosen.append(NO_TOKEN)
+            continue
         sampling = sequence.spec.sampling
         u = uniform(sampling.seed, sequence.num_output_tokens)
         token = _draw(_rank_top(values[row], ids[row], masses[row], vocab_size), sampling, u)
@@ -259,21 +260,13 @@ def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling
     return None if sampling.top_p < 1.0 or sampling.min_p > 0.0 else 0
 
 
-def _check(finite_S: Tensor, sequences: Seq[Sequence]) -> None:
-    """Each row's sum is finite exactly when the row can be sampled from."""
-    refuse_bad_rows((~torch.isfinite(finite_S)).nonzero()[:, 0].tolist(), sequences)
+# ---------------------------------------------------------------- rows without a token
 
 
-def _checked(chosen_R: Tensor, sequences: Seq[Sequence]) -> list[int]:
-    """Tokens on the host, of which none is -1."""
-    chosen: list[int] = chosen_R.tolist()
-    refuse_bad_rows([row for row, token in enumerate(chosen) if token < 0], sequences)
-    return chosen
-
-
-def refuse_bad_rows(rows: Seq[int], sequences: Seq[Sequence]) -> None:
-    """Raise BadLogitsError if there are any."""
+def row_faults(logits_SV: Tensor, vocab_size: int, token_ids: Seq[int]) -> Mapping[int, RowFault]:
+    """Why the rows without a token have none, by row. `logits_SV` are the model's, before any edit."""
+    rows = [row for row, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
     if not rows:
-        return
-    keys = ", ".join(f"{sequences[row].key}" for row in rows)
-    raise BadLogitsError(f"the model's logits are not finite for {keys}")
+        return {}
+    of_model = argmax_rows(logits_SV[rows], vocab_size).tolist()
+    return {row: "model" if largest == NO_TOKEN else "request" for row, largest in zip(rows, of_model, strict=True)}

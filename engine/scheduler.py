@@ -33,6 +33,7 @@ No deadlock at admission either: a sequence that is alone gets in whenever its k
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 
@@ -41,13 +42,17 @@ from disagg.engine.block_manager import BlockManager
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.lazy_heap import LazyHeap
-from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.room import Room
 from disagg.engine.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.swap import SwapIn, SwapOut, SwapPool
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+UNSAMPLABLE = "the bias, masks, penalties and temperature leave no token with a finite logit"
 
 Effect = SwapOut | SwapIn | Ended
 """What a plan needs to be done before it is run, and what it ended."""
@@ -303,7 +308,8 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Take in the result of a step: one token per sampling entry. For each sequence its token comes first.
-        Sequences that ended while it was computed get nothing."""
+        Sequences that ended while it was computed get nothing; one whose row gave no token ends, and nothing that the
+        step wrote for it is published."""
         events: list[Event] = []
         tokens = enumerate(result.token_ids)
         for entry in plan.entries:
@@ -311,16 +317,26 @@ class Scheduler:
             if sequence.state is SequenceState.ENDED:
                 next(tokens)  # only decodes are computed ahead, and each of them samples
                 continue
+            place, token_id = next(tokens) if entry.samples else (-1, -1)
+            if (fault := result.faults.get(place)) is not None:
+                events.append(self._end_faulty(sequence, fault))
+                continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens
             self.room.publish(sequence, entry.start)
             if entry.samples:
-                place, token_id = next(tokens)
                 sampled = self._append(sequence, token_id, result.logprobs.get(place))
                 events.append(sampled)
                 events += self._end_if_finished(sequence)
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
                 events.append(self._hold(sequence, sampled))
         return events
+
+    def _end_faulty(self, sequence: Sequence, fault: RowFault) -> Ended:
+        if fault == "request":
+            _log.warning("%s ends: its sampling settings left no finite logit; other sequences go on", sequence.key)
+            return self.end(sequence, "invalid", UNSAMPLABLE)
+        _log.error("%s ends: the model's logits of its row are not finite; other sequences go on", sequence.key)
+        return self.end(sequence, "failed", "step: the model's logits are not finite")
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         index = sequence.num_output_tokens

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from disagg.engine.ahead import NOTHING, may_launch, plan_ahead
 from disagg.engine.commands import Ended, Event, TokenSampled
-from disagg.engine.plan import Launched, Launcher, ModelRunner, StepPlan, StepResult
+from disagg.engine.plan import BadLogitsError, Launched, Launcher, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.scheduler import Scheduler
 
@@ -83,13 +83,14 @@ class Steps:
 
     def _finish(self, plan: StepPlan, wait: Callable[[], StepResult], began: float) -> list[Event]:
         """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
-        published."""
+        published. A row that nothing can be sampled from ends its own sequence only (`Scheduler.apply`)."""
         num_sampled = sum(entry.samples for entry in plan.entries)
         self.num_done += 1
         try:
             result = wait()
             if len(result.token_ids) != num_sampled:
                 raise RuntimeError(f"{len(result.token_ids)} tokens were sampled instead of {num_sampled}")
+            _check_logits(plan, result)
         except Exception as error:
             return self._failed(plan, error)
         self.last_plan, self.last_began = plan, began
@@ -103,6 +104,14 @@ class Steps:
             for entry in plan.entries
             if entry.sequence.state is not SequenceState.ENDED
         ]
+
+
+def _check_logits(plan: StepPlan, result: StepResult) -> None:
+    """Raise BadLogitsError if the model gave nothing good in any row of several: then the device is at fault, or what
+    the rows share. Sequences that ended before do not count."""
+    live = [entry for entry in plan.entries if entry.samples and entry.sequence.state is not SequenceState.ENDED]
+    if len(live) > 1 and sum(fault == "model" for fault in result.faults.values()) == len(live):
+        raise BadLogitsError(f"the model's logits are not finite in any of {len(live)} rows")
 
 
 def failed(scheduler: Scheduler, sequence: Sequence, what: str, error: Exception) -> Ended:

@@ -2,7 +2,8 @@
 
     DisaggError
     ├── InvalidRequestError        400  INVALID_ARGUMENT     the client's input; names the field
-    │   └── ContextLengthError     400  INVALID_ARGUMENT
+    │   ├── ContextLengthError     400  INVALID_ARGUMENT
+    │   └── UnsamplableError       400  INVALID_ARGUMENT
     ├── AuthenticationError        401  UNAUTHENTICATED
     ├── PermissionDeniedError      403  PERMISSION_DENIED
     ├── ModelNotFoundError         404  NOT_FOUND
@@ -47,6 +48,12 @@ class ContextLengthError(InvalidRequestError):
     """Prompt plus answer can never fit."""
 
     code = "context_length_exceeded"
+
+
+class UnsamplableError(InvalidRequestError):
+    """The sampling settings, each of which is allowed, leave no token that can be sampled. Found while sampling."""
+
+    code = "no_token_to_sample"
 
 
 class AuthenticationError(DisaggError):

@@ -20,9 +20,10 @@ from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, Requ
 from disagg.proto.token_ids import PackedTokenIds, check_packed, num_token_ids
 
 RoleName = Literal["prefill", "decode"]
-EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed", "invalid"]
 """`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `preempted` that
-the worker needed the sequence's memory, and it goes on elsewhere or later; `failed` is a fault."""
+the worker needed the sequence's memory, and it goes on elsewhere or later; `failed` is a fault; `invalid` that the
+request itself is the cause, so that it is not tried again: no token can be sampled with its settings."""
 
 MAX_FRAME_BYTES = 16 << 20
 

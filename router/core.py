@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledError, UnavailableError
+from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledError, UnavailableError, UnsamplableError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
 from disagg.router import events, integrity
@@ -296,6 +296,10 @@ class RouterCore:
             case "cancelled" if worker_id == attempt.decode and attempt.live:
                 # P gave the reservation up, and says why itself.
                 self.counters["decode_leg_cancelled"] += 1
+            case "invalid":
+                # The request is the cause: no other worker would do better, and no worker is to blame.
+                self.counters["invalid"] += 1
+                self._lost_attempt(record, UnsamplableError("sampling", end.detail), now)
             case "failed" | "cancelled":
                 self._failed(record, worker_id, end, now)
 

@@ -23,9 +23,8 @@ from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.model.device_inputs import NO_SOURCE, Pending
 from disagg.engine.model.replay import ReplayedDecoder
 from disagg.engine.model.staged import Mark
-from disagg.engine.plan import Launched, StepPlan, StepResult
+from disagg.engine.plan import NO_TOKEN, Launched, RowFault, StepPlan, StepResult
 from disagg.engine.request import SequenceState
-from disagg.engine.sampler import refuse_bad_rows
 from disagg.engine.sampling_rules import is_greedy
 
 
@@ -83,16 +82,16 @@ class _QueuedStep:
         self._on_host = on_host
 
     def result(self) -> StepResult:
-        """See `Launched.result`. A row of a sequence that has ended was computed in vain, and may give no token.
-
-        Raises:
-            BadLogitsError: nothing can be sampled from a row.
-        """
+        """See `Launched.result`. A row of a sequence that has ended was computed in vain, and may give no token; that
+        is no fault. No row is edited, so that every other row without a token is the model's fault."""
         sequences = [entry.sequence for entry in self.plan.decodes]
         token_ids = self._on_host.read(len(sequences))
-        wanted = [row for row, sequence in enumerate(sequences) if sequence.state is not SequenceState.ENDED]
-        refuse_bad_rows([row for row in wanted if token_ids[row] < 0], sequences)
-        return StepResult(token_ids)
+        faults: dict[int, RowFault] = {
+            row: "model"
+            for row, sequence in enumerate(sequences)
+            if token_ids[row] == NO_TOKEN and sequence.state is not SequenceState.ENDED
+        }
+        return StepResult(token_ids, faults=faults)
 
 
 class _IdsOnHost:

@@ -15,7 +15,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.request import GenerationInput
 from disagg.router.gateway.tokenizer import ModelInfo
-from disagg.router.gateway.values import FloatRange, check_float, check_ids, check_int, check_unicode, shown
+from disagg.router.gateway.values import FloatRange, as_float32, check_float, check_ids, check_int, check_unicode, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -23,6 +23,8 @@ MAX_STOP_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 64) - 1
+MIN_REPETITION_PENALTY = as_float32(0.01)
+"""A logit is divided by the penalty: a smaller one makes more than a finite number of it."""
 
 _FLOATS = {
     "temperature": FloatRange(0, 100),
@@ -30,7 +32,7 @@ _FLOATS = {
     "min_p": FloatRange(0, 1),
     "presence_penalty": FloatRange(-2, 2),
     "frequency_penalty": FloatRange(-2, 2),
-    "repetition_penalty": FloatRange(0, 100, low_is_open=True),
+    "repetition_penalty": FloatRange(MIN_REPETITION_PENALTY, 100),
 }
 _LOGIT_BIAS = FloatRange(-100, 100)
 
@@ -44,10 +46,13 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         for name, allowed in _FLOATS.items()
         if (value := getattr(given, name)) is not None
     }
+    min_tokens, stop_token_ids = _check_min_tokens(given), _check_stop_ids(given, model)
+    if min_tokens and len(stop_token_ids) >= model.vocab_size:
+        raise InvalidRequestError("stopping.min_tokens", "every token is a stop id, so none may come before them")
     others = Sampling(
         top_k=_check_top_k(given.top_k or 0, model.vocab_size),
-        min_tokens=_check_min_tokens(given),
-        stop_token_ids=_check_stop_ids(given, model),
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
         logit_bias=_check_logit_bias(given.logit_bias, model.vocab_size),
         logprobs=_check_logprobs(given.logprobs, model.vocab_size),
     )

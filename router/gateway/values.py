@@ -31,13 +31,17 @@ class FloatRange(NamedTuple):
         return f"{'(' if self.low_is_open else '['}{self.low:g}, {self.high:g}]"
 
 
+def as_float32(value: float) -> float:
+    """The nearest 32-bit float. Raises `OverflowError` where there is none."""
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    return float(rounded)
+
+
 def check_float(value: float, field: str, allowed: FloatRange) -> float:
     """`value` as the nearest 32-bit float, which is what gRPC carries: both protocols sample alike. Raises
     `InvalidRequestError` naming `field`, also where only the nearest 32-bit float is out of range."""
-    if value in allowed:
-        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
-        if rounded in allowed:
-            return float(rounded)
+    if value in allowed and (rounded := as_float32(value)) in allowed:
+        return rounded
     raise InvalidRequestError(field, f"must be in {allowed}, not {shown(value)}")
 
 

@@ -8,13 +8,21 @@ ids that the host does not know from the step that samples them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from disagg.engine.fake import FakeModelRunner
-from disagg.engine.plan import Buffer, Launched, Launcher, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import (
+    Buffer,
+    Launched,
+    Launcher,
+    RowFault,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from tests.support.engine import BLOCK, VOCAB_SIZE
@@ -28,6 +36,7 @@ class QueuedStep:
     wait: Callable[[], None]
     token_ids: list[int] = field(default_factory=list)
     """Empty until it is computed."""
+    faults: Mapping[int, RowFault] = field(default_factory=dict)
     error: Exception | None = None
     was_asked: bool = False
 
@@ -38,7 +47,8 @@ class QueuedStep:
         self.wait()
         if self.error is not None:
             raise self.error
-        return StepResult(list(self.token_ids))
+        live = [entry.sequence.state is not SequenceState.ENDED for entry in self.plan.decodes]
+        return StepResult(list(self.token_ids), faults={row: why for row, why in self.faults.items() if live[row]})
 
 
 class QueueingRunner(FakeModelRunner):
@@ -89,7 +99,8 @@ class QueueingRunner(FakeModelRunner):
                 step.error = RuntimeError("result is broken")
                 step.token_ids = [0] * len(entries)
             else:
-                step.token_ids = super(QueueingRunner, self).run(StepPlan(tuple(e.known() for e in entries))).token_ids
+                result = super(QueueingRunner, self).run(StepPlan(tuple(e.known() for e in entries)))
+                step.token_ids, step.faults = result.token_ids, result.faults
 
         self._queue.append(compute)
         return step
@@ -140,7 +151,7 @@ class _Copied:
         token_ids = list(self.token_ids)
         if self.after is not None:
             row = [entry.sequence for entry in self.after.plan.decodes].index(self.entry.sequence)
-            token_ids.append(self.after.token_ids[row])
+            token_ids.append(max(0, self.after.token_ids[row]))  # as `DeviceStepInputs` does where there is none
         sequence = EngineSequence(
             self.entry.sequence.spec,
             SequenceState.RUNNING,

@@ -150,13 +150,19 @@ class FakeGroup:
 
 
 @contextmanager
-def fake_group(size: int, num_kv_heads: int = 1, num_blocks: int = 10, block_size: int = 16) -> Iterator[FakeGroup]:
-    """A group of fake runners of `VOCAB_SIZE` tokens; closed in the end."""
+def fake_group(
+    size: int,
+    num_kv_heads: int = 1,
+    num_blocks: int = 10,
+    block_size: int = 16,
+    make: Callable[..., FakeModelRunner] = FakeModelRunner,
+) -> Iterator[FakeGroup]:
+    """A group of fake runners of `VOCAB_SIZE` tokens, which `make` makes; closed in the end."""
     lost: list[BaseException] = []
     faults: list[BaseException] = []
     followers = LineFollowers(size, lost.append)
     runners = [
-        FakeModelRunner(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
+        make(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
         for rank in range(size)
     ]
     ranks, ends = [], []

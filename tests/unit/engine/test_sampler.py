@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.engine.plan import NO_TOKEN
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sampler import BadLogitsError, Sampler
-from disagg.proto.errors import InternalError
+from disagg.engine.sampler import Sampler, row_faults
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
@@ -70,8 +70,7 @@ def test_the_largest_logits_may_be_known_before() -> None:
     values, known = logits([1, 3, 2], [0, 9, 0], [5, 4, 0]), torch.tensor([1, -1, 0])
     mixed = [sequence(temperature=0.0), sequence(top_k=1), sequence(temperature=0.0, logit_bias=((2, 9.0),))]
     assert Sampler(3).sample(values, mixed, known) == [1, 1, 2]
-    with pytest.raises(BadLogitsError, match="not finite"):
-        Sampler(3).sample(values, [sequence(temperature=0.0)] * 3, known)
+    assert Sampler(3).sample(values, [sequence(temperature=0.0)] * 3, known) == [1, NO_TOKEN, 0]
 
 
 def test_greedy_takes_the_smallest_id_among_equals() -> None:
@@ -356,12 +355,39 @@ def test_draws_follow_the_probabilities() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row", [[1.0, math.nan, 2.0], [1.0, math.inf, 0.0], [-math.inf] * 3])
-def test_logits_that_are_not_finite_are_an_error_that_names_the_request(row: list[float], temperature: float) -> None:
-    sequences = [sequence(temperature=temperature), sequence(temperature=temperature)]
-    with pytest.raises(BadLogitsError, match=r"not finite for r/1$") as caught:
-        Sampler(3).sample(logits([1.0, 2.0, 3.0], row), sequences)
-    assert isinstance(caught.value, InternalError)
-    assert isinstance(caught.value, RuntimeError)
+def test_a_row_of_the_model_that_is_not_finite_gives_no_token(row: list[float], temperature: float) -> None:
+    sequences = [sequence(temperature=temperature, top_k=1), sequence(temperature=temperature)]
+    values = logits([1.0, 2.0, 3.0], row)
+    token_ids = Sampler(3).sample(values, sequences)
+    assert token_ids == [2, NO_TOKEN]
+    assert row_faults(values, 3, token_ids) == {1: "model"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1e-38},
+        {"logit_bias": ((0, 3e38), (0, 3e38))},
+        {"logit_bias": ((1, math.nan),)},
+        {"frequency_penalty": -3e38, "presence_penalty": -3e38},
+        {"min_tokens": 9, "stop_token_ids": (0, 1, 2)},
+    ],
+)
+def test_a_row_that_its_request_spoils_gives_no_token(sampling: dict[str, Any], temperature: float) -> None:
+    sequences = [
+        sequence(temperature=temperature, top_k=1, frequency_penalty=0.1),
+        sequence(output=(0,), temperature=temperature, **sampling),
+        sequence(temperature=0.0),
+    ]
+    values = logits(*[[5.0, 20.0, 3.0]] * 3)
+    token_ids = Sampler(3).sample(values, sequences)
+    assert token_ids == [1, NO_TOKEN, 1]
+    assert row_faults(values, 3, token_ids) == {1: "request"}
+
+
+def test_rows_with_tokens_have_no_fault() -> None:
+    assert row_faults(logits([1.0, math.nan]), 2, [0]) == {}
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 4, 1)])

@@ -18,7 +18,7 @@ from disagg.proto.errors import (
 from disagg.proto.messages import Sampling, decoder, encode
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
-from disagg.router.gateway.tokenizer import ServedModel
+from disagg.router.gateway.tokenizer import ModelInfo, ServedModel
 from disagg.router.gateway.validate import (
     MAX_CHAT_MESSAGES,
     CheckedRequest,
@@ -63,7 +63,10 @@ WRONG: list[tuple[GenerationInput, str]] = [
     *((asked(min_p=v), "sampling.min_p") for v in (NAN, -0.1, 1.1)),
     *((asked(presence_penalty=v), "sampling.presence_penalty") for v in (NAN, -2.1, 2.1)),
     *((asked(frequency_penalty=v), "sampling.frequency_penalty") for v in (NAN, -2.1, INF)),
-    *((asked(repetition_penalty=v), "sampling.repetition_penalty") for v in (NAN, 0.0, -1.0, 101.0, HUGE)),
+    *(
+        (asked(repetition_penalty=v), "sampling.repetition_penalty")
+        for v in (NAN, 0.0, 1e-38, 0.0099, -1.0, 101.0, HUGE)
+    ),
     *((asked(seed=v), "sampling.seed") for v in (-1, 2**64, HUGE)),
     *((asked(logprobs=v), "sampling.logprobs") for v in (-1, 21, HUGE)),
     *((asked(logit_bias={v: 1.0}), "sampling.logit_bias") for v in (-1, VOCAB_SIZE, HUGE)),
@@ -111,6 +114,18 @@ def test_a_wrong_field_is_named(limits: Limits, wrong: GenerationInput, field: s
     assert caught.value.grpc_code == "INVALID_ARGUMENT"
     assert caught.value.code == "invalid_value"
     assert caught.value.message.isprintable()
+
+
+def test_some_token_must_be_allowed_before_min_tokens() -> None:
+    """Stop ids are masked until then; where they are the whole vocabulary nothing could be sampled."""
+    tiny = Limits(ModelInfo(name=MODEL_NAME, vocab_size=4, max_model_len=64, eos_token_ids=(3,)), 64)
+    with pytest.raises(InvalidRequestError, match="every token is a stop id") as caught:
+        check_request(asked(min_tokens=1, stop_token_ids=(0, 1, 2, 2)), tiny)
+    assert caught.value.field == "stopping.min_tokens"
+    assert check_request(asked(stop_token_ids=(0, 1, 2)), tiny).sampling.stop_token_ids == (0, 1, 2, 3)
+    assert check_request(asked(min_tokens=1, stop_token_ids=(0, 1)), tiny).sampling.min_tokens == 1
+    open_ended = asked(min_tokens=1, stop_token_ids=(0, 1, 2), ignore_eos=True)
+    assert check_request(open_ended, tiny).sampling.stop_token_ids == (0, 1, 2)
 
 
 RIGHT: list[GenerationInput] = [
@@ -343,7 +358,7 @@ def assert_within_limits(checked: CheckedRequest, fitted: Sampling, num_prompt_t
     assert 0 <= fitted.min_p <= 1
     assert -2 <= fitted.presence_penalty <= 2
     assert -2 <= fitted.frequency_penalty <= 2
-    assert 0 < fitted.repetition_penalty <= 100
+    assert 0.0099999 < fitted.repetition_penalty <= 100
     assert 0 <= fitted.seed < 2**64
     assert 0 <= fitted.min_tokens <= fitted.max_tokens
     assert 1 <= fitted.max_tokens <= MAX_MODEL_LEN - num_prompt_tokens

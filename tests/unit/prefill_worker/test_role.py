@@ -384,6 +384,21 @@ async def test_an_answer_of_one_token_ends_here_and_cancels_the_reservation(stre
         await until(it.idle)
 
 
+async def test_a_prompt_without_a_token_to_sample_is_told_once_and_by_its_cause(streams: list[PlayedStream]) -> None:
+    """Also where a chunk of it was to be gathered behind its step."""
+    async with offered(spec_of("a"), streams) as (it, stream):
+        await it.reserve(stream)
+        it.context.commands()
+        it.role.on_event(ChunkPlanned(key_of("a"), 10))
+        it.context.command(Gather)
+        it.role.on_event(Ended(key_of("a"), GATEWAY, "invalid", "nothing to sample"))
+        it.role.on_event(Gathered(key_of("a"), 0, ok=False))
+        assert [(end.reason, end.detail) for end in it.context.ends] == [("invalid", "nothing to sample")]
+        assert stream.message(Abort).reason == "ended on the prefill worker: invalid"
+        stream.say(AbortAck(request_id=A, attempt=1))
+        await until(it.idle)
+
+
 async def test_a_gather_that_fails_ends_its_attempt_and_nothing_else(streams: list[PlayedStream]) -> None:
     async with offered(spec_of("a"), streams) as (it, stream):
         await it.reserve(stream)

@@ -13,6 +13,8 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
      "sampling.top_p: must be in (0, 1], not 2"),
     (errors.ContextLengthError("prompt", "too long"), 400, "INVALID_ARGUMENT", "context_length_exceeded",
      "prompt: too long"),
+    (errors.UnsamplableError("sampling", "nothing left"), 400, "INVALID_ARGUMENT", "no_token_to_sample",
+     "sampling: nothing left"),
     (errors.AuthenticationError("no key"), 401, "UNAUTHENTICATED", "authentication_error", "no key"),
     (errors.PermissionDeniedError("no"), 403, "PERMISSION_DENIED", "permission_denied", "no"),
     (errors.ModelNotFoundError("gpt", ["a", "b"]), 404, "NOT_FOUND", "model_not_found",

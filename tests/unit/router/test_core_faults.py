@@ -119,6 +119,29 @@ def test_a_failed_decode_goes_on_elsewhere_after_the_tokens_that_were_shown() ->
     assert (trace.attempts, trace.decode_worker) == (2, "d1")
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_request_that_is_the_cause_itself_is_not_tried_again_and_costs_the_others_nothing(leg: str) -> None:
+    """It names what happened, and takes no attempt of the retry budget: a fault of another is tried again."""
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, retry_burst=1, retry_share=0.0))
+    for number in range(5):
+        name = f"bad{number}"
+        it.start(name, "p0", "d0")
+        expected = [f"fail {name} UnsamplableError"]
+        if leg == "decode":
+            it.hand_over(name, "p0", "d0", 100)
+        else:
+            expected.insert(0, f"cancel d0 {name}/0")
+        worker = "p0" if leg == "prefill" else "d0"
+        assert it.update(worker, end_update(name, 0, "invalid", detail="no finite logit")) == expected
+        assert str(it.errors[name]) == "sampling: no finite logit"
+        assert (it.errors[name].http_status, it.errors[name].code) == (400, "no_token_to_sample")
+    assert it.core.holdings() == EMPTY
+    assert (it.core.counters["invalid"], it.core.counters["decode_failed"]) == (5, 0)
+    it.start("r0", "p0", "d0")
+    assert it.update("p0", end_update("r0", 0, "failed")) == ["cancel d0 r0/0"]
+    assert it.at(it.now + 1.0) == ["dispatch p0 r0/1 -> d0"]
+
+
 def test_what_the_lost_attempt_still_says_is_dropped() -> None:
     it = Scenario("p0", "d0", "d1")
     it.start("r0", "p0", "d0")
