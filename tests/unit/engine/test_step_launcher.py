@@ -7,9 +7,8 @@ for the tests of `tests/support/queueing.py`'s runner, and for those on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -31,47 +30,12 @@ from disagg.kernels.filters import Filters
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
+from tests.support.captured import CallingCapturer, draw_on_host
 from tests.support.stepping import decode, decodes_of, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
 MAX_NUM_SEQS = 5
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Again(Generic[T]):
-    """A capture that calls what was captured."""
-
-    run: Callable[[], T]
-
-    def replay(self) -> T:
-        return self.run()
-
-
-class CallingCapturer:
-    """Captures anything, of any dtype."""
-
-    def capture(self, run: Callable[[], T]) -> tuple[T, Again[T]]:
-        return run(), Again(run)
-
-    def compute(self, run: Callable[[], T], kind: object) -> T:
-        return run()
-
-
-def draw_on_host(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
-    """In place of the kernel: the engine's sampler, told what the kernel is told."""
-    columns = (
-        filters.temperatures_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, filters.seeds_R, filters.indices_R
-    )  # fmt: skip
-    drawn = []
-    for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        temperature, top_k, top_p, min_p, seed, index = values
-        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-        sequence = make_sequence([0], [], **rules)
-        sequence.token_ids += [0] * index
-        drawn += Sampler(vocab_size).sample(logits_RV[row : row + 1], [sequence])
-    return torch.tensor(drawn)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,122 @@
+"""Captured and queued steps where nothing captures: on a CPU, in a unit test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from disagg.engine.logprobs import sampled_logprobs
+from disagg.engine.model import device_draws, replay
+from disagg.engine.model.batch import Batch
+from disagg.engine.model.device_draws import DeviceDraws
+from disagg.engine.model.device_inputs import DeviceStepInputs
+from disagg.engine.model.replay import ReplayedDecoder
+from disagg.engine.model.step_launcher import StepLauncher
+from disagg.engine.plan import Launched, Launcher, StepPlan, StepResult
+from disagg.engine.sampler import Sampler, row_faults
+from disagg.kernels.filters import Filters
+from tests.support.engine import VOCAB_SIZE
+from tests.support.sampling import SampledRunner
+from tests.support.stepping import make_sequence
+
+CPU = torch.device("cpu")
+MAX_NUM_SEQS = 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Again(Generic[T]):
+    """A capture that calls what was captured."""
+
+    run: Callable[[], T]
+
+    def replay(self) -> T:
+        return self.run()
+
+
+class CallingCapturer:
+    """Captures anything, of any dtype."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Again[T]]:
+        return run(), Again(run)
+
+    def compute(self, run: Callable[[], T], kind: object) -> T:
+        return run()
+
+
+def draw_on_host(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
+    """In place of the kernel: the engine's sampler, told what the kernel is told."""
+    columns = (
+        filters.temperatures_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, filters.seeds_R, filters.indices_R
+    )  # fmt: skip
+    drawn = []
+    for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        temperature, top_k, top_p, min_p, seed, index = values
+        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        sequence = make_sequence([0], [], **rules)
+        sequence.token_ids += [0] * index
+        drawn += Sampler(vocab_size).sample(logits_RV[row : row + 1], [sequence])
+    return torch.tensor(drawn)
+
+
+@contextmanager
+def captured_steps() -> Iterator[None]:
+    """Decode steps read where a GPU's do, and are captured and replayed as they are there."""
+    with (
+        mock.patch.object(replay, "StepInputs", DeviceStepInputs),
+        mock.patch.object(replay, "capturer", return_value=CallingCapturer()),
+        mock.patch.object(device_draws, "draw_rows", draw_on_host),
+    ):
+        yield
+
+
+class CapturedRunner(SampledRunner):
+    """Captured and queued steps of a decoder whose logits depend on a row's last token and its position, to the bit. To
+    be made and used within `captured_steps`."""
+
+    def __init__(self, num_blocks: int, *, ahead: bool) -> None:
+        super().__init__(num_blocks)
+        max_blocks = self.max_model_len // self.block_size
+        decoder: Any = self
+        self._replayed = ReplayedDecoder(decoder, self.vocab_size, MAX_NUM_SEQS, max_blocks, CPU)
+        draws = DeviceDraws(MAX_NUM_SEQS, self.vocab_size, CPU)
+        self._sampler = Sampler(self.vocab_size, draws)
+        self.num_behind = 0
+        """Steps that were launched behind one whose tokens were not known."""
+        self._launcher = StepLauncher(self._replayed, self._batches, draws, CPU) if ahead else None
+        if self._launcher is not None:
+            self._launcher.launch = self._counting(self._launcher.launch)  # type: ignore[method-assign]
+
+    @property
+    def launcher(self) -> Launcher | None:  # type: ignore[override]
+        """See `ModelRunner.launcher`."""
+        return self._launcher
+
+    def _counting(self, launch: Callable[[StepPlan, Launched | None], Launched]) -> Any:
+        def counted(plan: StepPlan, after: Launched | None) -> Launched:
+            self.num_behind += after is not None
+            return launch(plan, after)
+
+        return counted
+
+    def forward(self, batch: Batch) -> Tensor:
+        """See `Decoder.forward`."""
+        rows = slice(None) if batch.sample_rows is None else batch.sample_rows
+        words_R = batch.token_ids_T[rows] * 31 + batch.positions_T[rows] * 7
+        columns_RV = (torch.arange(VOCAB_SIZE)[None, :] - words_R[:, None]) % VOCAB_SIZE
+        return self._rows[words_R % len(self._rows)].gather(1, columns_RV)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """See `ModelRunner.run`."""
+        logits_SV, largest_S = self._replayed.forward(self._batches.arrays(plan))
+        sequences = [entry.sequence for entry in plan.entries if entry.samples]
+        tokens = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
+        logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, tokens)
+        return StepResult(tokens, logprobs, row_faults(logits_SV, self.vocab_size, tokens))
