@@ -257,7 +257,9 @@ def fuzz(name: str, count: int, seed: int = 0, change: Callable[[Sampling], Samp
     waiting: dict[bool, list[SequenceSpec]] = {True: [], False: []}
     """Guests of the next batch: where steps are queued, those that can be have batches of their own."""
     with way(name, verdict) as serve:
-        alone = {each.request_id: outcome(serve([each]), [each.request_id])[each.request_id] for each in innocents()}
+        alone: dict[str, tuple[Any, ...]] = {
+            each.request_id: outcome(serve([each]), [each.request_id])[each.request_id] for each in innocents()
+        }
 
         def run_batch(guests: list[SequenceSpec]) -> None:
             is_queued = name == "queued" and all(map(is_plain, guests))

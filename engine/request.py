@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.engine.text_counts import TextCounts
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
@@ -54,6 +55,8 @@ class Sequence:
     reserved_blocks: int = 0
     """Blocks promised at admission and not allocated yet."""
     num_preemptions: int = 0
+    text_counts: TextCounts | None = None
+    """Of its ids, where they are penalized and one was sampled here."""
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
     key: AttemptKey = field(init=False)

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.model.device_draws import DeviceDraws
+from disagg.engine.penalties import penalize_rows
 from disagg.engine.plan import NO_TOKEN, RowFault
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
-from disagg.engine.sampling_rules import edits_logits, is_greedy, masks_stops, penalizes
+from disagg.engine.sampling_rules import edits_logits, is_greedy, masks_stops
 from disagg.kernels.dispatch import argmax_rows
 from disagg.proto.messages import Sampling
 
@@ -35,7 +36,7 @@ _NUM_RANKED = 256
 
 
 class Sampler:
-    """Samples rows of logits. Stateless: penalties are counted from the sequences' ids on every call.
+    """Samples rows of logits. Stateless: what penalties count is kept by the sequences.
 
     Args:
         vocab_size: columns of the logits that are tokens.
@@ -66,7 +67,8 @@ class Sampler:
             tokens = (argmax_rows(logits_SV, self._vocab_size) if largest_S is None else largest_S).tolist()
         for rows, choose in ((edited, self._choose_edited), (drawn, self._draw)):
             if rows:
-                chosen = choose(logits_SV[rows], [sequences[row] for row in rows])
+                logits_RV = logits_SV if len(rows) == len(sequences) else logits_SV[rows]
+                chosen = choose(logits_RV, [sequences[row] for row in rows])
                 for row, token in zip(rows, chosen, strict=True):
                     tokens[row] = token
         return tokens
@@ -120,8 +122,7 @@ def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
                 _add_bias(logits_V, sampling)
             if masks_stops(sequence):
                 _mask_stops(logits_V, sampling)
-            if penalizes(sampling):
-                _penalize(logits_V, sequence)
+    penalize_rows(edited, sequences)
     return edited
 
 
@@ -135,24 +136,6 @@ def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
 def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
     """Change one row in place."""
     logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
-
-
-def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
-    """Change one row in place.
-
-    Repetition (Keskar et al., CTRL, 2019): positive logits of known ids are divided by the penalty, others multiplied.
-    Presence and frequency: subtracted once, and once per occurrence, for output ids.
-    """
-    sampling = sequence.spec.sampling
-    if sampling.repetition_penalty != 1.0:
-        known = torch.tensor(sorted(set(sequence.token_ids)), device=logits_V.device)
-        values = logits_V[known]
-        penalty = sampling.repetition_penalty
-        logits_V[known] = torch.where(values > 0, values / penalty, values * penalty)
-    output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-    if output_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        ids, counts = torch.unique(torch.tensor(output_ids, device=logits_V.device), return_counts=True)
-        logits_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
 # ---------------------------------------------------------------- the choice

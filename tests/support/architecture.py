@@ -44,6 +44,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/convert.py",
         "engine/kv_cache.py",
         "engine/logprobs.py",
+        "engine/penalties.py",
         "engine/model/*",
         "engine/model_runner.py",
         "engine/process_groups.py",

@@ -83,6 +83,7 @@ PURE = (
     "engine/commands.py",
     "engine/config.py",
     "engine/counters.py",
+    "engine/text_counts.py",
     "engine/core.py",
     "engine/failpoints.py",
     "engine/fake.py",
