@@ -49,8 +49,9 @@ def before_tail(start: int, num_tokens: int, tail_tokens: int, block_size: int) 
     """How many of the last `num_tokens` tokens of a prompt to compute first, when their KV is to be handed over.
 
     The rest, `tail_tokens` or up to a block more, is a short step of its own, behind which the KV of the others
-    travels. All of them where that would not pay, or `tail_tokens` is 0.
+    travels. All of them where that would not pay, where no block ends before the tail, or where `tail_tokens` is 0.
     """
     if not tail_tokens or num_tokens < _WORTH_A_TAIL * tail_tokens:
         return num_tokens
-    return (start + num_tokens - tail_tokens) // block_size * block_size - start
+    num_before = (start + num_tokens - tail_tokens) // block_size * block_size - start
+    return num_before if num_before > 0 else num_tokens

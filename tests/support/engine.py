@@ -87,6 +87,7 @@ def make_core(
     swap_bytes: int = 0,
     roles: tuple[RoleName, ...] = ("prefill", "decode"),
     scheduling: Scheduling = "decode_first",
+    tail_tokens: int = 0,
     runner: ModelRunner | None = None,
 ) -> EngineCore:
     """A core over a fake runner; ten blocks of 16 tokens unless told otherwise, and no host memory."""
@@ -100,6 +101,7 @@ def make_core(
         watermark=watermark,
         swap_bytes=swap_bytes,
         scheduling=scheduling,
+        tail_tokens=tail_tokens,
     )
     return EngineCore(runner or FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE), config=config)
 

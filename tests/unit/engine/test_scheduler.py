@@ -240,6 +240,12 @@ class TestTails:
         assert before_tail(start, num_tokens, 8, 16) == expected
         assert before_tail(start, num_tokens, 0, 16) == num_tokens
 
+    @pytest.mark.parametrize("block_size", [240, 256, 512])
+    @pytest.mark.parametrize("num_tokens", [256, 270, 287, 288, 511, 543, 544])
+    def test_large_blocks_leave_no_empty_chunk_before_the_tail(self, block_size: int, num_tokens: int) -> None:
+        first = before_tail(0, num_tokens, 32, block_size)
+        assert first == ((num_tokens - 32) // block_size * block_size or num_tokens)
+
     def test_a_last_chunk_that_is_not_worth_it_is_computed_whole(self) -> None:
         scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
         add_to(scheduler, "a", 150, hold=True)
