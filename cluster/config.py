@@ -151,6 +151,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens counted as reserved when a sequence is admitted."""
     watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free."""
+    cached_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of a worker's blocks that the cached prefixes of each tenant keep from those of others; 0 is an equal part
+    of what is cached. Without API keys there is one tenant."""
+    cached_keep_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    """How long a tenant keeps that without a request."""
     swap_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Host memory of each worker for the KV of preempted sequences; what does not fit there is computed again. Unset,
     it is 256 MiB; on a GPU nothing, because it would be the GPU's own memory."""

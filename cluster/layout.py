@@ -141,6 +141,8 @@ def worker_config(
         max_model_len=config.model.max_model_len,
         decode_reserve_tokens=pool.decode_reserve_tokens,
         watermark=pool.watermark,
+        cached_share=pool.cached_share,
+        cached_keep_s=pool.cached_keep_s,
         swap_bytes=swap_bytes(pool),
         transport=transport_name(config),
         plaintext_kv=config.network.plaintext_kv,

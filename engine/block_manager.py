@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from disagg.engine.cached_blocks import CachedBlocks, TenantTag
 from disagg.engine.free_blocks import FreeBlocks
 from disagg.engine.prefix_cache import PrefixCache
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -36,11 +37,15 @@ MOST_FREE = 1 / 8
 class BlockManager:
     """A fixed number of blocks of `block_size` tokens, named 0 .. num_blocks - 1. Owner: the scheduler.
 
+    `cached` decides which cached block goes first; by default the one that was given back first.
+
     Raises:
         ValueError: if there is no block, or `block_size` is not a multiple of 16.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_watermark_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_watermark_blocks: int = 0, cached: CachedBlocks | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         if block_size < 1 or block_size % HASH_BLOCK_TOKENS:
@@ -50,7 +55,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_watermark_blocks = num_watermark_blocks
-        self.prefix = PrefixCache()
+        self.prefix = PrefixCache(cached)
         self._free = FreeBlocks(num_blocks, max(1, min(EXTENT_TOKENS // block_size, num_blocks // LEAST_EXTENTS)))
         self._most_free = int(num_blocks * MOST_FREE)
         self._num_reserved = 0
@@ -148,7 +153,7 @@ class BlockManager:
             self._refs[block] -= 1
             self._let_go(block)
 
-    def publish(self, block: int, hashes: Seq[BlockHash]) -> int:
+    def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
         """Make a full, computed block findable by its content; see `PrefixCache.publish`.
 
         Returns the block that the sequence holds for this content from now on. Where another block was published with
@@ -156,7 +161,7 @@ class BlockManager:
         block becomes active for one that becomes free.
         """
         assert self._refs[block] == 1, f"block {block} is published and has {self._refs[block]} holders"
-        published = self.prefix.publish(block, hashes)
+        published = self.prefix.publish(block, hashes, tag, after)
         if published != block:
             self.lock([published])
             self.release([block])
@@ -214,13 +219,13 @@ class BlockManager:
             self._free.give(block)
 
     def _choose(self, after: int | None) -> int:
-        """A block that is free. To begin an extent, cached blocks are given up ahead of need, the oldest ones first as
+        """A block that is free. To begin an extent, cached blocks are given up ahead of need, in the same order as
         always, while there are few free ones."""
         block = None if after is None else self._free.take_after(after)
         if block is not None:
             return block
         while self.num_cached and not self._free.has_whole and len(self._free) <= self._most_free:
-            if self._free and self._is_shared(self.prefix.oldest):
+            if self._free and self._is_shared(self.prefix.next_evicted):
                 break
             self._free.give(self.prefix.evict())
         return self._free.take()

@@ -67,6 +67,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     less)."""
     watermark: float = 0.01
     """Share of the blocks that admission leaves free."""
+    cached_share: float = 0.0
+    """Part of the KV blocks that the cached prefixes of each tenant keep from those of others; 0 for an equal part of
+    what is cached. See `cached_blocks.py`."""
+    cached_keep_s: float = 600.0
+    """How long a tenant keeps that without a request."""
     swap_bytes: int = 256 << 20
     """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
     transport: TransportName = "gloo"

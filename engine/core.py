@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 
 from disagg.engine.block_manager import BlockManager
+from disagg.engine.cached_blocks import CachedBlocks
 from disagg.engine.commands import (
     Add,
     ChunkPlanned,
@@ -74,13 +75,19 @@ class EngineCore:
             )
         if not 0.0 <= config.watermark < 1.0:
             raise ValueError(f"watermark is a share of the blocks in [0, 1), not {config.watermark}")
+        if not (0.0 <= config.cached_share <= 1.0 and config.cached_keep_s >= 0.0):
+            raise ValueError(
+                f"cached_share is a share of the blocks in [0, 1] and cached_keep_s not negative, "
+                f"not {config.cached_share} and {config.cached_keep_s}"
+            )
         if config.swap_bytes < 0:
             raise ValueError(f"swap_bytes must not be negative, not {config.swap_bytes}")
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
         self._swapper = Swapper(runner, swap.slot_tokens)
         num_watermark_blocks = int(runner.num_blocks * config.watermark)
-        self._blocks = BlockManager(runner.num_blocks, runner.block_size, num_watermark_blocks)
+        self._cached = CachedBlocks(runner.num_blocks, config.cached_share, config.cached_keep_s)
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size, num_watermark_blocks, self._cached)
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.max_num_seqs,
@@ -142,6 +149,7 @@ class EngineCore:
     def handle(self, command: Command, now: float) -> list[Event]:
         """Carry out one command; `now` is on this process's monotonic clock."""
         self._stalled = False
+        self._cached.now = max(self._cached.now, now)
         match command:
             case Add():
                 events = self._add(command, now)
@@ -250,6 +258,7 @@ class EngineCore:
 
     def plan_step(self, now: float) -> list[Event]:
         """End what is out of time, and decide what the next step computes."""
+        self._cached.now = max(self._cached.now, now)
         events: list[Event] = self._expire(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._steps.plan()

@@ -83,7 +83,8 @@ class Room:
         hashes_per_block = block_size // HASH_BLOCK_TOKENS
         for index in range(start // block_size, sequence.num_computed_tokens // block_size):
             block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
-            table[index] = self.blocks.publish(table[index], block_hashes)
+            after = table[index - 1] if index else None
+            table[index] = self.blocks.publish(table[index], block_hashes, sequence.spec.tenant_tag, after)
 
     def let_go(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds and was promised."""

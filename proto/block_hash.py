@@ -18,6 +18,7 @@ from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids
 HASH_BLOCK_TOKENS = 16
 HASH_BYTES = 16
 
+_TAG_BYTES = 8
 _BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
 
 
@@ -25,6 +26,11 @@ def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
     """The parent of block 0. `tenant_salt` is another one for each tenant (and salt of its own choice), or empty where
     there are neither."""
     return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
+
+
+def tenant_tag(tenant: str) -> bytes:
+    """What workers call a tenant: not its name, and empty where that is."""
+    return hashlib.sha256(b"disagg/tenant\0" + tenant.encode()).digest()[:_TAG_BYTES] if tenant else b""
 
 
 def child_hash(parent: BlockHash, block_token_ids: PackedTokenIds) -> BlockHash:

@@ -74,6 +74,9 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Chained hashes of the full 16-token blocks of prompt + emitted tokens."""
     root_hash: BlockHash = BlockHash(b"")
     """The parent of block 0 (model fingerprint and tenant), for blocks that decode fills."""
+    tenant_tag: bytes = b""
+    """Whose the blocks are once they are cached: the same for all requests of a tenant, whatever their salts; empty
+    where there are no tenants. See `block_hash.tenant_tag`."""
     sampling: Sampling
     priority: int = 0
     """Larger is more urgent."""

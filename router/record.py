@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, tenant_tag
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
@@ -154,6 +154,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             emitted_token_ids=tuple(self.ledger.released),
             block_hashes=self.block_hashes,
             root_hash=request.root_hash,
+            tenant_tag=tenant_tag(request.tenant),
             sampling=request.sampling,
             priority=request.priority,
             timeout_s=None if request.deadline is None else request.deadline - now,

@@ -79,6 +79,7 @@ PURE = (
     "router/gateway/values.py",
     "engine/batching.py",
     "engine/block_manager.py",
+    "engine/cached_blocks.py",
     "engine/calibration.py",
     "engine/commands.py",
     "engine/config.py",

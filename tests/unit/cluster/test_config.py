@@ -13,7 +13,7 @@ from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
     "size, tp, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, step_ahead, "
-    "max_num_seqs, decode_reserve_tokens, watermark, swap_bytes, device, node_labels"
+    "max_num_seqs, decode_reserve_tokens, watermark, cached_share, cached_keep_s, swap_bytes, device, node_labels"
 )
 SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
 

@@ -94,7 +94,7 @@ def test_large_blocks_announce_every_16_token_hash_until_the_last_holder_goes() 
 def test_integrity_findings() -> None:
     cache = PrefixCache()
     cache.publish(0, [A])
-    cache._evictable[7] = None
+    cache.evictable.add(7, b"")
     cache._block_of[B] = 3
     cache._announced[C] = 1
     assert cache.check_integrity() == [

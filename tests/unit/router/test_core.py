@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from disagg.proto.block_hash import tenant_tag
 from disagg.proto.messages import BlocksStored, Load, StepUpdate
 from disagg.router.attempts import Blocked
 from disagg.router.config import RouterConfig
@@ -319,3 +320,15 @@ def test_the_last_traces_are_kept() -> None:
         it.update("c0", tokens_update(name, 0, 0, 7), end_update(name, 0, "stop"))
     kept = [it.core.trace(routed_request(name).request_id) for name in ("r0", "r1", "r2")]
     assert [trace.request_id if trace else None for trace in kept] == [None, "r1", "r2"]
+
+
+def test_workers_learn_whose_a_prompt_is_and_not_his_name() -> None:
+    """The same tag whatever the salt of the prefix, and in every attempt."""
+    it = Scenario("p0", "d0")
+    it.start(msgspec.structs.replace(routed_request("r0"), tenant="acme"), "p0", "d0")
+    it.update("p0", end_update("r0", 0, "failed"))
+    it.at(it.now + 1.0)
+    tags = {it.dispatched[attempt].message.spec.tenant_tag for attempt in ("r0/0", "r0/1")}
+    assert tags == {tenant_tag("acme")}
+    it.start("r1", "p0", "d0")
+    assert it.dispatched["r1/0"].message.spec.tenant_tag == b""

@@ -1,0 +1,151 @@
+"""The cached blocks that nobody holds, by tenant, and which of them goes first. Pure.
+
+With one tenant the block that was given back first goes first. With several, one that fills the cache must not push out
+what the others use:
+
+    1. a tenant that used nothing of its own for `keep_s` goes first, the one that was idle for longest before others
+    2. then the tenant with the most blocks, while it has more than its share
+    3. where nobody has more, the block that was given back first, whosever it is
+
+Within a tenant it is always the block that was given back first. A share is an equal part of what is cached, or
+`share` of all blocks of the worker. Every call takes O(1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import KeysView
+
+TenantTag = bytes
+"""Names a tenant; empty where there are none."""
+
+
+class _Tenant:
+    __slots__ = ("blocks", "used_at")
+
+    def __init__(self) -> None:
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        """The one first that was given back first."""
+        self.used_at = -math.inf
+        """When one of its blocks was last given back, or held again."""
+
+
+class CachedBlocks:
+    """See the module. Owner: the prefix cache.
+
+    Args:
+        num_blocks: all blocks of the worker.
+        share: part of them that each tenant keeps from the others; 0 for an equal part of what is cached.
+        keep_s: how long a tenant keeps it without using it.
+    """
+
+    def __init__(self, num_blocks: int = 0, share: float = 0.0, keep_s: float = math.inf) -> None:
+        self.now = 0.0
+        """As of the last command or step, on any clock."""
+        self._quota = share * num_blocks
+        self._keep_s = keep_s
+        self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
+        """Of every block, the one first that was given back first."""
+        self._tenants: dict[TenantTag, _Tenant] = {}
+        """Those that have blocks."""
+        self._by_use: OrderedDict[TenantTag, None] = OrderedDict()
+        """The one first that was idle for longest."""
+        self._by_size: dict[int, OrderedDict[TenantTag, None]] = {}
+        """Number of blocks -> who has so many."""
+        self._largest = 0
+
+    def __len__(self) -> int:
+        return len(self._tag_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._tag_of
+
+    @property
+    def blocks(self) -> KeysView[int]:
+        """All of them, the one first that was given back first."""
+        return self._tag_of.keys()
+
+    def count(self, tag: TenantTag) -> int:
+        """Blocks of one tenant."""
+        tenant = self._tenants.get(tag)
+        return 0 if tenant is None else len(tenant.blocks)
+
+    def add(self, block: int, tag: TenantTag) -> None:
+        """Its tenant gave it back."""
+        tenant = self._tenants.get(tag)
+        if tenant is None:
+            tenant = self._tenants[tag] = _Tenant()
+        self._tag_of[block] = tag
+        tenant.blocks[block] = None
+        self._resized(tag, len(tenant.blocks) - 1, len(tenant.blocks))
+        self._used(tag, tenant)
+
+    def hold(self, block: int) -> None:
+        """Its tenant uses it again."""
+        tag = self._take(block)
+        if (tenant := self._tenants.get(tag)) is not None:
+            self._used(tag, tenant)
+
+    @property
+    def next(self) -> int:
+        """What goes next; there is a block."""
+        if len(self._tenants) > 1 and (tag := self._next_tenant()) is not None:
+            return next(iter(self._tenants[tag].blocks))
+        return next(iter(self._tag_of))
+
+    def evict(self) -> int:
+        """Take out what goes next."""
+        block = self.next
+        self._take(block)
+        return block
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        blocks = {block: tag for tag, tenant in self._tenants.items() for block in tenant.blocks}
+        sizes = {tag: len(tenant.blocks) for tag, tenant in self._tenants.items()}
+        by_size = {tag: size for size, tags in self._by_size.items() for tag in tags}
+        problems = []
+        if blocks != dict(self._tag_of):
+            problems.append("cached blocks: the tenants' and all of them differ")
+        if sizes != by_size or self._largest != max(sizes.values(), default=0) or 0 in sizes.values():
+            problems.append("cached blocks: the sizes of the tenants are not what they have")
+        if self._by_use.keys() != self._tenants.keys():
+            problems.append("cached blocks: the tenants by use are others than those with blocks")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _next_tenant(self) -> TenantTag | None:
+        """Whose oldest block goes next; None for the oldest of all."""
+        idle = next(iter(self._by_use))
+        if self.now - self._tenants[idle].used_at > self._keep_s:
+            return idle
+        quota = self._quota or len(self._tag_of) / len(self._tenants)
+        return next(iter(self._by_size[self._largest])) if self._largest > quota else None
+
+    def _take(self, block: int) -> TenantTag:
+        tag = self._tag_of.pop(block)
+        tenant = self._tenants[tag]
+        del tenant.blocks[block]
+        self._resized(tag, len(tenant.blocks) + 1, len(tenant.blocks))
+        if not tenant.blocks:
+            del self._tenants[tag], self._by_use[tag]
+        return tag
+
+    def _used(self, tag: TenantTag, tenant: _Tenant) -> None:
+        tenant.used_at = self.now
+        self._by_use[tag] = None
+        self._by_use.move_to_end(tag)
+
+    def _resized(self, tag: TenantTag, before: int, after: int) -> None:
+        """By one block."""
+        if before:
+            same = self._by_size[before]
+            del same[tag]
+            if not same:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, OrderedDict())[tag] = None
+        if after > self._largest or (before == self._largest and before not in self._by_size):
+            self._largest = after
