@@ -33,7 +33,7 @@ class Begin(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Step(Message, frozen=True, kw_only=True, tag=True):
-    """Compute a batch. Arrays are little-endian bytes, as in `model.batch.Batch`; tables are padded with 0."""
+    """Compute a batch. Arrays are little-endian bytes, as in `model.batch.Batch`."""
 
     token_ids: bytes
     """int64, all tokens of the batch."""
@@ -43,7 +43,12 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """int64."""
     num_decodes: int
     decode_tables: bytes
-    """int32 [num_decodes, M]."""
+    """int32, of each row the blocks up to the last one that is not 0, row by row. With one long sequence among many short
+    ones, rows as wide as the widest would be more than a frame may have."""
+    table_lens: bytes
+    """int32 [num_decodes], how many these are."""
+    table_width: int
+    """Columns of the table, which 0 fills up."""
     context_lens: bytes
     """int32 [num_decodes]."""
     prefills: tuple[tuple[int, int, bytes], ...]

@@ -105,6 +105,8 @@ def test_orders_to_all_reach_all_in_order() -> None:
         slot_mapping=b"c" * 8,
         num_decodes=1,
         decode_tables=b"d" * 4,
+        table_lens=b"g" * 4,
+        table_width=1,
         context_lens=b"e" * 4,
         prefills=((3, 0, b"f" * 4),),
         sample_rows=None,

@@ -10,6 +10,7 @@ from disagg.engine.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.parallel.messages import Order, Step
 from disagg.engine.parallel.steps import decode_step, encode_step
 from disagg.engine.plan import StepPlan
+from disagg.proto.messages import MAX_FRAME_BYTES
 from tests.support.stepping import chunk, last_token, make_sequence
 
 LONG, SHORT = make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])
@@ -49,5 +50,23 @@ def test_torn_arrays_are_refused() -> None:
     step = encode_step(BatchBuilder(4, max_model_len=40).arrays(PLANS["mixed"]))
     with pytest.raises(ValueError, match="buffer size must be a multiple"):
         decode_step(msgspec.structs.replace(step, positions=step.positions[:-1]))
-    with pytest.raises(ValueError, match="cannot reshape"):
+    with pytest.raises(ValueError, match="the tables have 3 blocks, and their rows 4"):
         decode_step(msgspec.structs.replace(step, decode_tables=step.decode_tables[:-4]))
+
+
+def test_one_long_sequence_among_many_short_ones_is_no_frame_that_a_line_refuses() -> None:
+    """Tables are as wide as the widest; what is sent is what they hold. A line that refuses ends the worker."""
+    long = make_sequence([1] * 32_768, list(range(2048)))
+    others = [make_sequence([2, 3], [9]) for _ in range(2600)]
+    arrays = BatchBuilder(16, max_model_len=32_768).arrays(StepPlan(tuple(map(last_token, [*others, long]))))
+    assert arrays.block_tables_SM.nbytes > MAX_FRAME_BYTES
+    frame = msgspec.msgpack.encode(encode_step(arrays))
+    assert len(frame) < 128 << 10
+    assert_equal(decode_step(msgspec.msgpack.decode(frame, type=Step)), arrays)
+
+
+def test_blocks_0_are_kept_wherever_they_are() -> None:
+    made = [make_sequence([1] * 12, table) for table in ([0, 3, 0], [0, 0, 0], [5, 0, 7])]
+    arrays = BatchBuilder(4, max_model_len=40).arrays(StepPlan(tuple(map(last_token, made))))
+    assert arrays.block_tables_SM.tolist() == [[0, 3, 0], [0, 0, 0], [5, 0, 7]]
+    assert_equal(decode_step(encode_step(arrays)), arrays)
