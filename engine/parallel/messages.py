@@ -43,7 +43,7 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """int64."""
     num_decodes: int
     decode_tables: bytes
-    """int32, of each row the blocks up to the last one that is not 0, row by row. With one long sequence among many short
+    """int32, of each row the blocks up to the last one that is not 0, row by row. With one long sequence among short
     ones, rows as wide as the widest would be more than a frame may have."""
     table_lens: bytes
     """int32 [num_decodes], how many these are."""
