@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,8 +35,10 @@ _FLOAT_RANGES = {
 _ODD_FLOATS = (
     "0", "-0.0", "1", "-1", "2", "-2", "100", "-100", "1e-5", "9.9e-6", "1e-7", "1e-38", "1e-45", "1e-46", "5e-324",
     "0.01", "0.0099999", "0.010000001", "0.5", "0.9999999", "1.0000001", "2.0000001", "1e3", "3.4e38", "3.5e38",
-    "1e308", "1e309", "-1e308", "nan", "inf", "-inf", "null", "true", '"1"', "[]",
+    "1e308", "1e309", "-1e308", "NaN", "Infinity", "-Infinity", "null", "true", '"1"', "[]",
 )  # fmt: skip
+_NOT_JSON = ("NaN", "Infinity", "-Infinity")
+"""Python reads them all the same."""
 _ODD_INTS = (
     "0", "1", "-1", "-2", "2", "7", "20", "21", "63", "64", "255", "256", "999", "1000", "1001", "2147483647",
     "2147483648", "4294967295", "9223372036854775807", "-9223372036854775808", "18446744073709551615",
@@ -115,7 +117,7 @@ class Settings:
     # ------------------------------------------------------------ the two protocols
 
     def _of_json(self, prompt: Sequence[int]) -> GenerationInput:
-        fields = {name: value for name, value in self._fields().items() if value not in ("nan", "inf", "-inf")}
+        fields = {name: value for name, value in self._fields().items() if value not in _NOT_JSON}
         text = ", ".join(f'"{name}": {value}' for name, value in fields.items())
         head = f'{{"model": "{self._limits.model.name}", "prompt": {list(prompt)}'
         body = decode(f"{head}, {text}}}".replace(", }", "}").encode(), self._bodies)
@@ -131,8 +133,7 @@ class Settings:
 
 def _set(message: Any, name: str, text: str) -> None:
     """Set a field to what JSON would say, where a message of these types can hold it."""
-    read: Callable[[str], Any] = float if text in ("nan", "inf", "-inf") else json.loads
-    value = read(text)
+    value = json.loads(text)
     try:
         if isinstance(value, list):
             getattr(message, name).extend(value)
