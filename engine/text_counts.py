@@ -27,6 +27,7 @@ class TextCounts:
 
     def __init__(self, token_ids: Seq[int], num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
         self._count_all(token_ids)
 
     @property

