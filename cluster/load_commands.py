@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ EXIT_MET = 0
 EXIT_MISSED = 1
 EXIT_INVALID = 2
 EXIT_INTERRUPTED = 130
+PATH_BYTES = 24
+"""Of randomness in the path of Locust's page. It goes to Locust in the environment, which other users cannot read."""
 
 TTFT_SCALES = (0.25, 0.5, 1.0, 2.0)
 TPOT_SCALES = (0.75, 1.0, 1.5, 2.0, 4.0)
@@ -95,7 +98,7 @@ def run(options: Common, address: str, record: Path | None, console: Console) ->
 
 
 def web(options: Common, address: str, record: Path | None, port: int, console: Console) -> int:
-    """Locust's page, with the options filled in; until Ctrl-C."""
+    """Locust's page, with the options filled in, under a random path; until Ctrl-C."""
     _, slo = options.load()
     check_credentials(address)
     given = options.overrides
@@ -118,8 +121,9 @@ def web(options: Common, address: str, record: Path | None, port: int, console: 
     ]
     if record is not None:
         command.append(f"--record={record.resolve()}")
-    console.print(f"Locust's page: http://127.0.0.1:{port} (Ctrl-C ends it)", highlight=False)
-    process = subprocess.Popen(command, env=locust_environment())
+    path = f"/{secrets.token_urlsafe(PATH_BYTES)}"
+    console.print(f"Locust's page: http://127.0.0.1:{port}{path}/ (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+    process = subprocess.Popen(command, env={**locust_environment(), "LOCUST_WEB_BASE_PATH": path})
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -44,19 +44,25 @@ class Settings:
     label: str
 
 
+PAGE_OPTIONS = {
+    "scenario": (DEFAULT_SCENARIO, "File or name of a scenario: workload, arrivals, limits."),
+    "rate": ("", "Requests per second (the scenario's own, if unset)."),
+    "duration": ("", "Seconds of arrivals (the scenario's own, if unset)."),
+    "requests": ("", "Number of requests (the scenario's own, if unset)."),
+    "seed": ("", "Seed of prompts and arrivals (the scenario's own, if unset)."),
+    "slo_ttft_ms": ("", "Limit of the time to first token, in milliseconds; 'none' for none."),
+    "slo_tpot_ms": ("", "Limit of the mean time per further token, in milliseconds; 'none' for none."),
+    "min_attainment": (str(DEFAULT_MIN_ATTAINMENT), "Share of requests that must meet both limits."),
+    "max_in_flight": ("4096", "Requests that are due beyond this many are dropped."),
+    "request_timeout_s": ("", "Deadline of each request, in seconds (none, if unset)."),
+}
+"""Options that the web page shows and may change: default and help by name. The others are the command line's alone."""
+
+
 def add_arguments(parser: LocustArgumentParser) -> None:
     """Declare the options; all but the last few are also on the web page."""
-    add = parser.add_argument
-    add("--scenario", default=DEFAULT_SCENARIO, help="File or name of a scenario: workload, arrivals, limits.")
-    add("--rate", default="", help="Requests per second (the scenario's own, if unset).")
-    add("--duration", default="", help="Seconds of arrivals (the scenario's own, if unset).")
-    add("--requests", default="", help="Number of requests (the scenario's own, if unset).")
-    add("--seed", default="", help="Seed of prompts and arrivals (the scenario's own, if unset).")
-    add("--slo-ttft-ms", default="", help="Limit of the time to first token, in milliseconds; 'none' for none.")
-    add("--slo-tpot-ms", default="", help="Limit of the mean time per further token, in milliseconds; 'none' for none.")
-    add("--min-attainment", default=str(DEFAULT_MIN_ATTAINMENT), help="Share of requests that must meet both limits.")
-    add("--max-in-flight", default="4096", help="Requests that are due beyond this many are dropped.")
-    add("--request-timeout-s", default="", help="Deadline of each request, in seconds (none, if unset).")
+    for name, (default, help_text) in PAGE_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=help_text)
     _add_hidden(parser)
 
 

@@ -19,9 +19,9 @@ from locust import LoadTestShape, User, events
 from locust.env import Environment
 from locust.exception import StopUser
 
-from disagg.loadtests.locust_options import add_arguments, cores_of, niceness_of, settings_of
+from disagg.loadtests.locust_options import DEFAULT_HOST, add_arguments, cores_of, niceness_of, settings_of
 from disagg.loadtests.locust_run import EXIT_INVALID, LoadRun
-from disagg.loadtests.locust_web import View, add_goodput_tab
+from disagg.loadtests.locust_web import View, add_goodput_tab, guard_page
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ def _begin(environment: Environment, **_: object) -> None:
         logger.error("%s", error)
         sys.exit(EXIT_INVALID)
     if environment.web_ui is not None:
+        options.host = environment.host = options.host or DEFAULT_HOST
+        guard_page(environment.web_ui, options)
         add_goodput_tab(environment.web_ui, _seen)
 
 

@@ -1,4 +1,4 @@
-"""The goodput tab of Locust's web page.
+"""The goodput tab of Locust's web page, and what keeps other web sites from it.
 
 Locust's page takes further tabs and tables by name, declared in its template's arguments, and fills a table from the
 `extended_stats` of the answer that it asks for every two seconds. What is in it must be quick to work out: the page is
@@ -7,14 +7,17 @@ served by the process that sends the load. So there are counts and sorted latenc
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from flask import Response, request
+from flask import Response, jsonify, request
 from locust.web import WebUI
 
 from disagg.loadtests.goodput import MAX_LATENESS_S, Quantiles, Slo, meets, meets_tpot, meets_ttft, quantiles
+from disagg.loadtests.locust_options import PAGE_OPTIONS
+from disagg.loadtests.page_guard import LOOPBACK_NAMES, foreign, frozen_field, is_form
 from disagg.loadtests.records import RequestRecord
 
 KEY = "goodput"
@@ -40,6 +43,34 @@ def add_goodput_tab(web_ui: WebUI, view: Callable[[], View | None]) -> None:
         return response
 
     web_ui.app.after_request(add_rows)
+
+
+def guard_page(web_ui: WebUI, options: Namespace) -> None:
+    """Have the page refuse what page_guard.py says; before it is served."""
+    names = LOOPBACK_NAMES | {web_ui.host}
+
+    def check() -> Response | None:
+        headers = request.headers
+        why = foreign(headers.get("Host", ""), headers.get("Origin"), headers.get("Sec-Fetch-Site"), names)
+        if why is None and request.method == "POST" and not is_form(request.path):
+            why = "this page does not offer that"
+        if why is not None:
+            return Response(why + "\n", status=403, content_type="text/plain")
+        field = frozen_field(request.form.lists(), vars(options), PAGE_OPTIONS) if request.method == "POST" else None
+        if field is None:
+            return None
+        message = f"{field} cannot be changed here: it is as on the command line"
+        return jsonify({"success": False, "message": message, "host": options.host})  # Locust's page shows it
+
+    def add_headers(response: Response) -> Response:
+        response.headers["Referrer-Policy"] = "no-referrer"  # the path is a secret
+        response.headers["X-Frame-Options"] = "DENY"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        del response.headers["Access-Control-Allow-Origin"]
+        return response
+
+    web_ui.app.before_request(check)
+    web_ui.app.after_request_funcs.setdefault(None, []).insert(0, add_headers)  # runs after Locust's own
 
 
 def goodput_rows(records: list[RequestRecord], slo: Slo) -> list[Row]:

@@ -6,9 +6,10 @@ Nothing here asserts how long anything took, but for stalls, which the server ma
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 import time
-import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -191,26 +192,67 @@ def test_a_key_does_not_go_to_another_machine_in_clear_text(tmp_path: Path, monk
         play(random_scenario(4), "192.0.2.1:8470", tmp_path / "run.jsonl", PLAIN)
 
 
-def test_locusts_page_has_a_goodput_tab_and_plays_one_run_after_the_other(tmp_path: Path) -> None:
+def test_locusts_page_plays_one_run_after_the_other_for_its_own_forms_only(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("workload: {kind: random, isl: 4, osl: 4}\narrivals: {rate_per_s: 50, num_requests: 20}\n")
-    port = free_port()
+    record, other, port = tmp_path / "run.jsonl", tmp_path / "other.jsonl", free_port()
+    root = f"http://127.0.0.1:{port}"
     with fake_server(QUICK) as server:
-        command = [*locust_command(), "--web-host=127.0.0.1", f"--web-port={port}", f"--scenario={scenario}"]
-        command.append(f"--host={server.address}")
+        command = [sys.executable, "-m", "disagg.cluster", "load", "run", "--web", f"--web-port={port}"]
+        command += [f"--address={server.address}", f"--scenario={scenario}", f"--record={record}"]
         with subprocess.Popen(
-            command, cwd=tmp_path, env=locust_environment(), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process:
             try:
-                page = _wait_for(f"http://127.0.0.1:{port}/")
-                assert '"extended_tabs": [{"key": "goodput", "title": "Goodput"}]' in page
+                assert process.stdout is not None
+                found = re.fullmatch(rf"Locust's page: ({root}/\S{{32}}/) \(.*\)\n", process.stdout.readline().decode())
+                assert found is not None
+                page = found[1]
+                assert '"extended_tabs": [{"key": "goodput", "title": "Goodput"}]' in _wait_for(page)
+                assert _status(f"{root}/swarm", b"requests=3") == 404
+                _refuses_other_sites(page, port)
+                for field in (f"record={other}", "host=127.0.0.1:9", "generator_nice=7", "label=mine", "logfile=x"):
+                    name = field.partition("=")[0]
+                    assert _post(page + "swarm", f"requests=3&{field}") == (
+                        f"{name} cannot be changed here: it is as on the command line"
+                    )
+                assert json.loads(_wait_for(page + "stats/requests"))["state"] == "ready"
                 for requests in (20, 7):
-                    _post(f"http://127.0.0.1:{port}/swarm", host=server.address, requests=str(requests))
-                    rows = _rows_of_whole_run(f"http://127.0.0.1:{port}/stats/requests", requests)
+                    started = _post(page + "swarm", f"host={server.address}&requests={requests}&user_count=1&run_time=")
+                    assert started == "Swarming started using shape class 'UntilTheEnd'"
+                    rows = _rows_of_whole_run(page + "stats/requests", requests)
                     assert rows["requests"] == f"{requests}, of which 0 refused, failed or dropped"
                     assert rows["attainment of both"] == "100.0%"
+                assert (len(read_file(record)), other.exists()) == (7, False)
             finally:
                 process.terminate()
+
+
+def _refuses_other_sites(page: str, port: int) -> None:
+    foreign = (
+        {"Host": "rebound.example"},
+        {"Host": f"rebound.example:{port}"},
+        {"Origin": "https://site.example"},
+        {"Origin": "null"},
+        {"Origin": f"http://127.0.0.1:{port + 1}"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    )
+    for headers in foreign:
+        assert (_status(page, None, headers), _status(page + "swarm", b"requests=3", headers)) == (403, 403), headers
+    assert _status(page + "user", b"{}") == 403
+    own = {"Origin": f"http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"}
+    assert _status(page + "stats/reset", b"", own) == 200
+    assert _status(page, None, {"Host": f"localhost:{port}", "Sec-Fetch-Site": "none"}) == 200
+
+
+def _status(url: str, data: bytes | None, headers: dict[str, str] | None = None) -> int:
+    request = urllib.request.Request(url, data, headers or {})
+    opener = urllib.request.OpenerDirector()
+    opener.add_handler(urllib.request.HTTPHandler())
+    with opener.open(request, timeout=TIMEOUT_S) as answer:
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        return int(answer.status)
 
 
 def _wait_for(url: str) -> str:
@@ -224,10 +266,10 @@ def _wait_for(url: str) -> str:
             time.sleep(0.1)
 
 
-def _post(url: str, **fields: str) -> None:
-    data = urllib.parse.urlencode(fields).encode()
-    with urllib.request.urlopen(url, data=data, timeout=TIMEOUT_S) as answer:
-        assert json.load(answer)["success"]
+def _post(url: str, form: str) -> str:
+    """What Locust says to a form."""
+    with urllib.request.urlopen(url, data=form.encode(), timeout=TIMEOUT_S) as answer:
+        return str(json.load(answer)["message"])
 
 
 def _rows_of_whole_run(url: str, num_requests: int) -> dict[str, str]:

@@ -25,6 +25,7 @@ PURE = (
     "cluster/node_table.py",
     "cluster/ranks.py",
     "cluster/restart_pause.py",
+    "loadtests/page_guard.py",
     "router/admission.py",
     "router/api.py",
     "router/attempts.py",
