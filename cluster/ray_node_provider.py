@@ -40,7 +40,7 @@ from disagg.cluster.node_state import TableFile
 from disagg.cluster.node_table import Node, NodeTable, host_of, make_node_id
 from disagg.cluster.process_tools import ProcessRef, end_processes
 from disagg.cluster.ray_local_runner import NODE_MARK, LocalCommandRunner, LocalNode
-from disagg.cluster.ray_private import MAX_TEMP_DIR_CHARS
+from disagg.cluster.ray_private import MAX_RAY_DIR_CHARS
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class LoopbackProvider(TableProvider):
         if not isinstance(provider.get("head_port"), int):
             raise ConfigError("provider.head_port: expected the port for Ray's head")
         folder = LoopbackProvider(provider, cluster_config["cluster_name"]).folder().absolute()
-        most = MAX_TEMP_DIR_CHARS - len("/r999")
+        most = MAX_RAY_DIR_CHARS - len("/r999")
         if len(str(folder)) > most:
             raise ConfigError(f"provider.dir: {folder} is too long for Ray's sockets; at most {most} characters")
         return {**cluster_config, "provider": {**provider, "dir": str(folder)}}

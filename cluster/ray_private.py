@@ -28,8 +28,11 @@ from disagg.cluster.process_tools import pin_process
 MARK: Final = "DISAGG_RAY_CLUSTER"
 """Environment variable that the processes of one private Ray are found by when it ends."""
 
-MAX_TEMP_DIR_CHARS: Final = 40
-"""Ray makes socket paths of about 65 characters below it, and a Unix socket's path has at most 107."""
+MAX_RAY_DIR_CHARS: Final = 43
+"""Ray makes socket paths of up to 64 characters below its folder, and a Unix socket's path has at most 107."""
+RAY_DIR: Final = "r"
+"""Ray's folder inside ours. Ray opens what it is given, and all below it, to every user (0777); ours stays 0700."""
+MAX_TEMP_DIR_CHARS: Final = MAX_RAY_DIR_CHARS - len(f"/r12345678/{RAY_DIR}")
 
 TOKEN_MODE: Final = "token"
 GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -104,14 +107,15 @@ def check_reachable(address: str) -> None:
 
 
 def make_temp_dir(asked: str | None) -> Path:
-    """A fresh folder for sockets and logs, in `asked` or in the system's place for temporary files.
+    """A fresh folder that only this user can enter, in `asked` or in the system's place for temporary files. Ray's
+    sockets and logs are to be in its subfolder `RAY_DIR`.
 
     Raises:
         LaunchError: if `asked` is too long for Ray, or cannot be written.
     """
     if asked is None:
         return Path(tempfile.mkdtemp(prefix="disagg-", dir=_short_temp_root()))
-    if len(asked) > MAX_TEMP_DIR_CHARS:
+    if len(str(Path(asked).absolute())) > MAX_TEMP_DIR_CHARS:
         raise LaunchError(
             f"ray.temp_dir: {asked} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
         )
@@ -124,7 +128,7 @@ def make_temp_dir(asked: str | None) -> Path:
 
 def _short_temp_root() -> str | None:
     """The system's folder for temporary files, unless that is too long for Ray."""
-    return None if len(tempfile.gettempdir()) <= MAX_TEMP_DIR_CHARS - len("/disagg-12345678") else "/tmp"
+    return None if len(tempfile.gettempdir()) <= MAX_RAY_DIR_CHARS - len(f"/disagg-12345678/{RAY_DIR}") else "/tmp"
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from disagg.cluster.ray_auth import check_accepted, prepare_token
 from disagg.cluster.ray_names import SLOT
 from disagg.cluster.ray_private import (
     MARK,
+    RAY_DIR,
     PrivateEnvironment,
     check_reachable,
     environment_mark,
@@ -101,7 +102,7 @@ class PrivateSession:
                 num_cpus=0,
                 resources={SLOT: NUM_SLOTS},
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder),
+                _temp_dir=str(self._folder / RAY_DIR),
                 _node_ip_address="127.0.0.1",
                 **_SETTINGS,
             )

@@ -216,7 +216,7 @@ def test_the_loopback_folder_is_settled_on_the_launching_machine() -> None:
         ({"head_port": "7000"}, r"provider\.head_port: expected the port for Ray's head"),
         (
             {"head_port": 7000, "dir": "/tmp/" + "x" * 40},
-            r"provider\.dir: /tmp/x{40} is too long for Ray's sockets; at most 35 characters",
+            r"provider\.dir: /tmp/x{40} is too long for Ray's sockets; at most 38 characters",
         ),
     ],
 )

@@ -98,6 +98,10 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         prefill, decode = serve(cluster)
         assert (prefill, decode in {"decode-0", "decode-1"}) == ("prefill-0", True)
         refuse_strangers()
+        (folder,) = temp_dir.iterdir()
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.geteuid(), 0o700)
+        (raylet,) = folder.glob("**/sockets/raylet")
+        assert len(str(raylet).encode()) <= 107
         family = cluster._session.family()  # type: ignore[attr-defined]
         assert len(family) > len(workers)
     assert [process for process in (*workers, *family) if process.is_alive()] == []
@@ -293,6 +297,6 @@ def test_a_cluster_to_join_that_is_not_there_is_an_error_at_once() -> None:
 def test_a_temp_dir_that_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
     long = tmp_path / ("x" * MAX_TEMP_DIR_CHARS)
     cluster = RayCluster(parse_config(make_config(long)))
-    with pytest.raises(LaunchError, match=r"^ray\.temp_dir: .* is too long for Ray's sockets; at most 40 characters$"):
+    with pytest.raises(LaunchError, match=r"^ray\.temp_dir: .* is too long for Ray's sockets; at most 31 characters$"):
         cluster.start()
     assert not long.exists()

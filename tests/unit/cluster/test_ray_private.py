@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -89,10 +90,13 @@ def test_the_mark_is_there_only_inside() -> None:
 
 
 def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    short = Path(tempfile.mkdtemp(prefix="dt", dir="/tmp"))
+    monkeypatch.chdir(short)
     folder = make_temp_dir("r")
-    assert folder.parent == tmp_path / "r"
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (short / "r", 0o700)
     assert make_temp_dir("r") != folder
+    shutil.rmtree(short)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "x" * 40)
     fallback = make_temp_dir(None)
     assert fallback.parent == Path("/tmp")
@@ -102,7 +106,7 @@ def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("/" + "x" * 40, r"is too long for Ray's sockets; at most 40 characters$"),
+        ("/" + "x" * 31, r"is too long for Ray's sockets; at most 31 characters$"),
         ("/dev/null/x", r"^ray\.temp_dir: cannot make a folder in /dev/null/x \(Not a directory\)$"),
     ],
 )
