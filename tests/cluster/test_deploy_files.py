@@ -19,6 +19,7 @@ from ray.scripts.scripts import cli as ray_cli
 
 from disagg.cluster.cli import app
 from disagg.cluster.config import ClusterConfig, active_pools, load_config
+from disagg.router.gateway.config import is_loopback
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "ray"
@@ -97,6 +98,11 @@ def test_our_configuration_is_for_several_nodes(cluster_file: dict[str, Any]) ->
     assert config.model.served_name in " ".join(cluster_file["setup_commands"])
     for _, pool in active_pools(config):
         assert pool.cores == "none"  # the launching machine knows nothing of the nodes' cores
+
+
+def test_the_gateway_is_reached_from_its_own_machine_only_without_keys_and_tls(cluster_file: dict[str, Any]) -> None:
+    gateway = served_by(cluster_file).gateway
+    assert (is_loopback(gateway.host), gateway.insecure) == (True, False)
 
 
 def test_every_ray_that_is_started_asks_for_the_token_that_was_shipped(cluster_file: dict[str, Any]) -> None:
