@@ -13,7 +13,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 PROTO_TOOLS := build/proto-tools
 CLIENTS := $(patsubst tests/clients/requirements-%.txt,%,$(sort $(wildcard tests/clients/requirements-*.txt)))
 PROTOS := $(sort $(wildcard proto/disagg/v1/*.proto))
-GRPC_TOOLS := grpcio-tools==1.74.0 # the oldest version that pyproject.toml accepts: newer runtimes read older stubs, not the reverse
+GRPC_TOOLS := grpcio-tools==1.74.0 # no newer than the oldest versions that pyproject.toml accepts: newer runtimes read older stubs
 
 QUIET := sh scripts/quiet.sh
 

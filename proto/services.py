@@ -58,10 +58,15 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 )
 """For the calling side."""
 
+NO_COMPRESSION: Final = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""Server option: of gRPC's algorithms the one that compresses nothing. A compressed message gets UNIMPLEMENTED."""
+
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_FRAME_OPTIONS,
     # Without this a second process could silently share the port.
     ("grpc.so_reuseport", 0),
+    # A message that says it is compressed is refused unread: 200 KB of gzip can be 200 MB.
+    NO_COMPRESSION,
     # Accept the keepalive pings of idle callers as often as `CHANNEL_OPTIONS` sends them.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

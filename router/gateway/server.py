@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from disagg.proto.addresses import join_address
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
+from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
 from disagg.router.gateway.config import GatewayConfig
@@ -179,6 +180,7 @@ class GatewayServer:
             ("grpc.server_handshake_timeout_ms", round(self.config.read_timeout_s * 1000)),
             # Clients connect again by themselves.
             ("grpc.max_connection_idle_ms", round(self.config.idle_timeout_s * 1000)),
+            NO_COMPRESSION,
             ("grpc.so_reuseport", 0),  # a second gateway on the same port is a mistake, and shall be seen
         ]
 
