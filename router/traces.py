@@ -1,4 +1,7 @@
-"""Where requests ran: one `RequestTrace` each, kept while it runs and then in a ring of the last N.
+"""Where requests ran: one `RequestTrace` each, kept while it runs and then among the last N.
+
+Each tenant has a ring of its own. Where there are N in all, the tenant with the most loses its oldest: whoever sends
+many requests does not make those of others vanish.
 
 Owner: the router's journal.
 """
@@ -11,32 +14,76 @@ from itertools import chain, islice
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 
+Ring = dict[RequestId, RequestTrace]
+"""Oldest first."""
+
 
 class TraceRing:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Args:
+        num_ended: ended requests that are kept, of all tenants together.
+    """
 
     def __init__(self, num_ended: int) -> None:
         self._num_ended = num_ended
         self._running: dict[RequestId, RequestTrace] = {}
-        self._ended: dict[RequestId, RequestTrace] = {}
+        self._tenant_of: dict[RequestId, str] = {}
+        self._rings: dict[str, Ring] = {}
+        """Ended requests by tenant; none is empty."""
+        self._by_size: dict[int, dict[str, None]] = {}
+        """Tenants by the size of their ring, the one that came to it first in front."""
+        self._largest = 0
 
     def begin(self, trace: RequestTrace) -> None:
         """Keep the trace of a request that was just taken in; its owner fills it in."""
         self._running[trace.request_id] = trace
 
     def end(self, trace: RequestTrace, now: float) -> None:
-        """The request is over, or never began; the oldest ended trace makes room."""
+        """The request is over, or never began; an old trace makes room."""
         self._running.pop(trace.request_id, None)
         trace.stages["end"] = now
-        self._ended[trace.request_id] = trace
-        if len(self._ended) > self._num_ended:
-            del self._ended[next(iter(self._ended))]
+        if trace.request_id in self._tenant_of:
+            return
+        self._tenant_of[trace.request_id] = trace.tenant
+        self._add(trace)
+        if len(self._tenant_of) > self._num_ended:
+            self._drop_one()
 
     def get(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
-        return self._running.get(request_id) or self._ended.get(request_id)
+        if (running := self._running.get(request_id)) is not None:
+            return running
+        tenant = self._tenant_of.get(request_id)
+        return None if tenant is None else self._rings[tenant][request_id]
 
     def latest(self, limit: int) -> list[RequestTrace]:
         """At most `limit` of them, the latest arrival first."""
-        both = chain(reversed(self._running.values()), islice(reversed(self._ended.values()), limit))
+        ended = (islice(reversed(ring.values()), limit) for ring in self._rings.values())
+        both = chain(reversed(self._running.values()), *ended)
         return heapq.nlargest(limit, both, key=lambda trace: trace.arrival)
+
+    def _add(self, trace: RequestTrace) -> None:
+        ring = self._rings.setdefault(trace.tenant, {})
+        ring[trace.request_id] = trace
+        self._resized(trace.tenant, len(ring) - 1, len(ring))
+
+    def _drop_one(self) -> None:
+        tenant = next(iter(self._by_size[self._largest]))
+        ring = self._rings[tenant]
+        oldest = next(iter(ring))
+        del ring[oldest], self._tenant_of[oldest]
+        self._resized(tenant, len(ring) + 1, len(ring))
+        if not ring:
+            del self._rings[tenant]
+
+    def _resized(self, tenant: str, before: int, after: int) -> None:
+        if before:
+            same = self._by_size[before]
+            del same[tenant]
+            if not same:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, {})[tenant] = None
+        if after > self._largest or self._largest not in self._by_size:
+            self._largest = after

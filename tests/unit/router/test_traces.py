@@ -228,6 +228,25 @@ def test_the_ring_keeps_the_latest() -> None:
     assert ring.latest(0) == []
 
 
+def test_a_tenant_with_many_requests_does_not_push_out_those_of_others() -> None:
+    ring, lives = TraceRing(6), iter(range(1000))
+
+    def end(tenant: str) -> str:
+        index = next(lives)
+        trace = RequestTrace(request_id=RequestId(f"r{index}"), arrival=float(index), tenant=tenant)
+        ring.end(trace, 9.0)
+        return trace.request_id
+
+    rare = [end("rare"), end("rare")]
+    busy = [end("busy") for _ in range(100)]
+    assert [trace.request_id for trace in ring.latest(10)] == [*reversed(busy[-4:]), *reversed(rare)]
+    others = [end(f"t{i}") for i in range(4)]
+    assert [trace.request_id for trace in ring.latest(10)] == [*reversed(others), busy[-1], rare[-1]]
+    more = [end(f"u{i}") for i in range(100)]
+    assert [trace.request_id for trace in ring.latest(10)] == [*reversed(more[-6:])]
+    assert (ring.get(RequestId(more[-1])) is not None, ring.get(RequestId(rare[-1]))) == (True, None)
+
+
 def test_recent_requests_come_latest_first_refused_ones_too() -> None:
     it = Scenario("p0", "d0")
     it.start("r0", "p0", "d0")
