@@ -260,12 +260,13 @@ def trace_export(
 def key_new(
     tenant: Annotated[str, typer.Argument(help="Whose key it is. Prefixes are cached per tenant.")],
     admin: Annotated[bool, typer.Option("--admin", help="May change the cluster and see all requests.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="May read /metrics; an admin may, too.")] = False,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Add it to this file of gateway.api_keys.")] = None,
 ) -> None:
     """Make an API key. It is printed once; the file keeps its SHA-256."""
     from disagg.cluster.keys import run_key_new
 
-    raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True)))
+    raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True), metrics=metrics))
 
 
 @model_app.command(

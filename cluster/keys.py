@@ -23,7 +23,7 @@ _KEY_BYTES: Final = 32
 _MODE: Final = 0o600
 
 
-def run_key_new(tenant: str, admin: bool, file: Path | None, console: Console) -> int:
+def run_key_new(tenant: str, admin: bool, file: Path | None, console: Console, *, metrics: bool = False) -> int:
     """Make a key for a tenant; returns the exit status. Only the key goes to standard output.
 
     Args:
@@ -31,29 +31,29 @@ def run_key_new(tenant: str, admin: bool, file: Path | None, console: Console) -
         admin: whether it may change the cluster and see all requests.
         file: to add it to, made where it is missing; without, the entry is shown instead.
         console: for people, standard error.
+        metrics: whether it may read `/metrics`; an admin may in any case.
 
     Raises:
         ConfigError: if the tenant's name or the file is not what it must be; nothing was changed.
     """
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    entry = entry_of(tenant, key, admin)
+    entry = entry_of(tenant, key, admin, metrics)
     if file is not None:
         add_entry(file, entry)
     print(key)
     rights = "an admin's key" if admin else "a key"
     if file is not None:
-        said = (
-            f"{rights} of {tenant}, added to {file}; a gateway takes it in when it starts with gateway.api_keys: {file}"
-        )
+        said = f"{rights} of {tenant}, added to {file}; a gateway with gateway.api_keys: {file} takes it within seconds"
     else:
         said = f"{rights} of {tenant}; put this into the file that gateway.api_keys names:\n{entry}"
     console.print(f"{said}\nIt is shown only now. Clients take it from DISAGG_API_KEY.", markup=False, highlight=False)
     return 0
 
 
-def entry_of(tenant: str, key: str, admin: bool) -> str:
+def entry_of(tenant: str, key: str, admin: bool, metrics: bool = False) -> str:
     """The lines of the file for a key. Raises `ConfigError` for a name that is no tenant's."""
-    entry = {"tenant": tenant, "sha256": digest_of(key).hex(), **({"admin": True} if admin else {})}
+    rights = {name: True for name, given in (("admin", admin), ("metrics", metrics)) if given}
+    entry = {"tenant": tenant, "sha256": digest_of(key).hex(), **rights}
     try:
         msgspec.convert(entry, KeyEntry)
     except msgspec.ValidationError:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 import grpc
@@ -25,9 +26,11 @@ from disagg.proto.control import (
 from disagg.proto.errors import InternalError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.api import Router
-from disagg.router.gateway.admin_answers import cluster_state, explanation, pool_states
+from disagg.router.gateway.admin_answers import explanation, pool_states
+from disagg.router.gateway.audit import Audit
 from disagg.router.gateway.probe import PairProbe
 from disagg.router.gateway.rights import Rights
+from disagg.router.gateway.state_feed import StateFeed
 from disagg.router.gateway.status import answered
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
@@ -39,6 +42,10 @@ DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 DEFAULT_LISTED = 20
 MAX_LISTED = 1000
+MAX_AGE_S = 0.1
+"""Of a state that is no admin's: many who ask cost the controller one question in this time."""
+MAX_SHOWN_SIZES = 8
+"""Of a request to scale, in the audit log."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,6 +63,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         control: asks the controller.
         probe: tries pairs of workers.
         rights: who may do what; without, as the authenticator said.
+        audit: where changes are written down.
         clock: the router's clock.
         wall_clock: seconds since the epoch.
     """
@@ -67,6 +75,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         probe: PairProbe | None = None,
         rights: Rights | None = None,
         *,
+        audit: Audit,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -74,13 +83,17 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._control = control
         self._probe = probe
         self._rights = rights or Rights()
+        self._audit = audit
         self._clock = clock
+        self._feed = StateFeed(self._known, router.view, clock)
         self._wall_clock = wall_clock
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         """See the proto."""
         async with answered(context):
-            return await self._cluster_state()
+            caller = self._rights.caller(context)
+            found = await (self._feed.now() if caller.is_admin else self._feed.latest(MAX_AGE_S))
+            return found.message(caller).state
 
     async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> None:
         """See the proto."""
@@ -88,9 +101,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
             interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
             if interval_ms < MIN_INTERVAL_MS:
                 raise InvalidRequestError("interval_ms", f"must be at least {MIN_INTERVAL_MS}, not {interval_ms}")
-            while True:
-                await context.write(pb.WatchClusterStateResponse(state=await self._cluster_state()))
-                await asyncio.sleep(interval_ms / 1000)
+            interval_s, caller = interval_ms / 1000, self._rights.caller(context)
+            with self._feed.watching(caller):
+                while True:
+                    found = await self._feed.latest(interval_s / 2)
+                    await context.write(found.message(caller))
+                    await asyncio.sleep(interval_s)
 
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
         """See the proto."""
@@ -115,8 +131,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
         """See the proto."""
-        async with answered(context):
-            self._rights.require_admin(context)
+        async with answered(context), self._change(context, _scaling(request)):
             sizes: dict[PoolName, int] = {}
             for entry in request.sizes:
                 name = _pool_name(entry.pool)
@@ -127,15 +142,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """See the proto."""
-        async with answered(context):
-            self._rights.require_admin(context)
+        async with answered(context), self._change(context, f"drain {request.worker_id}"):
             _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
             return pb.DrainWorkerResponse()
 
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
         """See the proto."""
-        async with answered(context):
-            self._rights.require_admin(context)
+        async with answered(context), self._change(context, f"probe {request.prefill_worker}"):
             if self._probe is None:
                 raise UnavailableError("this gateway has no probe", "no_probe")
             result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
@@ -146,15 +159,29 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 transport=result.transport,
             )
 
-    async def _cluster_state(self) -> pb.GetClusterStateResponse:
+    async def close(self) -> None:
+        """End what runs without a call."""
+        await self._feed.close()
+
+    @asynccontextmanager
+    async def _change(self, context: Context, what: str) -> AsyncIterator[None]:
+        """Inside, an admin changes something, which is written down. Raises `PermissionDeniedError` for others."""
+        with self._audit.change(what, self._rights.caller(context), context.peer()):
+            self._rights.require_admin(context)
+            yield
+
+    async def _known(self) -> ControlState:
         try:
-            known = _state(await self._control(StateRequest()))
+            return _state(await self._control(StateRequest()))
         except UnavailableError:
-            known = ControlState(pools=(), workers=(), gateways=())
-        return cluster_state(self._router.view(), known)
+            return ControlState(pools=(), workers=(), gateways=())
 
     def _clock_to_epoch_s(self) -> float:
         return self._wall_clock() - self._clock()
+
+
+def _scaling(request: pb.SetPoolSizesRequest) -> str:
+    return "scale " + " ".join(f"{entry.pool}={entry.size}" for entry in request.sizes[:MAX_SHOWN_SIZES])
 
 
 def _pool_name(text: str) -> PoolName:

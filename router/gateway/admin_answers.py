@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from disagg.proto.control import ControlState, WorkerRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, WorkerInfo, WorkerMetrics
@@ -9,9 +11,21 @@ from disagg.router.api import ClusterView, Option, RequestTrace
 from disagg.router.spans import spans_of
 from disagg.v1 import inference_pb2 as pb
 
+_OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
+"""Fields of a worker that only admins see."""
 
-def cluster_state(view: ClusterView, known: ControlState) -> pb.GetClusterStateResponse:
-    """The cluster as both see it."""
+
+def cluster_state(
+    view: ClusterView, known: ControlState, *, with_addresses: bool = True, with_counts: bool = True
+) -> pb.GetClusterStateResponse:
+    """The cluster as both see it.
+
+    Args:
+        view: what the router sees.
+        known: what the controller knows.
+        with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
+        with_counts: what was transferred, from which the size of one request can be told.
+    """
     seen = {worker.info.worker_id: worker for worker in view.workers}
     workers = [
         _worker_state(record.info, record, worker.load if (worker := seen.get(record.worker_id)) else None)
@@ -19,6 +33,11 @@ def cluster_state(view: ClusterView, known: ControlState) -> pb.GetClusterStateR
     ]
     others = seen.keys() - {record.worker_id for record in known.workers}
     workers += [_worker_state(w.info, None, w.load) for w in view.workers if w.info.worker_id in others]
+    if not with_addresses:
+        for worker in workers:
+            for field in _OF_THE_MACHINE:
+                worker.ClearField(field)
+    counters = view.counters if with_counts else {}
     return pb.GetClusterStateResponse(
         workers=workers,
         queued_requests=view.num_queued,
@@ -26,7 +45,7 @@ def cluster_state(view: ClusterView, known: ControlState) -> pb.GetClusterStateR
         pools=pool_states(known),
         stages=[pb.StageCount(stage=stage, requests=count) for stage, count in view.stages.items()],
         slos=[pb.SloState(slo=slo, met=met, total=total) for slo, (met, total) in view.slos.items()],
-        transfers=[each for src, metrics in view.counters.items() for each in _transfers(src, metrics)],
+        transfers=[each for src, metrics in counters.items() for each in _transfers(src, metrics)],
         requests_per_s=view.rates.requests_per_s,
         output_tokens_per_s=view.rates.output_tokens_per_s,
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),

@@ -5,8 +5,14 @@
     - tenant: operators
       key: some-long-random-key
       admin: true
+    - tenant: monitoring
+      sha256: 9b71...
+      metrics: true          # may read /metrics
+    - tenant: team-b
+      certificate: b.example # the common name of a client certificate (gateway.tls.client_ca) instead of a key
 
-A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts.
+A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts, and again
+when it changes.
 """
 
 from __future__ import annotations
@@ -21,29 +27,40 @@ import msgspec
 import yaml
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.auth import ApiKey, ApiKeys, Caller, digest_of
+from disagg.router.gateway.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
 MAX_KEYS = 10_000
-"""Every call is compared with all of them."""
+ROOT = 0
+"""May own a file that others read, such as a mounted secret."""
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
-_TENANT = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+_TENANT = Annotated[str, msgspec.Meta(pattern=TENANT)]
 _SHA256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One entry of the file; `key` or `sha256`, not both."""
+    """One entry of the file; one of `key`, `sha256` and `certificate`."""
 
     tenant: _TENANT
     key: str | None = None
     """Printable ASCII without spaces."""
     sha256: _SHA256 | None = None
     """Its SHA-256 in hex."""
+    certificate: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
+    """Common name of a client certificate that stands for a key."""
     admin: bool = False
+    """May change the cluster, and see every tenant's requests."""
+    metrics: bool = False
+    """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
 
     def __repr__(self) -> str:
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
+
+    @property
+    def caller(self) -> Caller:
+        """Who comes with this entry's key."""
+        return Caller(self.tenant, self.admin, self.metrics)
 
 
 def load_keys(path: str) -> ApiKeys:
@@ -61,14 +78,19 @@ def load_keys(path: str) -> ApiKeys:
         raise ConfigError(f"gateway.api_keys: {path} has {len(entries)} keys; at most {MAX_KEYS}")
     if not entries:
         raise ConfigError(f"gateway.api_keys: {path} has no key; next: disagg key new TENANT --file {path}")
-    keys = [
-        ApiKey(_digest(entry, f"{path}[{i}]"), Caller(entry.tenant, entry.admin)) for i, entry in enumerate(entries)
-    ]
-    places: dict[bytes, int] = {}
-    for index, key in enumerate(keys):
-        if (first := places.setdefault(key.digest, index)) != index:
-            raise ConfigError(f"gateway.api_keys: {path}[{index}] is the same key as [{first}]; each needs its own")
-    return ApiKeys(keys)
+    places: dict[bytes | str, int] = {}
+    keys: list[ApiKey] = []
+    certificates: dict[str, Caller] = {}
+    for index, entry in enumerate(entries):
+        credential = _credential(entry, f"{path}[{index}]")
+        if (first := places.setdefault(credential, index)) != index:
+            kind = "certificate" if isinstance(credential, str) else "key"
+            raise ConfigError(f"gateway.api_keys: {path}[{index}] is the same {kind} as [{first}]; each needs its own")
+        if isinstance(credential, str):
+            certificates[credential] = entry.caller
+        else:
+            keys.append(ApiKey(credential, entry.caller))
+    return ApiKeys(keys, certificates)
 
 
 def parse_entries(text: str, path: str) -> list[KeyEntry]:
@@ -87,24 +109,30 @@ def parse_entries(text: str, path: str) -> list[KeyEntry]:
 
 
 def read_private_file(path: str, name: str) -> bytes:
-    """A file that only its owner and group may touch. `name` is the configuration's key.
+    """A file that only its owner may write, and only its owner and group may read. `name` is the configuration's key.
 
     Raises:
-        ConfigError: if it cannot be read, or others may read or write it.
+        ConfigError: if it cannot be read, is another user's, or others can use it.
     """
     try:
         with Path(path).open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & stat.S_IRWXO:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid not in (os.geteuid(), ROOT):
+                raise ConfigError(f"{name}: {path} belongs to another user (uid {status.st_uid}), who could change it")
+            if mode & (stat.S_IRWXO | stat.S_IWGRP):
                 raise ConfigError(f"{name}: others can use {path} (mode {mode:04o}); next: chmod 600 {path}")
             return file.read()
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path} ({error.strerror})") from None
 
 
-def _digest(entry: KeyEntry, where: str) -> bytes:
-    if (entry.key is None) == (entry.sha256 is None):
-        raise ConfigError(f"gateway.api_keys: {where} needs one of key and sha256")
+def _credential(entry: KeyEntry, where: str) -> bytes | str:
+    """The digest of the entry's key, or the name of its certificate."""
+    if sum(given is not None for given in (entry.key, entry.sha256, entry.certificate)) != 1:
+        raise ConfigError(f"gateway.api_keys: {where} needs one of key, sha256 and certificate")
+    if entry.certificate is not None:
+        return entry.certificate
     if entry.sha256 is not None:
         return bytes.fromhex(entry.sha256)
     key = entry.key or ""

@@ -1,21 +1,30 @@
 """Who calls. One authenticator stands before both protocols; what it found is in `CALLER` for as long as a call runs.
 
-header ──Authenticator.authenticate──> Caller          nobody, or an unknown key: AuthenticationError
+header, certificate ──Authenticator.authenticate──> Caller     nobody, or an unknown key: RefusedError
 
-With keys, the key says who it is. Without keys everybody is the same nameless caller, and may do everything where only
-this machine, or holders of a client certificate, can reach the gateway. On an address that others reach, that caller
-may change nothing: see `rights`.
+With keys, the key says who it is, or the name in the client's certificate, where the file has that name. With client
+certificates alone, a certificate's name is its tenant, who is no admin. Without both everybody is the same nameless
+caller, and may do everything where only this machine can reach the gateway. On an address that others reach, that
+caller may change nothing: see `rights`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from disagg.proto.errors import AuthenticationError
+
+TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names of tenants."""
+
+Reason = Literal["missing", "malformed", "unknown", "certificate"]
+"""Why a call was refused, for the operator: no key, no `Bearer KEY`, a key that is not in the file, a certificate whose
+name is no tenant's."""
 
 
 class Caller(NamedTuple):
@@ -25,13 +34,31 @@ class Caller(NamedTuple):
     """Prefixes are cached per tenant; empty where there are no keys."""
     is_admin: bool
     """Whether it may change the cluster and see other tenants' requests."""
+    metrics: bool = False
+    """Whether it may read exact counts of all tenants, such as `/metrics`; an admin may in any case."""
+
+    @property
+    def sees_counts(self) -> bool:
+        """Whether exact counts over all tenants are for it."""
+        return self.is_admin or self.metrics
+
+
+class RefusedError(AuthenticationError):
+    """What `Authenticator` raises. `reason` is for the operator: the client reads the same words in each case."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(CERTIFICATE_NEEDED if reason == "certificate" else KEY_NEEDED)
+        self.reason: Reason = reason
 
 
 ANONYMOUS = Caller("", True)
-"""Everybody, on a gateway without keys that only trusted ones can reach."""
+"""Everybody, on a gateway without keys that only this machine can reach."""
 
 STRANGER = Caller("", False)
-"""Everybody, on a gateway without keys that others can reach."""
+"""Whoever was not looked at: it may nothing."""
+
+PUBLIC = Caller("", False, metrics=True)
+"""Everybody, on a gateway without keys that others can reach: whose owner said that all may ask everything."""
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=STRANGER)
 """Of the running call; set by the outermost layer of each protocol. Where none did, nobody knows who calls."""
@@ -39,24 +66,53 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=STRANGER)
 KEY_NEEDED = "a valid API key is needed, as `authorization: Bearer KEY`"
 """The one answer to a missing, a malformed and an unknown key."""
 
+CERTIFICATE_NEEDED = "the common name of your certificate is no tenant's name"
+
 
 class Authenticator(Protocol):
     """Knows the keys."""
 
-    def authenticate(self, authorization: str | None) -> Caller:
-        """The owner of a key, as the header `authorization: Bearer KEY` brings it. Raises `AuthenticationError`."""
+    @property
+    def takes_certificates(self) -> bool:
+        """Whether a certificate can stand for a key."""
+        ...
+
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
+        """The owner of a key, as the header `authorization: Bearer KEY` brings it, or of a certificate.
+
+        Args:
+            authorization: the header.
+            certificate: common name of the client's certificate, which TLS has verified; empty without one.
+
+        Raises:
+            RefusedError: for nobody that is known.
+        """
         ...
 
 
 class Everybody:
-    """Implements `Authenticator` where no keys are configured."""
+    """Implements `Authenticator` where neither keys nor client certificates are configured."""
+
+    takes_certificates = False
 
     def __init__(self, caller: Caller = ANONYMOUS) -> None:
         self._caller = caller
 
-    def authenticate(self, authorization: str | None) -> Caller:
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         """See `Authenticator`."""
         return self._caller
+
+
+class CertificateNames:
+    """Implements `Authenticator` for client certificates without a file of keys: the name is the tenant."""
+
+    takes_certificates = True
+
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
+        """See `Authenticator`."""
+        if not re.match(TENANT, certificate):
+            raise RefusedError("certificate")
+        return Caller(certificate, False)
 
 
 class ApiKey(NamedTuple):
@@ -68,22 +124,52 @@ class ApiKey(NamedTuple):
 
 
 class ApiKeys:
-    """Implements `Authenticator`: a caller is who its key says."""
+    """Implements `Authenticator`: a caller is who its key says, or without a key its certificate.
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = tuple(keys)
+    Args:
+        keys: all that are let in.
+        certificates: callers by the common name of their certificate.
+    """
 
-    def authenticate(self, authorization: str | None) -> Caller:
-        """See `Authenticator`. Compares with every key, so that the time taken tells nothing about any."""
+    def __init__(self, keys: Sequence[ApiKey], certificates: Mapping[str, Caller] | None = None) -> None:
+        self._known = _index(keys), dict(certificates or {})
+
+    def __len__(self) -> int:
+        return sum(len(known) for known in self._known)
+
+    @property
+    def takes_certificates(self) -> bool:
+        """See `Authenticator`."""
+        return bool(self._known[1])
+
+    def take(self, other: ApiKeys) -> None:
+        """Know the keys of `other` instead, from the next call on. From any thread."""
+        self._known = other._known
+
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
+        """See `Authenticator`. Keys are found by digest. What the search takes can tell of digests only, from which
+        nobody gets back to a key; the digest that was found is compared in constant time."""
+        keys, certificates = self._known
+        if not authorization and certificate in certificates:
+            return certificates[certificate]
         scheme, _, key = (authorization or "").partition(" ")
         brought = digest_of(key.strip())
-        found: Caller | None = None
-        for known, caller in self._keys:
-            if hmac.compare_digest(known, brought):
-                found = caller
-        if found is None or scheme.lower() != "bearer":
-            raise AuthenticationError(KEY_NEEDED)
-        return found
+        known, caller = keys.get(brought, _NO_KEY)
+        is_known = hmac.compare_digest(known, brought)
+        if not authorization:
+            raise RefusedError("missing")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise RefusedError("malformed")
+        if not is_known:
+            raise RefusedError("unknown")
+        return caller
+
+
+_NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), STRANGER)
+
+
+def _index(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
+    return {key.digest: key for key in keys}
 
 
 def digest_of(key: str) -> bytes:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
-from disagg.proto.errors import AuthenticationError
-from disagg.router.gateway.auth import CALLER, KEY_NEEDED, Authenticator
+from disagg.router.gateway.audit import Audit
+from disagg.router.gateway.auth import CALLER, Authenticator, RefusedError
 from disagg.router.gateway.status import answered
+from disagg.router.gateway.tls import name_of_peer
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
+Context = grpc.aio.ServicerContext[Any, Any]
 
 AUTHORIZATION = "authorization"
-_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 """Answered without a key, as `/livez` of HTTP: balancers ask them."""
 
 
 class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
     """Finds out who calls before anything of the call is read, and refuses who is unknown. Reflection needs a key,
-    too."""
+    too. Where a certificate can stand for a key, a call without a key is looked at when it begins: gRPC shows the
+    certificate no earlier."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, audit: Audit) -> None:
         self._authenticator = authenticator
-        # Of the kind that reads no message: a unary one would take in the whole request first.
-        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._audit = audit
 
     async def intercept_service(
         self,
@@ -33,13 +37,52 @@ class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, whose context it sets."""
-        if handler_call_details.method.startswith(_OPEN_SERVICES):
+        if handler_call_details.method in _OPEN_METHODS:
             return await continuation(handler_call_details)
         try:
             CALLER.set(self._authenticator.authenticate(_authorization(handler_call_details)))
-        except AuthenticationError:
-            return self._refusal
+        except RefusedError as error:
+            if error.reason in ("missing", "certificate") and self._authenticator.takes_certificates:
+                return self._by_certificate(await continuation(handler_call_details))
+            # Of the kind that reads no message: a unary one would take in the whole request first.
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
         return await continuation(handler_call_details)
+
+    async def _refuse(self, error: RefusedError, requests: object, context: Context) -> None:
+        async with answered(context):
+            self._audit.refused("grpc", error.reason, context.peer())
+            raise error
+
+    async def _identify(self, context: Context) -> None:
+        async with answered(context):
+            try:
+                CALLER.set(self._authenticator.authenticate(None, name_of_peer(context.auth_context())))
+            except RefusedError as error:
+                self._audit.refused("grpc", error.reason, context.peer())
+                raise
+
+    def _by_certificate(self, handler: Handler | None) -> Handler:
+        """The handler behind a look at the client's certificate."""
+        if handler is None:  # there is no such method
+            return handler  # type: ignore[return-value]  # gRPC answers UNIMPLEMENTED
+        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        name = "_".join(kind)
+        behaviour: Callable[..., Any] = getattr(handler, name)
+        make: Callable[..., Handler] = getattr(grpc, f"{name}_rpc_method_handler")
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def stream(request: object, context: Context) -> AsyncIterator[object]:
+                await self._identify(context)
+                async for response in behaviour(request, context):
+                    yield response
+
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+
+        async def run(request: object, context: Context) -> object:
+            await self._identify(context)
+            return await behaviour(request, context)
+
+        return make(run, handler.request_deserializer, handler.response_serializer)
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:
@@ -47,8 +90,3 @@ def _authorization(details: grpc.HandlerCallDetails) -> str | None:
         if key == AUTHORIZATION and isinstance(value, str):
             return value
     return None
-
-
-async def _refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    async with answered(context):
-        raise AuthenticationError(KEY_NEEDED)

@@ -44,12 +44,17 @@ class GatewayMetrics(Collector):
         self._model = model
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
+        self._refusals: Counter[tuple[str, str]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def count_call(self, protocol: Protocol, outcome: str) -> None:
         """A call that asked for an answer ended: `ok`, or with the code of an error."""
         self._calls[protocol, outcome] += 1
+
+    def count_refusal(self, protocol: str, reason: str) -> None:
+        """A call came without a key that is known."""
+        self._refusals[protocol, reason] += 1
 
     @contextmanager
     def counted(self, protocol: Protocol) -> Iterator[None]:
@@ -83,6 +88,12 @@ class GatewayMetrics(Collector):
             "Calls that asked for an answer, by protocol and outcome (ok, or the code of an error).",
             ("protocol", "outcome"),
             sorted(self._calls.items()),
+        )
+        yield counter(
+            "disagg_refused_authentications",
+            "Calls that came without a valid key, by protocol and reason.",
+            ("protocol", "reason"),
+            sorted(self._refusals.items()),
         )
         view = self._view()
         yield from cluster_families(view)

@@ -1,6 +1,8 @@
-"""Who may do what in `AdminService`.
+"""Who may do what in `AdminService`, and read `/metrics`.
 
-    read the cluster                     everybody whom the authenticator let in
+    see workers and pools                everybody whom the authenticator let in
+    addresses and processes of workers   an admin
+    exact counts over all tenants        keys with `metrics`, an admin
     explain a request                    its tenant, an admin
     change the cluster, list requests    an admin
 
@@ -34,7 +36,7 @@ class Rights:
 
     def require_admin(self, context: Context) -> None:
         """Raises `PermissionDeniedError` for anybody else."""
-        if self._caller(context).is_admin:
+        if self.caller(context).is_admin:
             return
         if self._local_is_admin:
             raise PermissionDeniedError(
@@ -45,14 +47,21 @@ class Rights:
 
     def may_see(self, tenant: str, context: Context) -> bool:
         """Whether the caller may know of a tenant's request."""
-        caller = self._caller(context)
+        caller = self.caller(context)
         return caller.is_admin or caller.tenant == tenant
 
-    def _caller(self, context: Context) -> Caller:
+    def caller(self, context: Context) -> Caller:
+        """Who calls, with what it may do here."""
         caller = CALLER.get()
         if self._local_is_admin and is_local_peer(context.peer()):
             return caller._replace(is_admin=True)
         return caller
+
+
+def require_counts(caller: Caller) -> None:
+    """Raises `PermissionDeniedError` for a caller who may not see exact counts over all tenants."""
+    if not caller.sees_counts:
+        raise PermissionDeniedError("this needs a key with `metrics: true`, or the key of an admin")
 
 
 def is_local_peer(peer: str) -> bool:

@@ -25,6 +25,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
+from disagg.router.gateway.audit import Audit
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
@@ -39,6 +40,7 @@ from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.probe import PairProbe
 from disagg.router.gateway.security import secure
 from disagg.router.gateway.service import InferenceService
+from disagg.router.gateway.tls import ServerTls
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
 from disagg.v1 import inference_pb2 as pb
@@ -75,6 +77,14 @@ class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic o
         await asyncio.sleep(0)  # grpc's own task of a call ends after ours
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no types
+    """Health, without what the library's stubs know and its service does not: gRPC would log a traceback a call."""
+
+    async def List(self, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
+        """See the proto."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is Check and Watch")
+
+
 class GatewayServer:
     """One gateway. Owner of its sockets and tokenizer threads; the router is started and stopped by the caller.
 
@@ -101,10 +111,12 @@ class GatewayServer:
         self._control = control
         self._security = secure(config)
         self._metrics = GatewayMetrics(router.view, self.model.info.name, vllm_aliases=config.vllm_aliases)
+        self._audit = Audit(self._metrics.count_refusal, time.monotonic)
+        self._admin: AdminService | None = None
         self._port: int | None = None
         self._http_port: int | None = None
         self._calls = _Calls()
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._executor: ThreadPoolExecutor | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -135,11 +147,11 @@ class GatewayServer:
         config = self.config
         self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         generator = self._make_generator(self._executor)
-        interceptors = (self._calls, Authenticate(self._security.authenticator), DecodeRequests())
+        interceptors = (self._calls, Authenticate(self._security.authenticator, self._audit), DecodeRequests())
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
         try:
-            self._port = _listen(server, self._address(config.port), self._security.grpc_tls)
+            self._port = _listen(server, self._address(config.port), self._security.tls)
             if config.http_port is not None:
                 self._http = self._make_http(generator)
                 self._http_port = await self._http.start(config.host, config.http_port)
@@ -150,6 +162,7 @@ class GatewayServer:
             raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
         await server.start()
         self._server = server
+        self._security.watch.start()
         await self.set_serving(serving)
 
     async def set_serving(self, serving: bool) -> None:
@@ -169,6 +182,9 @@ class GatewayServer:
             stops.append(self._http.stop(grace_s))
         await asyncio.gather(*stops)
         await self._calls.ended()
+        if self._admin is not None:
+            await self._admin.close()
+        await asyncio.to_thread(self._security.watch.stop)
         self._executor.shutdown(cancel_futures=True)
 
     def _options(self) -> list[tuple[str, int]]:
@@ -211,14 +227,16 @@ class GatewayServer:
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
+            self._audit,
         )
+        tls = self._security.tls
         connections = ConnectionLimits(
             max_connections=config.max_connections,
             idle_timeout_s=config.idle_timeout_s,
             head_timeout_s=config.read_timeout_s,
             write_timeout_s=config.write_timeout_s,
         )
-        return HttpServer(app, connections, time.monotonic, self._security.http_tls)
+        return HttpServer(app, connections, time.monotonic, tls.http if tls is not None else None)
 
     def _add_services(self, server: grpc.aio.Server, generator: Generator) -> None:
         inference = InferenceService(
@@ -237,15 +255,15 @@ class GatewayServer:
             mint_id=_mint_id,
             dice=random.SystemRandom(),
         )
-        admin = AdminService(self._router, self._control, probe, self._security.rights)
-        pb_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
+        self._admin = AdminService(self._router, self._control, probe, self._security.rights, audit=self._audit)
+        pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 
-def _listen(server: grpc.aio.Server, address: str, tls: grpc.ServerCredentials | None) -> int:
+def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int:
     """The bound port. Raises `RuntimeError`."""
-    return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+    return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.grpc)
 
 
 def _mint_id() -> RequestId:

@@ -275,7 +275,7 @@ async def test_http_asks_for_the_same_keys(folder: Path, keys: str) -> None:
         paths = ("/v1/models", "/health", "/metrics", "/version", "/ping", "/none")
         assert {path: await get(path) for path in paths} == dict.fromkeys(paths, 401)
         assert {path: await get(path, "unknown-key-of-nobody") for path in paths} == dict.fromkeys(paths, 401)
-        assert [await get(path, KEY_A) for path in ("/v1/models", "/metrics", "/none")] == [200, 200, 404]
+        assert [await get(path, KEY_A) for path in ("/v1/models", "/metrics", "/none")] == [200, 403, 404]
         assert await get("/livez") == 200
 
 

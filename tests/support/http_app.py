@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from disagg.proto.ids import RequestId
+from disagg.router.gateway.audit import Audit
 from disagg.router.gateway.auth import Authenticator, Everybody
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.app import HttpApp
@@ -60,6 +61,7 @@ class TestApp:
             authenticator or Everybody(),
             self._mint_id,
             lambda: TRACE_BITS,
+            Audit(self.metrics.count_refusal, lambda: 1000.0),
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway")

@@ -26,6 +26,7 @@ PURE = (
     "cluster/ranks.py",
     "cluster/restart_pause.py",
     "loadtests/page_guard.py",
+    "router/gateway/audit.py",
     "router/admission.py",
     "router/api.py",
     "router/attempts.py",

@@ -29,6 +29,7 @@ def known_labels() -> dict[str, set[str]]:
     """Sample name -> its label names."""
     metrics = GatewayMetrics(busy_view, "m")
     metrics.count_call("http", "ok")
+    metrics.count_refusal("grpc", "unknown")
     samples = read_samples(metrics.render()[0])
     return {name: {label for labels in found for label, _ in labels} for name, found in samples.items()}
 

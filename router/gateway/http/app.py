@@ -15,7 +15,8 @@ from starlette.routing import Match, Route
 
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth import CALLER, STRANGER, Authenticator
+from disagg.router.gateway.audit import Audit
+from disagg.router.gateway.auth import CALLER, STRANGER, Authenticator, RefusedError
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.errors import (
@@ -50,6 +51,7 @@ class HttpApp:
         authenticator: knows the keys.
         mint_id: a request id that was never used.
         mint_trace_bits: 192 random bits, see `traceparent`.
+        audit: is told of refused calls.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class HttpApp:
         authenticator: Authenticator,
         mint_id: Callable[[], RequestId],
         mint_trace_bits: Callable[[], int],
+        audit: Audit,
     ) -> None:
+        self._audit = audit
         self.stopping = False
         """Set by the server before it cancels what still runs."""
         self._authenticator = authenticator
@@ -99,8 +103,13 @@ class HttpApp:
     def _authenticate(self, exchange: Exchange) -> None:
         if exchange.scope["path"] in _OPEN_PATHS:
             CALLER.set(STRANGER)
-        else:
-            CALLER.set(self._authenticator.authenticate(exchange.headers.get("authorization")))
+            return
+        try:
+            caller = self._authenticator.authenticate(exchange.headers.get("authorization"), exchange.certificate)
+        except RefusedError as error:
+            self._audit.refused("http", error.reason, exchange.peer)
+            raise
+        CALLER.set(caller)
 
     def _find(self, scope: Scope) -> Handler:
         """The handler of a path and method. Raises `UnknownUrlError` or `MethodNotAllowedError`."""

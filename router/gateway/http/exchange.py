@@ -17,8 +17,10 @@ from typing import Any, Final
 
 from starlette.datastructures import Headers as RequestHeaders
 
+from disagg.proto.addresses import join_address
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.router.gateway.http.errors import Headers, SlowBodyError
+from disagg.router.gateway.tls import name_in
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -57,6 +59,18 @@ class Exchange:
         """What the route found in the path."""
         params: dict[str, str] = self.scope.get("path_params", {})
         return params
+
+    @property
+    def peer(self) -> str:
+        """Where the connection comes from."""
+        host, port = self.scope.get("client") or ("", 0)
+        return join_address(host, port)
+
+    @property
+    def certificate(self) -> str:
+        """Common name of the client's certificate, which TLS has verified; empty without one."""
+        connection = self.scope.get("state", {}).get("connection")
+        return name_in((connection.transport.get_extra_info("peercert") or {}) if connection is not None else {})
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """For the response, whatever it will be."""

@@ -11,6 +11,7 @@ from disagg import __version__
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView
+from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.exchange import JSON, Exchange
 from disagg.router.gateway.http.limits import BodyLimits
@@ -19,6 +20,7 @@ from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, deco
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.request import BYTES_PER_ID, ChatPrompt
+from disagg.router.gateway.rights import require_counts
 from disagg.router.gateway.validate import check_chat, check_model, check_text
 from disagg.router.gateway.values import check_ids
 
@@ -73,7 +75,8 @@ class Information:
         await exchange.respond(status, msgspec.json.encode(body))
 
     async def metrics(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /metrics`."""
+        """`GET /metrics`: what is exact to a request is not for every tenant."""
+        require_counts(CALLER.get())
         body, content_type = self._metrics.render(exchange.headers.get("accept", ""))
         await exchange.respond(200, body, content_type.encode())
 

@@ -96,3 +96,18 @@ def test_the_state_has_stages_targets_transfers_and_rates() -> None:
     assert (found.requests_per_s, found.output_tokens_per_s) == pytest.approx((1.5, 20.0))
     assert [worker.worker_id for worker in found.workers] == ["d0", "p0"]
     assert [(pool.name, pool.desired, pool.ready) for pool in found.pools] == [("prefill", 2, 1)]
+
+
+def test_addresses_are_for_admins_and_transfers_for_those_who_see_counts() -> None:
+    known = ControlState(pools=(PoolState(name="decode", desired=1, ready=1),), workers=(), gateways=())
+    whole = cluster_state(busy_view(), known)
+    assert whole.transfers
+    assert all(worker.address and worker.incarnation and worker.pid for worker in whole.workers)
+    public = cluster_state(busy_view(), known, with_addresses=False, with_counts=False)
+    assert list(public.transfers) == []
+    assert [(w.address, w.incarnation, w.pid, w.detail) for w in public.workers] == [("", "", 0, "")] * len(
+        whole.workers
+    )
+    assert [(w.worker_id, w.kv_blocks_total) for w in public.workers] == [
+        (w.worker_id, w.kv_blocks_total) for w in whole.workers
+    ]

@@ -18,6 +18,7 @@ from disagg.router.gateway.auth import (
     ApiKeys,
     Caller,
     Everybody,
+    RefusedError,
     digest_of,
 )
 
@@ -77,8 +78,8 @@ def test_everything_else_is_refused_in_the_same_words(header: str | None) -> Non
     assert str(caught.value) == KEY_NEEDED
 
 
-def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No early exit, whichever key it is."""
+def test_the_digest_that_was_found_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none was found: one comparison, however many keys there are."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(known: bytes, brought: bytes) -> bool:
@@ -88,8 +89,38 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("disagg.router.gateway.auth.hmac.compare_digest", compare)
     for key in (KEY_A, KEY_B):
         KEYS.authenticate(f"Bearer {key}")
-        assert compared == [(digest_of(KEY_A), digest_of(key)), (digest_of(KEY_B), digest_of(key))]
-        compared.clear()
+    with pytest.raises(RefusedError):
+        KEYS.authenticate("Bearer unknown")
+    a, b, unknown = map(digest_of, (KEY_A, KEY_B, "unknown"))
+    assert compared == [(a, a), (b, b), (bytes(32), unknown)]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (None, "missing"),
+        ("", "missing"),
+        ("Bearer", "malformed"),
+        ("Bearer  ", "malformed"),
+        (KEY_A, "malformed"),
+        (f"Basic {KEY_A}", "malformed"),
+        ("Bearer unknown", "unknown"),
+    ],
+)
+def test_the_operator_learns_why(header: str | None, reason: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        KEYS.authenticate(header)
+    assert caught.value.reason == reason
+
+
+def test_other_keys_are_taken_from_the_next_call_on() -> None:
+    keys = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False))])
+    keys.take(ApiKeys([ApiKey(digest_of(KEY_B), Caller("b", False))], {"c": Caller("c", False)}))
+    assert (len(keys), keys.takes_certificates) == (2, True)
+    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", False)
+    assert keys.authenticate(None, "c") == Caller("c", False)
+    with pytest.raises(RefusedError):
+        keys.authenticate(f"Bearer {KEY_A}")
 
 
 def test_only_digests_are_kept() -> None:
@@ -119,19 +150,38 @@ def test_both_forms_of_an_entry(tmp_path: Path) -> None:
     assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True)
 
 
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]")
+    owner = Path(file).stat().st_uid
+    monkeypatch.setattr("disagg.router.gateway.api_keys.os.geteuid", lambda: owner + 1)
+    monkeypatch.setattr("disagg.router.gateway.api_keys.ROOT", owner + 2)
+    assert refusal(file) == (f"gateway.api_keys: {file} belongs to another user (uid {owner}), who could change it")
+    monkeypatch.setattr("disagg.router.gateway.api_keys.ROOT", owner)
+    load_keys(file)
+
+
+def test_rights_and_certificates_of_entries(tmp_path: Path) -> None:
+    text = f"[{{tenant: m, key: {KEY_A}, metrics: true}}, {{tenant: c, certificate: c.example}}]"
+    keys = load_keys(write(tmp_path, text))
+    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("m", False, metrics=True)
+    assert keys.authenticate("", "c.example") == Caller("c", False)
+    twice = write(tmp_path, "[{tenant: a, certificate: x}, {tenant: b, certificate: x}]")
+    assert refusal(twice) == f"gateway.api_keys: {twice}[1] is the same certificate as [0]; each needs its own"
+
+
 def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
     keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}, {{tenant: a, key: {KEY_B}}}]"))
     assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == Caller("a", False)
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o777])
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o777, 0o620, 0o660])
 def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
     file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode)
     assert refusal(file) == f"gateway.api_keys: others can use {file} (mode {mode:04o}); next: chmod 600 {file}"
 
 
-@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o660])
-def test_a_file_of_its_owner_and_group_is_taken(tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
+def test_a_file_of_its_owner_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
     load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode))
 
 
@@ -152,8 +202,8 @@ SHA = digest_of(KEY_A).hex()
         ("[{key: aaaaaaaaaaaaaaaaaaaa}]", ": Object missing required field tenant - at $[0]"),
         (f"[{{tenant: a, secret: {KEY_A}}}]", ": Object contains unknown field secret - at $[0]"),
         ("[{tenant: a, key: 1234567890123456}]", ": Expected str | null, got int - at $[0].key"),
-        ("[{tenant: a}]", "[0] needs one of key and sha256"),
-        (f"[{{tenant: a, key: {KEY_A}, sha256: {SHA}}}]", "[0] needs one of key and sha256"),
+        ("[{tenant: a}]", "[0] needs one of key, sha256 and certificate"),
+        (f"[{{tenant: a, key: {KEY_A}, sha256: {SHA}}}]", "[0] needs one of key, sha256 and certificate"),
         ("[{tenant: a, key: aaaaaaaaaaaaaaa}]", "[0].key must have 16 to 512 printable ASCII characters and no space"),
         (
             "[{tenant: a, key: a long enough key}]",

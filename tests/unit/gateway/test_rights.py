@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from disagg.proto.errors import ConfigError, PermissionDeniedError
-from disagg.router.gateway.auth import ANONYMOUS, CALLER, STRANGER, Caller
+from disagg.router.gateway.auth import ANONYMOUS, CALLER, PUBLIC, STRANGER, Caller, RefusedError
 from disagg.router.gateway.config import GatewayConfig, TlsFiles
-from disagg.router.gateway.rights import Rights, is_local_peer
+from disagg.router.gateway.rights import Rights, is_local_peer, require_counts
 from disagg.router.gateway.security import check_files, secure
 from tests.support.certificates import Authority
 
@@ -114,12 +114,12 @@ def config(**values: Any) -> GatewayConfig:
 
 @pytest.mark.parametrize(
     ("host", "caller", "local_is_admin"),
-    [("127.0.0.1", ANONYMOUS, False), ("::1", ANONYMOUS, False), ("0.0.0.0", STRANGER, True)],
+    [("127.0.0.1", ANONYMOUS, False), ("::1", ANONYMOUS, False), ("0.0.0.0", PUBLIC, True)],
 )
 def test_without_keys_the_address_decides(host: str, caller: Caller, local_is_admin: bool) -> None:
     security = secure(config(host=host))
     assert security.authenticator.authenticate(None) == caller
-    assert (security.http_tls, security.grpc_tls) == (None, None)
+    assert security.tls is None
     token = CALLER.set(caller)
     try:
         security.rights.require_admin(context(LOCAL))
@@ -130,12 +130,54 @@ def test_without_keys_the_address_decides(host: str, caller: Caller, local_is_ad
         CALLER.reset(token)
 
 
-def test_a_client_certificate_is_as_good_as_a_key(tmp_path: Any) -> None:
+def test_the_name_of_a_client_certificate_is_a_tenant_who_is_no_admin(tmp_path: Any) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("server")
     with_clients = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
-    assert secure(config(host="0.0.0.0", tls=with_clients)).authenticator.authenticate(None) == ANONYMOUS
-    assert secure(config(host="0.0.0.0", tls=TlsFiles(cert=cert, key=key))).authenticator.authenticate(None) == STRANGER
+    authenticator = secure(config(host="0.0.0.0", tls=with_clients)).authenticator
+    assert authenticator.takes_certificates
+    assert authenticator.authenticate("Bearer x", "team-a") == Caller("team-a", False)
+    for name in ("", "team a", "x" * 65):
+        with pytest.raises(RefusedError, match=r"^the common name of your certificate is no tenant's name$"):
+            authenticator.authenticate(None, name)
+    assert secure(config(host="0.0.0.0", tls=TlsFiles(cert=cert, key=key))).authenticator.authenticate(None) == PUBLIC
+
+
+def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
+    file = tmp_path / "keys.yaml"
+    file.touch(mode=0o600)
+    file.write_text("[{tenant: a, certificate: team-a.example, admin: true}]")
+    with pytest.raises(
+        ConfigError, match=r"names certificates, which nobody asks clients for; set gateway\.tls\.client_ca$"
+    ):
+        secure(config(api_keys=str(file)))
+    with pytest.raises(ConfigError, match=r"set gateway\.tls\.client_ca$"):
+        check_files(str(file), None)
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+    tls = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
+    authenticator = secure(config(api_keys=str(file), tls=tls)).authenticator
+    assert authenticator.authenticate(None, "team-a.example") == Caller("a", True)
+    for header, name in ((None, "other.example"), ("Bearer wrong-key-0000000", "team-a.example")):
+        with pytest.raises(RefusedError, match=r"^a valid API key is needed"):
+            authenticator.authenticate(header, name)
+
+
+@pytest.mark.parametrize(
+    ("caller", "sees"),
+    [
+        (ANONYMOUS, True),
+        (PUBLIC, True),
+        (STRANGER, False),
+        (Caller("a", False), False),
+        (Caller("a", False, True), True),
+    ],
+)
+def test_who_sees_exact_counts(caller: Caller, sees: bool) -> None:
+    assert caller.sees_counts is sees
+    if not sees:
+        with pytest.raises(PermissionDeniedError, match=r"^this needs a key with `metrics: true`"):
+            require_counts(caller)
 
 
 def test_keys_are_asked_for_on_loopback_too(tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import TlsFiles
-from disagg.router.gateway.tls import grpc_credentials, http_context
+from disagg.router.gateway.tls import ServerTls, http_context, name_in, name_of_peer
 from tests.support.certificates import Authority
 
 
@@ -19,9 +19,9 @@ def authority(tmp_path: Path) -> Authority:
 def refusal(files: TlsFiles) -> str:
     with pytest.raises(ConfigError) as of_http:
         http_context(files)
-    with pytest.raises(ConfigError) as of_grpc:
-        grpc_credentials(files)
-    assert str(of_http.value) == str(of_grpc.value)
+    with pytest.raises(ConfigError) as of_both:
+        ServerTls(files)
+    assert str(of_http.value) == str(of_both.value)
     return str(of_http.value)
 
 
@@ -29,7 +29,7 @@ def test_the_server_s_certificate_alone(authority: Authority) -> None:
     cert, key = authority.issue("server")
     context = http_context(TlsFiles(cert=cert, key=key))
     assert (context.minimum_version, context.verify_mode) == (ssl.TLSVersion.TLSv1_2, ssl.CERT_NONE)
-    assert grpc_credentials(TlsFiles(cert=cert, key=key)) is not None
+    assert ServerTls(TlsFiles(cert=cert, key=key)).grpc is not None
 
 
 def test_clients_need_one_of_the_ca(authority: Authority) -> None:
@@ -79,3 +79,24 @@ def test_files_that_are_not_there(authority: Authority, tmp_path: Path, which: s
     cert, key = authority.issue("server")
     files = {"cert": cert, "key": key, "client_ca": authority.ca, which: str(tmp_path / "none")}
     assert "No such file or directory" in refusal(TlsFiles(**files))
+
+
+def test_the_name_in_a_certificate() -> None:
+    subject = ((("organizationName", "o"),), (("commonName", "team-a"),))
+    assert [name_in(given) for given in ({"subject": subject}, {}, {"subject": subject[:1]})] == ["team-a", "", ""]
+    assert name_in({"subject": (*subject, (("commonName", "team-b"),))}) == ""
+    assert name_of_peer({"x509_common_name": [b"team-a"], "transport_security_type": [b"ssl"]}) == "team-a"
+    assert (name_of_peer({}), name_of_peer({"x509_common_name": [b"a", b"b"]})) == ("", "")
+
+
+def test_files_that_cannot_be_used_change_nothing(authority: Authority) -> None:
+    cert, key = authority.issue("server")
+    tls = ServerTls(TlsFiles(cert=cert, key=key, client_ca=authority.ca))
+    before = vars(tls).copy()
+    Path(cert).write_text("not PEM")
+    with pytest.raises(ConfigError):
+        tls.reload()
+    assert vars(tls) == before
+    authority.issue("server")
+    tls.reload()
+    assert vars(tls).keys() - {name for name in before if vars(tls)[name] is before[name]} == {"_current", "_changed"}

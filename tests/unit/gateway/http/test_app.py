@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.errors import AuthenticationError, OverloadedError, UnavailableError
+from disagg.proto.errors import OverloadedError, UnavailableError
 from disagg.proto.messages import Load, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, TokenBatch, WorkerView
-from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.auth import Caller, RefusedError
 from disagg.router.gateway.request import Targets
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, FakeRouter, Wait
@@ -26,9 +26,11 @@ CHAT_BODY = json.dumps({**CHAT, "stream": True}).encode()
 class OneKey:
     """An `Authenticator` that knows one key."""
 
-    def authenticate(self, authorization: str | None) -> Caller:
+    takes_certificates = False
+
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         if authorization != "Bearer secret":
-            raise AuthenticationError("there is no such key")
+            raise RefusedError("unknown")
         return Caller("tenant", False)
 
 
