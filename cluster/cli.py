@@ -274,7 +274,12 @@ def key_new(
     epilog=examples("disagg model import smollm2-135m", "disagg model import ./Llama-3.2-1B --name llama"),
 )
 def model_import(
-    source: Annotated[str, typer.Argument(help="'smollm2-135m', a .gguf file, a checkpoint folder, or a hub id.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="'smollm2-135m', a .gguf file, a checkpoint folder, or a hub id (owner/model, owner/model@commit)."
+        ),
+    ],
     name: Annotated[str | None, typer.Option(help="Its name here; by default made from the source.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
@@ -284,6 +289,19 @@ def model_import(
     screen = console()
     folder = import_model(source, name=name, force=force, progress=lambda text: screen.print(f"  {text}", markup=False))
     screen.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
+
+
+@model_app.command("verify", epilog=examples("disagg model verify smollm2-135m"))
+def model_verify(name: Annotated[str, typer.Argument(help="Of an imported model.")]) -> None:
+    """Hash a model's files and compare with its import. Exit status: 0 all are the same, 1 not."""
+    from disagg.cluster.models import verify_model
+
+    wrong = verify_model(name)
+    for line in wrong:
+        typer.echo(line)
+    if wrong:
+        raise typer.Exit(1)
+    typer.echo(f"{name} is as it was imported")
 
 
 @model_app.command("list", epilog=examples("disagg model list"))

