@@ -70,7 +70,8 @@ class Up:
         self._secret = ClusterSecret(secrets.token_bytes(NUM_BYTES))
         self._port, http_port = free_port(), free_port()
         gateway = {**config.get("gateway", {}), "port": self._port, "http_port": http_port}
-        self._config = {**config, "gateway": gateway}
+        recovery = {**config.get("recovery", {}), "failpoints": True}
+        self._config = {**config, "gateway": gateway, "recovery": recovery}
         self.environment = {**os.environ, SECRET_VARIABLE: self._secret.value.hex(), **(environment or {})}
         if step_ms:
             self.environment[FAILPOINTS_VARIABLE] = f"engine.step=hang(ms={step_ms:g})"

@@ -338,6 +338,7 @@ def cluster_config() -> ClusterConfig:
             "model": {"path": "fake"},
             "gateway": {"port": 0},
             "placement": {"local_prefill": "never"},
+            "recovery": {"failpoints": True},
             "transfer": {
                 "chunk_bytes": 256,
                 "staging_bytes": 2048,

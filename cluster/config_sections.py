@@ -93,6 +93,8 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A worker or the gateway was silent for so long: it is killed, and started again."""
     stuck_after_s: Seconds | None = 30.0
     """A worker's engine has been in one step for so long: both. Must be longer than the longest honest step."""
+    failpoints: bool = False
+    """Whether workers fail on purpose where their environment says so (`DISAGG_FAILPOINTS`): for tests only."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):

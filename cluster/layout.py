@@ -151,6 +151,7 @@ def worker_config(
         lease_timeout_s=transfer.lease_timeout_s,
         heartbeat_s=transfer.heartbeat_s,
         transfer_timeout_s=transfer.timeout_s,
+        failpoints=config.recovery.failpoints,
         token_interval_s=config.gateway.token_interval_ms / 1000,
     )
 

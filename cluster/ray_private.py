@@ -24,6 +24,7 @@ from typing import Final
 
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import pin_process
+from disagg.cluster.spawn import NOT_FOR_CHILDREN
 
 MARK: Final = "DISAGG_RAY_CLUSTER"
 """Environment variable that the processes of one private Ray are found by when it ends."""
@@ -144,9 +145,12 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def environment_mark(mark: str) -> Iterator[None]:
-    """What is started inside can be told from everything else on this machine."""
+    """What is started inside can be told from everything else on this machine, and does not get what is the operator's
+    own."""
+    own = {name: os.environ.pop(name) for name in NOT_FOR_CHILDREN if name in os.environ}
     os.environ[MARK] = mark
     try:
         yield
     finally:
         del os.environ[MARK]
+        os.environ.update(own)

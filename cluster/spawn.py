@@ -11,11 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import msgspec
 
 Process = subprocess.Popen[bytes]
+
+
+NOT_FOR_CHILDREN: Final = ("DISAGG_API_KEY",)
+"""The operator's own; no process of a cluster calls a gateway."""
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What child processes have of ours."""
+    return {name: value for name, value in environ.items() if name not in NOT_FOR_CHILDREN}
 
 
 def spawn(
@@ -35,7 +44,7 @@ def spawn(
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,
-        env={**os.environ, **(environment or {})},
+        env={**child_environment(os.environ), **(environment or {})},
         start_new_session=True,  # a Ctrl-C in the terminal is ours; we tell the children in order
     )
     try:

@@ -34,7 +34,7 @@ class WorkerHost:
         self._config = config
         self._resolve = resolve
         self._secret = secret
-        failpoints = Failpoints.from_environment(os.environ, config.worker_id)
+        failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
         roles = [ROLE_FACTORIES[role] for role in config.roles]
         self._worker = Worker(config, roles, secret, start_ranks, failpoints=failpoints)
         self.crashed = self._worker.crashed

@@ -86,6 +86,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_timeout_s: float = 30.0
     """How long a peer that beats may owe an answer or bytes before it counts as stuck."""
     heartbeat_s: float = 0.5
+    failpoints: bool = False
+    """Whether the failpoints of the environment are on; see `faulty.py`."""
     token_interval_s: float = 0.0
     """Tokens that steps within this time make are sent together, an answer's first one at once; 0 sends each step's at
     once. See `pacing.py`."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from disagg.engine.convert_limits import limit_this_process, limits_for
 from disagg.proto.errors import ConfigError
 
 INTERLEAVED_ROPE_ARCHITECTURES = frozenset({"llama"})
@@ -191,7 +192,12 @@ def main(arguments: list[str]) -> int:
     """Entry point: SOURCE.gguf TARGET_FOLDER."""
     source, target = (Path(argument) for argument in arguments)
     try:
+        limits = limits_for(source.stat().st_size)
+        limit_this_process(limits)
         convert_gguf(source, target)
+    except MemoryError:
+        print(f"error: {source.name} needs more than {limits.memory_bytes >> 30} GiB of memory", file=sys.stderr)
+        return 1
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -50,14 +50,26 @@ class Failpoints:
         self._lock = threading.Lock()
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], worker_id: str) -> Failpoints:
+    def from_environment(cls, environment: Mapping[str, str], worker_id: str, *, allowed: bool) -> Failpoints:
         """What `DISAGG_FAILPOINTS` says for this worker; nothing where it is not set.
+
+        Args:
+            environment: of the process.
+            worker_id: whose failpoints are wanted.
+            allowed: whether the configuration takes them, too; without, they are left out with a line in the log.
 
         Raises:
             ValueError: if the text cannot be read, or names what does not exist.
         """
         text = environment.get(FAILPOINTS_VARIABLE, "")
         if not text:
+            return NO_FAILPOINTS
+        if not allowed:
+            logger.warning(
+                "%s: %s is set and has no effect, because the configuration has no recovery.failpoints: true",
+                worker_id,
+                FAILPOINTS_VARIABLE,
+            )
             return NO_FAILPOINTS
         try:
             plan = parse(text)

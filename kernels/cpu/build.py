@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+ROOT = 0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-O3",
@@ -76,10 +79,12 @@ def build(files: Sequence[Path], folder: Path, compiler: str, processor: str = "
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     path = folder / f"{_digest(files, flags, macros)}.so"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not _is_ours(path):
+                path.unlink(missing_ok=True)
                 _compile(files, path, [compiler, *flags])
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
@@ -91,7 +96,30 @@ def _compile(files: Sequence[Path], path: Path, compiler: Sequence[str]) -> None
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
         _run([*compiler, *(str(file) for file in files if file.suffix == ".cpp"), "-o", str(made)])
+        made.chmod(0o700)
         made.replace(path)
+
+
+def _check_owner(folder: Path) -> None:
+    """Code is loaded from there: only this user (or root) may have put it there. BuildError where the folder is
+    another user's; one that others may write is closed to them."""
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), ROOT):
+        raise BuildError(
+            f"{folder} belongs to another user (uid {status.st_uid}); set XDG_CACHE_HOME to a folder of yours"
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether it is there, a plain file of this user (or root) that nobody else can write."""
+    try:
+        status = library.lstat()
+    except FileNotFoundError:
+        return False
+    is_plain = stat.S_ISREG(status.st_mode) and not status.st_mode & _OTHERS_WRITE
+    return is_plain and status.st_uid in (os.geteuid(), ROOT)
 
 
 def _run(command: list[str]) -> str:

@@ -33,6 +33,7 @@ CONFIG = {
     "model": {"path": "fake"},
     "gateway": {"port": 0},
     "placement": {"local_prefill": "never"},
+    "recovery": {"failpoints": True},
     "transfer": {
         "chunk_bytes": 128,
         "staging_bytes": 1024,
@@ -149,6 +150,7 @@ def worker_config(worker_id: str, port: int) -> WorkerConfig:
         port=port,
         num_blocks=256,
         heartbeat_s=0.1,
+        failpoints=True,
     )
 
 

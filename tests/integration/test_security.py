@@ -427,8 +427,10 @@ async def test_internal_methods_are_closed_to_others(cluster: ProcessCluster) ->
         assert (await client.generate([1, 2, 3], max_tokens=2)).reason == "length"
 
 
-def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path) -> None:
-    """Neither in command lines, environments and logs of the processes, nor in what the cluster prints of itself."""
+def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in command lines, environments and logs of the processes, nor in what the cluster prints of itself; and
+    the operator's own key is in none of them either."""
+    monkeypatch.setenv("DISAGG_API_KEY", KEY_ADMIN)
     config = {
         "model": {"path": "fake"},
         "transfer": {"transport": "shm"},
@@ -444,7 +446,8 @@ def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path) -> None:
         value = cluster.secret.value
     logs = sorted(tmp_path.iterdir())
     assert [log.name for log in logs] == ["decode-0.log", "gateway.log", "prefill-0.log"]
-    forms = (value, value.hex().encode(), base64.b64encode(value), repr(value)[2:-1].encode())
+    assert [log.stat().st_mode & 0o777 for log in logs] == [0o600] * 3
+    forms = (KEY_ADMIN.encode(), value, value.hex().encode(), base64.b64encode(value), repr(value)[2:-1].encode())
     for content in (*seen, *(log.read_bytes() for log in logs)):
         assert [form for form in forms if form in content] == []
 

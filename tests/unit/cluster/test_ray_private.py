@@ -83,10 +83,11 @@ def test_authentication_that_is_off_is_warned_about() -> None:
     assert warning.startswith("RAY_AUTH_MODE=disabled is set: Ray's servers listen on every interface without asking")
 
 
-def test_the_mark_is_there_only_inside() -> None:
+def test_the_mark_is_there_only_inside_and_the_operator_s_key_only_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_API_KEY", "key-of-the-operators")
     with environment_mark("m1"):
-        assert os.environ[MARK] == "m1"
-    assert MARK not in os.environ
+        assert (os.environ[MARK], "DISAGG_API_KEY" in os.environ) == ("m1", False)
+    assert (MARK in os.environ, os.environ["DISAGG_API_KEY"]) == (False, "key-of-the-operators")
 
 
 def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,14 @@ class Exchange:
         self.receiver.close()
 
 
+def test_the_environment_alone_turns_nothing_on(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"DISAGG_FAILPOINTS": "engine.step=raise"}
+    assert Failpoints.from_environment(environment, "w", allowed=False) is NO_FAILPOINTS
+    assert caplog.messages == [
+        "w: DISAGG_FAILPOINTS is set and has no effect, because the configuration has no recovery.failpoints: true"
+    ]
+
+
 def test_without_failpoints_nothing_is_wrapped() -> None:
     rendezvous, runner = LocalRendezvous(), FakeModelRunner(4, 16, 64)
     seen: list[object] = []
@@ -97,10 +105,10 @@ def test_without_failpoints_nothing_is_wrapped() -> None:
 
 
 def test_failpoints_come_from_the_environment_and_are_loud(caplog: pytest.LogCaptureFixture) -> None:
-    assert Failpoints.from_environment({}, "w") is NO_FAILPOINTS
+    assert Failpoints.from_environment({}, "w", allowed=True) is NO_FAILPOINTS
     with pytest.raises(ValueError, match=r"DISAGG_FAILPOINTS: there is no failpoint 'x\.y'"):
-        Failpoints.from_environment({"DISAGG_FAILPOINTS": "x.y=drop"}, "w")
-    Failpoints.from_environment({"DISAGG_FAILPOINTS": "tokens.send=drop;pair.setup=fail"}, "w")
+        Failpoints.from_environment({"DISAGG_FAILPOINTS": "x.y=drop"}, "w", allowed=True)
+    Failpoints.from_environment({"DISAGG_FAILPOINTS": "tokens.send=drop;pair.setup=fail"}, "w", allowed=True)
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.WARNING,
@@ -220,7 +228,7 @@ def test_no_fault_falls_while_the_pause_file_exists(tmp_path: Path) -> None:
         "DISAGG_FAILPOINTS": "control.send=reorder(times=1);engine.step=raise",
         "DISAGG_FAILPOINTS_PAUSED_BY": str(pause),
     }
-    faulty = Failpoints.from_environment(environment, "w")
+    faulty = Failpoints.from_environment(environment, "w", allowed=True)
     runner, said = faulty.runner(FakeModelRunner(4, 16, 64)), list[str]()
 
     async def say_while_paused() -> None:

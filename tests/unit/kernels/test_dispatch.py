@@ -150,6 +150,31 @@ def test_a_cache_folder_that_cannot_be_made_is_a_build_error(compiler: str, tmp_
         build.build(source(tmp_path, ANSWER), tmp_path / "cache", compiler)
 
 
+def test_code_that_others_could_have_written_is_not_loaded(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, cache = source(tmp_path, ANSWER), tmp_path / "cache"
+    library = build.build(files, cache, compiler)
+    assert (cache.stat().st_mode & 0o777, library.path.stat().st_mode & 0o777) == (0o700, 0o700)
+    for spoil in (lambda: library.path.chmod(0o770), lambda: replace_by_link(library.path, tmp_path)):
+        library.path.write_bytes(b"another's")
+        spoil()
+        cache.chmod(0o777)
+        assert build.build(files, cache, compiler) == library
+        assert library.path.read_bytes().startswith(b"\x7fELF")
+        assert (cache.stat().st_mode & 0o777, library.path.lstat().st_mode & 0o777) == (0o755, 0o700)
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(build, "ROOT", owner + 2)
+    monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
+    with pytest.raises(build.BuildError, match=rf"belongs to another user \(uid {owner}\); set XDG_CACHE_HOME"):
+        build.build(files, cache, compiler)
+
+
+def replace_by_link(library: Path, folder: Path) -> None:
+    library.rename(folder / "elsewhere.so")
+    library.symlink_to(folder / "elsewhere.so")
+
+
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "disagg" / "kernels"
