@@ -107,3 +107,10 @@ def test_a_name_that_is_no_tenant_s(console: Console, capsys: pytest.CaptureFixt
     with pytest.raises(ConfigError, match=r"^tenant: expected at most 64 letters"):
         run_key_new(tenant, False, None, console)
     assert capsys.readouterr().out == ""
+
+
+def test_a_key_that_may_read_metrics(tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    assert run_key_new("monitoring", False, file, console, metrics=True) == 0
+    caller = load_keys(str(file)).authenticate(f"Bearer {capsys.readouterr().out.strip()}")
+    assert (caller.tenant, caller.is_admin, caller.sees_counts) == ("monitoring", False, True)
