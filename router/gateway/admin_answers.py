@@ -34,9 +34,9 @@ def cluster_state(
     others = seen.keys() - {record.worker_id for record in known.workers}
     workers += [_worker_state(w.info, None, w.load) for w in view.workers if w.info.worker_id in others]
     if not with_addresses:
-        for worker in workers:
+        for state in workers:
             for field in _OF_THE_MACHINE:
-                worker.ClearField(field)
+                state.ClearField(field)
     counters = view.counters if with_counts else {}
     return pb.GetClusterStateResponse(
         workers=workers,

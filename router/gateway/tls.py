@@ -34,7 +34,9 @@ class ServerTls:
         self._changed: grpc.ServerCertificateConfiguration | None = None
         """What gRPC has to use from its next handshake on."""
         self.grpc = grpc.dynamic_ssl_server_credentials(
-            configuration, self._take_changed, require_client_authentication=files.client_ca is not None
+            configuration,
+            self._take_changed,  # type: ignore[arg-type]  # None is allowed: the stubs do not know
+            require_client_authentication=files.client_ca is not None,
         )
         """For the gRPC server, whose library takes TLS 1.2 or newer."""
 

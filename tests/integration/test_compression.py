@@ -49,7 +49,7 @@ def test_a_compressed_message_is_refused_and_takes_no_memory() -> None:
 
 def refusal(address: str, path: str, num_bytes: int, algorithm: grpc.Compression) -> tuple[str, grpc.StatusCode]:
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS[2:]) as channel:
-        call: Any = channel.unary_unary(path)
+        call: Any = channel.unary_unary(path, None, None)
         with pytest.raises(grpc.RpcError) as caught:
             call(bytes(num_bytes), compression=algorithm, timeout=60)
     return path, caught.value.code()

@@ -156,18 +156,22 @@ def test_code_that_others_could_have_written_is_not_loaded(
     files, cache = source(tmp_path, ANSWER), tmp_path / "cache"
     library = build.build(files, cache, compiler)
     assert (cache.stat().st_mode & 0o777, library.path.stat().st_mode & 0o777) == (0o700, 0o700)
-    for spoil in (lambda: library.path.chmod(0o770), lambda: replace_by_link(library.path, tmp_path)):
+    for spoil in (open_to_group, replace_by_link):
         library.path.write_bytes(b"another's")
-        spoil()
+        spoil(library.path, tmp_path)
         cache.chmod(0o777)
         assert build.build(files, cache, compiler) == library
         assert library.path.read_bytes().startswith(b"\x7fELF")
         assert (cache.stat().st_mode & 0o777, library.path.lstat().st_mode & 0o777) == (0o755, 0o700)
     owner = cache.stat().st_uid
     monkeypatch.setattr(build, "ROOT", owner + 2)
-    monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr("disagg.kernels.cpu.build.os.geteuid", lambda: owner + 1)
     with pytest.raises(build.BuildError, match=rf"belongs to another user \(uid {owner}\); set XDG_CACHE_HOME"):
         build.build(files, cache, compiler)
+
+
+def open_to_group(library: Path, folder: Path) -> None:
+    library.chmod(0o770)
 
 
 def replace_by_link(library: Path, folder: Path) -> None:
