@@ -15,6 +15,7 @@ from disagg.cluster.address import check_address, reaching
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.terminal import table
 from disagg.proto.errors import ConfigError
+from disagg.router.api import QUARANTINED
 
 POLL_INTERVAL_S = 0.2
 
@@ -129,7 +130,7 @@ def show_state(state: ClusterState, console: Console) -> None:
         console.print("the controller cannot be asked; this is what the gateway sees\n")
     console.print(workers)
     for worker in state.workers:
-        if worker.detail and worker.phase != "ready":
+        if worker.detail and (worker.phase != "ready" or worker.detail.startswith(QUARANTINED)):
             console.print(f"{escape(worker.worker_id)}: {escape(worker.detail)}", highlight=False, soft_wrap=True)
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
 

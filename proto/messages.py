@@ -240,6 +240,8 @@ class End(Message, frozen=True, kw_only=True):
     """Prompt tokens that this worker had, where it prefilled itself."""
     queue_s: float = 0.0
     """How long the sequence waited here for its first step."""
+    in_transfer: bool = False
+    """It is the pair with the decode worker that failed or is not there, not the computing."""
 
 
 class StepUpdate(Message, frozen=True, kw_only=True, tag=True):

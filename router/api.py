@@ -214,6 +214,10 @@ class RequestHandle(Protocol):
         ...
 
 
+QUARANTINED = "quarantined"
+"""How the detail of a worker begins that is left out of something."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as the router sees it."""
@@ -225,6 +229,8 @@ class WorkerView:
     """Since its latest report, or since it came."""
     is_suspected: bool = False
     """It shows that it hangs: nothing is placed there until it speaks again."""
+    quarantine: tuple[str, ...] = ()
+    """What it is left out of because it failed there again and again, and since when; one line each."""
 
 
 STAGES = ("queued", "prefill", "transfer", "decode")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from disagg.proto import messages
 from disagg.proto.errors import UnavailableError
@@ -34,10 +35,14 @@ from disagg.router.placement import (
     decode_booking,
     prefill_booking,
 )
+from disagg.router.quarantine import Leg
 from disagg.router.record import Attempt, RequestRecord
 from disagg.router.running_mean import RunningMean
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
 from disagg.router.worker import Worker, has_both_roles
+
+TRIAL_TOKENS = 32
+"""So many tokens of an answer show that a decode worker works again; its end may be minutes away."""
 
 
 class Blocked(enum.Enum):
@@ -101,6 +106,8 @@ class Attempts:
             here = attempt.prefill is None
             attempt.advance(AttemptEvent.PREFILLED_HERE if here else AttemptEvent.PREFILLED)
             attempt.marks.computed = now
+            if not here:
+                self.passed("prefill", attempt, now)
         if worker_id in attempt.live:
             self._fleet.computed(worker_id, attempt.key)
 
@@ -108,6 +115,8 @@ class Attempts:
         """D owns the sequence now, and P nothing more."""
         attempt = record.running
         attempt.advance(AttemptEvent.HANDED_OVER)
+        self.passed("prefill", attempt, now)
+        self.passed("transfer", attempt, now)
         prefill = attempt.prefill
         if prefill is not None:
             if prefill in attempt.live:
@@ -121,10 +130,46 @@ class Attempts:
         trace.stages["kv_transfer"] = attempt.marks.handed_over = now
         attempt.marks.transfer_s = message.transfer_s
 
-    def grew(self, attempt: Attempt, num_tokens: int) -> None:
+    def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
         """The answer got longer."""
         if attempt.decode in attempt.live:
             self._fleet.books.grow(attempt.decode, attempt.key, num_tokens)
+        if attempt.is_trial:
+            attempt.num_trial_tokens += num_tokens
+            if attempt.num_trial_tokens >= TRIAL_TOKENS and attempt.state is AttemptState.DECODING:
+                self.passed("decode", attempt, now)
+                attempt.is_trial = False
+
+    def passed(self, leg: Leg, attempt: Attempt, now: float) -> None:
+        """A leg of the attempt went well."""
+        quarantine = self._fleet.quarantine
+        if not quarantine.is_clear and quarantine.passed(
+            leg, attempt.prefill, attempt.decode, attempt.marks.placed, now
+        ):
+            self._fleet.reopen()
+
+    def failed(self, record: RequestRecord, leg: Leg, end: End, now: float) -> bool:
+        """A leg of the attempt failed. Returns whether the request need not answer for it: its workers are left out
+        now, or it was not the decode leg, and others are healthy."""
+        attempt, fleet = record.running, self._fleet
+        is_first = not record.num_failures and not record.num_free
+        is_shut = fleet.quarantine.failed(
+            leg, attempt.prefill, attempt.decode, attempt.marks.placed, now, end.detail, is_first=is_first
+        )
+        return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
+
+    def to_avoid(self, attempt: Attempt, leg: Leg) -> list[WorkerId]:
+        """Whom the next attempt of the request should avoid after this leg failed. Of a transfer both ends, where
+        there are others, for nobody knows which of them it was; the decode worker where there are no others."""
+        if attempt.prefill is None or leg == "decode":
+            return [attempt.decode]
+        if leg == "prefill":
+            return [attempt.prefill]
+        has_other = self._fleet.has_other
+        ends = [attempt.prefill] if has_other("prefill", attempt.prefill, attempt.decode) else []
+        if not ends or has_other("decode", None, attempt.decode):
+            ends.append(attempt.decode)
+        return ends
 
     def answered(self, num_tokens: int) -> None:
         """An answer ended after so many tokens: what later ones are expected to have."""
@@ -141,6 +186,8 @@ class Attempts:
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
             self.leave(attempt, cancel.worker_id)
+        if attempt.is_trial and self._fleet.quarantine.over(attempt.key):
+            self._fleet.reopen()
         attempt.marks.ended = now
         record.end_attempt()
         return cancels
@@ -178,7 +225,11 @@ class Attempts:
         self._num_started += 1
         prefill_id = None if peer is None else first.worker_id
         marks = _begin_marks(record, prefill_id, decode, now)
-        record.attempt = Attempt(key, prefill_id, decode.worker_id, live, marks)
+        record.attempt = attempt = Attempt(
+            key, prefill_id, decode.worker_id, live, marks, num_before=len(record.ledger.released)
+        )
+        if not fleet.quarantine.is_clear:
+            attempt.is_trial = fleet.quarantine.placed(key, prefill_id, decode.worker_id)
         record.num_attempts += 1
         record.ledger.begin(key.attempt)
         record.advance(RequestEvent.PLACED)
@@ -188,13 +239,18 @@ class Attempts:
         return Dispatch(first.worker_id, messages.Dispatch(spec=spec, decode_peer=peer))
 
 
-def blame(attempt: Attempt, worker_id: WorkerId) -> tuple[str, WorkerId]:
-    """Which part of the journey broke when `worker_id` failed, and whom the next attempt should avoid."""
+FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(
+    {"prefill": "prefill_failed", "transfer": "kv_transfer_failed", "decode": "decode_failed"}
+)
+
+
+def blame(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
+    """Which leg broke when `worker_id` ended the attempt like that."""
     if attempt.prefill is None or attempt.state is AttemptState.DECODING:
-        return "decode_failed", worker_id
-    if attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
-        return "kv_transfer_failed", attempt.decode
-    return "prefill_failed", attempt.prefill
+        return "decode"
+    if end.in_transfer or attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
+        return "transfer"
+    return "prefill"
 
 
 def note_cached(record: RequestRecord, num_tokens: int) -> None:

@@ -56,6 +56,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     count."""
     retry_burst: int = 256
     """How many of these may be made at once, after a while without any."""
+    breaker_failures: int = 3
+    """A worker or a pair that fails so often in a row in one leg (prefill, transfer, decode) is left out of it for a
+    while; see `breaker`."""
+    breaker_share: float = 0.5
+    """The same for one of whose latest results so large a share failed."""
+    breaker_pause_s: float = 0.5
+    """After how long one request tries it again; doubles with each failure up to `breaker_max_pause_s`."""
+    breaker_max_pause_s: float = 30.0
+    """Longest of those pauses."""
     prefill_chunks: int = 2
     """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
     worker."""
@@ -96,6 +105,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"router.{name}: must be positive, not {value}")
         if not 0 <= self.retry_share <= 1:
             raise ConfigError(f"router.retry_share: must be in [0, 1], not {self.retry_share}")
+        if not 0 < self.breaker_share <= 1:
+            raise ConfigError(f"router.breaker_share: must be in (0, 1], not {self.breaker_share}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"router.watermark: must be in [0, 1), not {self.watermark}")
 
@@ -106,6 +117,7 @@ _COUNTS = (
     "max_losses",
     "max_refusals",
     "retry_burst",
+    "breaker_failures",
     "prefill_chunks",
     "expected_output_tokens",
     "num_traces",
@@ -118,6 +130,8 @@ _DURATIONS = (
     "failure_pause_s",
     "max_pause_s",
     "no_worker_grace_s",
+    "breaker_pause_s",
+    "breaker_max_pause_s",
     "hello_timeout_s",
     "min_reconnect_s",
     "max_reconnect_s",

@@ -23,7 +23,7 @@ from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, Worker
 from disagg.router import events, integrity
 from disagg.router.admission import predicted_miss, refusal
 from disagg.router.api import ClusterView, RequestTrace
-from disagg.router.attempts import Attempts, blame, note_answer, note_prefilled
+from disagg.router.attempts import FAILURE_CODES, Attempts, blame, note_answer, note_prefilled
 from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.draw import Draw, mixed
@@ -83,6 +83,8 @@ class RouterCore:
                 self._on_worker_changed(event, now)
             case events.Tick():
                 pass
+        if self._fleet.quarantine.tick(now):
+            self._fleet.reopen()
         if self._wakeups.has_due(now):
             self._wake(now)
         if self._waiting.has_reason_to_look():
@@ -94,11 +96,12 @@ class RouterCore:
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
-        return self._wakeups.earliest(self._requests)
+        return self._fleet.quarantine.next_of(self._wakeups.earliest(self._requests))
 
     def view(self, now: float) -> ClusterView:
         """The cluster now."""
-        return cluster_view(self._fleet, self._requests.values(), self._journal, self.counters, now)
+        events = {**self.counters, **self._fleet.quarantine.changes}
+        return cluster_view(self._fleet, self._requests.values(), self._journal, events, now)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
@@ -155,6 +158,8 @@ class RouterCore:
             return
         if num_answered is not None:
             self._attempts.answered(num_answered)
+            if record.attempt is not None and record.attempt.state is AttemptState.DECODING:
+                self._attempts.passed("decode", record.attempt, now)
         error = RequestCancelledError("the request was cancelled")
         self._fail(record, error, now, RequestEvent.CANCELLED, num_answered)
 
@@ -251,7 +256,7 @@ class RouterCore:
             self._attempts.computed(attempt, worker_id, now)
         released = record.ledger.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
         if released.token_ids:
-            self._attempts.grew(attempt, len(released.token_ids))
+            self._attempts.grew(attempt, len(released.token_ids), now)
             self._journal.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
 
@@ -309,6 +314,7 @@ class RouterCore:
             self.counters["end_before_tokens"] += 1
             self._failed(record, worker_id, end, now)
             return
+        self._attempts.passed("prefill" if worker_id == record.running.prefill else "decode", record.running, now)
         note_answer(record, worker_id, end)
         self._finish(record, reason, now)
 
@@ -323,14 +329,16 @@ class RouterCore:
         self._lost_attempt(record, error, now)
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
-        code, to_avoid = blame(record.running, worker_id)
-        self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
-        self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", code, now)
+        leg = blame(record.running, worker_id, end)
+        is_free = self._attempts.failed(record, leg, end, now)
+        for to_avoid in self._attempts.to_avoid(record.running, leg):
+            self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
+        self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", FAILURE_CODES[leg], now, is_free=is_free)
 
-    def _fault(self, record: RequestRecord, message: str, code: str, now: float) -> None:
+    def _fault(self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False) -> None:
         """The attempt is lost. The next one goes on after the tokens that were released, while tries are left."""
         self.counters[code] += 1
-        self._lost_attempt(record, self._retries.after_fault(record, message, code), now)
+        self._lost_attempt(record, self._retries.after_fault(record, message, code, is_free=is_free), now)
 
     def _lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> None:
         """Where all tokens of the answer are here there is nothing to try again, and no error."""

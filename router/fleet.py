@@ -14,6 +14,7 @@ Owner: the router core.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
@@ -26,8 +27,34 @@ from disagg.router.placement import Candidate, Demand, Policy, Shortlist
 from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.prefix_match import PrefixMatch
-from disagg.router.worker import Worker, decodes_only
+from disagg.router.quarantine import LeftOut, Leg, Quarantine
+from disagg.router.worker import Worker, decodes_only, longest_sequence, prefills_only
 from disagg.router.worker_counts import WorkerCounts
+
+
+class _InUse(NamedTuple):
+    """The workers that get new work, by role, and what of them is left out."""
+
+    prefills: frozenset[WorkerId]
+    decodes: frozenset[WorkerId]
+    wholes: frozenset[WorkerId]
+    left_out: LeftOut
+    longest_prefill: int
+    """Of the sequences that fit on a P that is not left out."""
+    longest_decode: int
+    longest_alone: int
+
+    def left_out_for(self, num_tokens: int) -> LeftOut:
+        """What a request of so many tokens must not use: nothing of a role where only those left out could take it."""
+        left_out = self.left_out
+        if num_tokens < min(self.longest_prefill, self.longest_decode, self.longest_alone):
+            return left_out
+        return LeftOut(
+            left_out.prefills if num_tokens < self.longest_prefill else frozenset(),
+            left_out.decodes if num_tokens < self.longest_decode else frozenset(),
+            left_out.alone if num_tokens < self.longest_alone else frozenset(),
+            left_out.pairs,
+        )
 
 
 class Fleet:
@@ -38,6 +65,7 @@ class Fleet:
         self.links = links
         self.index = PrefixIndex()
         self.counts = WorkerCounts()
+        self.quarantine = Quarantine(config)
         self.num_openings = 0
         """Counts how often a worker got a slot again (or came)."""
         self.num_releases = 0
@@ -55,6 +83,8 @@ class Fleet:
         self._longest_new: int | None = None
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest answer of the index, while it holds."""
+        self._left_out: tuple[int, _InUse] | None = None
+        """What the quarantine last said of the present workers, and when."""
 
     # ---------------------------------------------------------------- lives
 
@@ -88,6 +118,7 @@ class Fleet:
         self.index.remove_worker(worker_id)
         self._match = None
         self.links.forget(worker_id)
+        self.quarantine.forget(worker_id)
         self._to_drain = [other for other in self._to_drain if other is not worker]
         self._longest = self._longest_new = None
 
@@ -221,7 +252,11 @@ class Fleet:
 
     def fastest(self) -> Worker | None:
         """Of the workers that are there to compute prompts the one that would be looked at first."""
-        firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest()) is not None]
+        without: Collection[WorkerId] = ()
+        if not self.quarantine.is_clear:
+            left_out = self._in_use().left_out
+            without = left_out.prefills | left_out.alone
+        firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest(without)) is not None]
         return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
 
     def backlog(self) -> tuple[float, int]:
@@ -244,7 +279,25 @@ class Fleet:
         """For each kind of worker the few that are worth a look and have room."""
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
+        if not self.quarantine.is_clear:
+            left_out = self._in_use().left_out_for(demand.num_tokens)
+            return [kind.shortlist(demand, without, matched, local, left_out) for kind in self._kinds.values()]
         return [kind.shortlist(demand, without, matched, local) for kind in self._kinds.values()]
+
+    def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
+        """Whether a healthy worker, or pair, could do this leg instead of these."""
+        prefills, decodes, wholes, left_out = self._in_use()[:4]
+        other_prefills = prefills - left_out.prefills - {prefill}
+        if leg == "prefill":
+            return bool(other_prefills)
+        if leg == "transfer":
+            return bool(other_prefills or decodes - left_out.decodes - {decode})
+        return bool((decodes | wholes) - left_out.alone - {decode})
+
+    def reopen(self) -> None:
+        """What was left out may be used again: there is a reason to look for a place."""
+        self.num_openings += 1
+        self.num_releases += 1
 
     def forms_pair(self, prefill_id: WorkerId, decode_id: WorkerId) -> bool:
         """Whether these two are present, not draining, a P and a D, and of one kind."""
@@ -258,6 +311,7 @@ class Fleet:
 
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
+        quarantined = self.quarantine.describe(now)
         return tuple(
             WorkerView(
                 worker.info,
@@ -265,6 +319,7 @@ class Fleet:
                 worker.is_draining,
                 max(0.0, now - worker.reported_at),
                 worker.is_suspected,
+                quarantined.get(worker.worker_id, ()),
             )
             for _, worker in sorted(self._workers.items())
         )
@@ -275,6 +330,7 @@ class Fleet:
         problems = [f"bookings on {worker_id}, which is not present" for worker_id in sorted(strangers)]
         for pool in set(self._pool_of.values()):
             problems += pool.check_integrity()
+        problems += self.quarantine.check_integrity()
         return problems + self.books.check_integrity() + self.index.check_integrity()
 
     # ---------------------------------------------------------------- inside
@@ -282,6 +338,14 @@ class Fleet:
     @property
     def _may_prefill_locally(self) -> bool:
         return self._config.local_prefill == "auto"
+
+    def _in_use(self) -> _InUse:
+        """What there is and what of it is left out; made anew after a change of either."""
+        known, version = self._left_out, self.quarantine.version
+        if known is None or known[0] != version:
+            workers = [self._workers[worker_id] for worker_id in self._pool_of]
+            known = self._left_out = version, _in_use(workers, self.quarantine)
+        return known[1]
 
     def _kind(self, info: WorkerInfo) -> Kind:
         key = (info.fingerprint, info.kv_layout)
@@ -295,11 +359,13 @@ class Fleet:
             yield from kind.computing_pools()
 
     def _join_pool(self, worker: Worker) -> None:
+        self._left_out = None
         pool = self._pool_of[worker.worker_id] = self._kind(worker.info).pool_for(worker.info)
         pool.add(worker)
         self.num_openings += 1
 
     def _leave_pool(self, worker: Worker) -> None:
+        self._left_out = None
         pool = self._pool_of.pop(worker.worker_id, None)
         if pool is not None:
             pool.remove(worker)
@@ -311,3 +377,23 @@ class Fleet:
             worker.refresh()
         elif pool.changed(worker):
             self.num_openings += 1
+
+
+def _in_use(workers: Collection[Worker], quarantine: Quarantine) -> _InUse:
+    prefills = frozenset(w.worker_id for w in workers if prefills_only(w.info))
+    decodes = frozenset(w.worker_id for w in workers if decodes_only(w.info))
+    wholes = frozenset(w.worker_id for w in workers) - prefills - decodes
+    left_out = quarantine.left_out(prefills, decodes, wholes)
+
+    def longest(those: frozenset[WorkerId]) -> int:
+        return max((longest_sequence(w.info) for w in workers if w.worker_id in those), default=0)
+
+    return _InUse(
+        prefills,
+        decodes,
+        wholes,
+        left_out,
+        longest(prefills - left_out.prefills),
+        longest(decodes - left_out.decodes),
+        longest((decodes | wholes) - left_out.alone),
+    )

@@ -12,6 +12,7 @@ from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
 from disagg.router.placement import Candidate, Demand, Policy, Shortlist, decode_blocks, prefill_blocks
 from disagg.router.pools import Pool
 from disagg.router.prefix_match import PrefixMatch
+from disagg.router.quarantine import LeftOut
 from disagg.router.worker import Worker, decodes_only, has_both_roles, longest_sequence, prefills_only
 
 _Shape = tuple[int, int, int, int, int]
@@ -53,15 +54,35 @@ class Kind:
         return pools or list(self._decodes.values())
 
     def shortlist(
-        self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None, may_prefill_locally: bool
+        self,
+        demand: Demand,
+        without: Collection[WorkerId],
+        matched: PrefixMatch | None,
+        may_prefill_locally: bool,
+        left_out: LeftOut | None = None,
     ) -> Shortlist:
-        """The few workers of each role that are worth a look and have room."""
+        """The few workers of each role that are worth a look and have room. `without` are those that the request
+        avoids, `left_out` those that all avoid now."""
         local = may_prefill_locally and (
             self._policy.weighs_local or not any(pool.members for pool in self._prefills.values())
         )
+        if left_out is not None:
+            return self._without(left_out, demand, set(without), matched, local)
         prefills = _candidates(self._prefills, demand, without, matched)
         decodes = _candidates(self._decodes, demand, without, matched) if prefills or local else []
         return Shortlist(prefills, decodes, _candidates(self._wholes, demand, without, matched), local)
+
+    def _without(
+        self, left_out: LeftOut, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
+    ) -> Shortlist:
+        """A decode worker may be left out of pairs and do all of it nevertheless, so these are two lists."""
+        prefills = _candidates(self._prefills, demand, without | left_out.prefills, matched)
+        decodes = _candidates(self._decodes, demand, without | left_out.decodes, matched) if prefills else []
+        alone = without | left_out.alone
+        wholes = _candidates(self._wholes, demand, alone, matched)
+        if local:
+            wholes += _candidates(self._decodes, demand, alone, matched)
+        return Shortlist(prefills, decodes, wholes, False, left_out.pairs)
 
     def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
         """The pairs (P, D) that this worker of the kind makes possible."""

@@ -14,12 +14,13 @@ is cheaper than what is free: see `Choice.has_slot`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.books import Booking
 from disagg.router.draw import Draw
@@ -100,6 +101,8 @@ class Shortlist(NamedTuple):
     wholes: list[Candidate]
     local: bool
     """Whether the decodes may also do all of it."""
+    shut_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
+    """Pairs (P, D) that are not used as long as there is another."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -304,15 +307,27 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         return [], []
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
     weigh_link = policy.weigh_link
+    shut_pairs = _shut_pairs(shortlist.shut_pairs, prefills, decodes) if shortlist.shut_pairs else ()
     for prefill in prefills:
         p_misses, p_cost, is_closed, _, _, p_candidate = prefill
         for decode in decodes:
             misses, cost = p_misses + decode[0], p_cost + decode[1]
             if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links cost something or nothing, and those that follow are no better.
+            if shut_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in shut_pairs:
+                continue
             link = weigh_link(demand, p_candidate, decode[5])
             best.offer(misses, cost + link, is_closed, prefill, decode, link)
     return prefills, decodes
+
+
+def _shut_pairs(
+    shut: Collection[tuple[WorkerId, WorkerId]], prefills: Sequence[Side], decodes: Sequence[Side]
+) -> Collection[tuple[WorkerId, WorkerId]]:
+    """Those of these sides that are shut; none where all are."""
+    pairs = {(p[5].worker.worker_id, d[5].worker.worker_id) for p in prefills for d in decodes}
+    found = pairs.intersection(shut)
+    return () if found == pairs else found
 
 
 def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:

@@ -86,9 +86,9 @@ class Pool:
         self._by_room.touch(worker)
         return is_open and not was_open
 
-    def fastest(self) -> Worker | None:
-        """The one that would be looked at first; where none is to be had now, any."""
-        first = self._by_rank.first(1, ())
+    def fastest(self, without: Collection[WorkerId]) -> Worker | None:
+        """The one that would be looked at first, but for some; where none is to be had now, any."""
+        first = self._by_rank.first(1, without)
         return first[0] if first else next(iter(self.members.values()), None)
 
     def check_integrity(self) -> list[str]:

@@ -48,6 +48,12 @@ class Attempt(msgspec.Struct, gc=False):
     marks: AttemptMarks
     """How far it got and when, for the trace."""
     state: AttemptState = AttemptState.PREFILLING
+    is_trial: bool = False
+    """Whether it tries what was left out, see `Quarantine`."""
+    num_trial_tokens: int = 0
+    """Tokens of the answer that it made, counted while it is a trial."""
+    num_before: int = 0
+    """Tokens of the answer that were released before it."""
     cached_tokens: int | None = None
     """Known tokens that the worker which computed the prompt had; None before it said so."""
 
@@ -87,6 +93,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_failures: int = 0
     num_losses: int = 0
     """Of the failures those by the loss of a whole worker."""
+    num_free: int = 0
+    """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
     avoid_until: Mapping[WorkerId, float] = _NOBODY
     unservable_since: float | None = None

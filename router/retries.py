@@ -3,6 +3,8 @@
     fault      at most `max_attempts` of a request, and of these `max_losses` by the loss of a whole worker, which the
                request itself may be the cause of; and no more than `retry_share` of all requests, so that a fault that
                every attempt meets does not multiply the load that may have caused it
+    free       a fault for which the worker is to blame and others are healthy: it counts for none of these, but for
+               at most `max_attempts` of a request
     refusal    not a fault; at most `max_refusals` of a request
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
                furthest on a worker is not preempted, so that all of them come to an end
@@ -40,8 +42,14 @@ class Retries:
         """One more request, and the share of an attempt again that it brings."""
         self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
 
-    def after_fault(self, record: RequestRecord, message: str, code: str) -> UnavailableError | None:
-        """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again."""
+    def after_fault(
+        self, record: RequestRecord, message: str, code: str, *, is_free: bool = False
+    ) -> UnavailableError | None:
+        """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again. `is_free`:
+        it is the worker's fault, and others are healthy."""
+        if is_free and not record.is_probe and record.num_free < self.config.max_attempts:
+            record.num_free += 1
+            return None
         is_loss = code in WORKER_GONE
         record.num_failures += 1
         record.num_losses += is_loss

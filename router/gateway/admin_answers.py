@@ -6,8 +6,8 @@ from typing import Final
 
 from disagg.proto.control import ControlState, WorkerRecord
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import Load, WorkerInfo, WorkerMetrics
-from disagg.router.api import ClusterView, Option, RequestTrace
+from disagg.proto.messages import WorkerInfo, WorkerMetrics
+from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
 from disagg.router.spans import spans_of
 from disagg.v1 import inference_pb2 as pb
 
@@ -27,12 +27,9 @@ def cluster_state(
         with_counts: what was transferred, from which the size of one request can be told.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
-    workers = [
-        _worker_state(record.info, record, worker.load if (worker := seen.get(record.worker_id)) else None)
-        for record in known.workers
-    ]
+    workers = [_worker_state(record.info, record, seen.get(record.worker_id)) for record in known.workers]
     others = seen.keys() - {record.worker_id for record in known.workers}
-    workers += [_worker_state(w.info, None, w.load) for w in view.workers if w.info.worker_id in others]
+    workers += [_worker_state(w.info, None, w) for w in view.workers if w.info.worker_id in others]
     if not with_addresses:
         for state in workers:
             for field in _OF_THE_MACHINE:
@@ -132,7 +129,7 @@ def _spans(trace: RequestTrace) -> list[pb.StageSpan]:
     ]
 
 
-def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, load: Load | None) -> pb.WorkerState:
+def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: WorkerView | None) -> pb.WorkerState:
     state = pb.WorkerState()
     if record is not None:
         state.worker_id, state.phase, state.detail = record.worker_id, record.phase, record.detail
@@ -146,7 +143,10 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, load: Lo
         )
         state.roles.extend(info.roles)
         state.kv_blocks_total, state.fingerprint = info.num_blocks, info.fingerprint
-    if load is not None:
+    if seen is not None:
+        load = seen.load
+        if seen.quarantine:
+            state.detail = f"{QUARANTINED}: {'; '.join(seen.quarantine)}"
         state.sequences = load.num_running + load.num_waiting
         state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
         state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved

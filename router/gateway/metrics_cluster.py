@@ -110,6 +110,12 @@ def _router(view: ClusterView) -> Iterator[Metric]:
         [((event,), count) for event, count in sorted(view.events.items())],
     )
     yield gauge(
+        "disagg_router_quarantined",
+        "Legs of requests that an instance is left out of, because they failed there again and again.",
+        ("instance",),
+        [((worker.info.worker_id,), len(worker.quarantine)) for worker in view.workers],
+    )
+    yield gauge(
         "disagg_router_view_age_seconds",
         "Time since an instance reported its load.",
         ("instance",),

@@ -34,7 +34,14 @@ def busy_view() -> ClusterView:
     tally.itl.observe(0.01, 57)
     tally.stages["prefill"].observe(0.125)
     tally.prediction_ratio["ttft"].observe(1.5)
-    p0 = WorkerView(worker_info("p0"), Load(num_running=1, blocks_total=100, blocks_active=10), False, 0.5)
+    p0 = WorkerView(
+        worker_info("p0"),
+        Load(num_running=1, blocks_total=100, blocks_active=10),
+        False,
+        0.5,
+        False,
+        ("prefill", "transfer"),
+    )
     d0 = WorkerView(
         worker_info("d0"),
         Load(

@@ -81,3 +81,12 @@ def test_the_tables() -> None:
     assert ["decode-1", "starting", "0"] in lines
     assert "decode-1: no node with [disagg.role]" in out.getvalue()
     assert out.getvalue().endswith("2 requests run, 1 wait\n")
+
+
+def test_what_a_ready_worker_is_left_out_of_is_shown_and_why_it_was_lost_once_is_not() -> None:
+    state = make_state(2, prefill_0="ready", prefill_1="ready")
+    state.workers[0].detail, state.workers[1].detail = "quarantined: prefill fails since 3 s", "it was lost"
+    out = io.StringIO()
+    operate.show_state(state, Console(file=out, width=120))
+    assert "prefill-0: quarantined: prefill fails since 3 s\n" in out.getvalue()
+    assert "it was lost" not in out.getvalue()

@@ -94,6 +94,8 @@ def test_workers(samples: Samples) -> None:
     assert value(samples, "disagg_instances", role="decode", state="unreachable") == 1
     assert value(samples, "disagg_instances", role="colocated", state="ready") == 0
     assert value(samples, "disagg_router_view_age_seconds", instance="p0") == 0.5
+    assert value(samples, "disagg_router_quarantined", instance="p0") == 2
+    assert value(samples, "disagg_router_quarantined", instance="d0") == 0
     assert value(samples, "disagg_instance_sequences", instance="d0", state="waiting") == 1
     assert value(samples, "disagg_instance_sequences", instance="d0", state="suspended") == 2
 

@@ -1,0 +1,198 @@
+"""A circuit breaker: whether a worker, or a pair of them, is used for one leg of requests (prefill, transfer, decode).
+
+    CLOSED ──tripped──> OPEN ──pause over──> HALF_OPEN ──trial begun──> TRIAL ──passed──> CLOSED
+                         ^                       ^                        │ │
+                         │                       └───────withdrawn────────┘ │
+                         └────────────────────────failed────────────────────┘
+
+It trips after `failures` failures in a row, or when `share` of its latest results are failures. OPEN gets nothing new.
+HALF_OPEN gets one request, the trial. The pause before a trial doubles with each trial that fails, and with each
+opening soon after the last, up to a limit. A trial that ends without a result (cancelled, refused) is withdrawn.
+
+Results of attempts that were placed before it opened say nothing about now: while it is not closed they are ignored.
+Where all workers of a role are open the router uses some of them nevertheless; a success there closes as well.
+
+Transitions are data. A pair that is not listed raises, and nothing changes. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from disagg.proto.ids import AttemptKey
+from disagg.router.states import IllegalTransitionError
+
+WINDOW = 20
+"""Results that the share is taken of."""
+MIN_RESULTS = 10
+"""With fewer results the share does not count."""
+RELAPSE_S = 60.0
+"""An opening so soon after the last one ended goes on doubling the pause."""
+
+
+class BreakerState(enum.Enum):
+    """Whether the leg is used."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+    TRIAL = "trial"
+
+
+class BreakerEvent(enum.Enum):
+    """What happens to a breaker."""
+
+    TRIPPED = "tripped"
+    PAUSE_OVER = "pause over"
+    TRIAL_BEGUN = "trial begun"
+    PASSED = "passed"
+    FAILED = "failed"
+    WITHDRAWN = "withdrawn"
+
+
+BREAKER_TABLE: Mapping[tuple[BreakerState, BreakerEvent], BreakerState] = MappingProxyType(
+    {
+        (BreakerState.CLOSED, BreakerEvent.TRIPPED): BreakerState.OPEN,
+        (BreakerState.OPEN, BreakerEvent.PAUSE_OVER): BreakerState.HALF_OPEN,
+        (BreakerState.OPEN, BreakerEvent.PASSED): BreakerState.CLOSED,
+        (BreakerState.HALF_OPEN, BreakerEvent.TRIAL_BEGUN): BreakerState.TRIAL,
+        (BreakerState.HALF_OPEN, BreakerEvent.PASSED): BreakerState.CLOSED,
+        (BreakerState.HALF_OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
+        (BreakerState.TRIAL, BreakerEvent.PASSED): BreakerState.CLOSED,
+        (BreakerState.TRIAL, BreakerEvent.FAILED): BreakerState.OPEN,
+        (BreakerState.TRIAL, BreakerEvent.WITHDRAWN): BreakerState.HALF_OPEN,
+    }
+)
+
+
+def next_breaker_state(state: BreakerState, event: BreakerEvent) -> BreakerState:
+    """The state after `event`. Raises `IllegalTransitionError` for an unlisted pair."""
+    try:
+        return BREAKER_TABLE[state, event]
+    except KeyError:
+        raise IllegalTransitionError(f"breaker: {event.value!r} while {state.value}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When a breaker opens, and for how long."""
+
+    failures: int
+    """In a row."""
+    share: float
+    """Of the latest `WINDOW` results, once there are `MIN_RESULTS`."""
+    pause_s: float
+    """Before the first trial."""
+    max_pause_s: float
+    peers: int = 1
+    """Different peers that the failures must be with."""
+
+
+@dataclass(slots=True)
+class Breaker:
+    """See the module docstring. Owner: the router's quarantine."""
+
+    limits: BreakerLimits
+    state: BreakerState = BreakerState.CLOSED
+    opened_at: float = 0.0
+    """Since when it is not closed."""
+    trial_at: float = 0.0
+    """End of the pause, while open."""
+    trial: AttemptKey | None = None
+    """The attempt that tries, in TRIAL."""
+    pause_s: float = 0.0
+    """The latest pause."""
+    detail: str = ""
+    """The latest failure, in the worker's words."""
+    _closed_at: float = float("-inf")
+    _failed_peers: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """The latest results: with whom it failed, None for a success."""
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether it takes no new work, not even a trial."""
+        return self.state is BreakerState.OPEN or self.state is BreakerState.TRIAL
+
+    def failed(self, placed_at: float, now: float, peer: str = "", detail: str = "", *, at_once: bool = False) -> bool:
+        """The leg of an attempt that was placed then failed; `at_once` opens without waiting for more failures. Returns
+        whether the breaker opened, or opened again."""
+        if self.state is not BreakerState.CLOSED and placed_at < self.opened_at:
+            return False
+        self.detail = detail
+        if self.state is BreakerState.CLOSED:
+            self._failed_peers.append(peer)
+            if not (at_once or self._has_tripped()):
+                return False
+            relapsed = now - self._closed_at < RELAPSE_S
+            self._enter(BreakerEvent.TRIPPED)
+            self.opened_at = now
+            self._pause(now, doubled=relapsed)
+            return True
+        if self.state is BreakerState.OPEN:
+            return False
+        self._enter(BreakerEvent.FAILED)
+        self._pause(now, doubled=True)
+        return True
+
+    def passed(self, placed_at: float, now: float) -> bool:
+        """The leg of an attempt that was placed then went well. Returns whether that closed the breaker."""
+        if self.state is BreakerState.CLOSED:
+            self._failed_peers.append(None)
+            return False
+        if placed_at < self.opened_at:
+            return False
+        self._enter(BreakerEvent.PASSED)
+        self._failed_peers.clear()
+        self._closed_at = now
+        return True
+
+    def tick(self, now: float) -> bool:
+        """Time passed. Returns whether the pause is over now."""
+        if self.state is not BreakerState.OPEN or now < self.trial_at:
+            return False
+        self._enter(BreakerEvent.PAUSE_OVER)
+        return True
+
+    def begin_trial(self, key: AttemptKey) -> None:
+        """A half-open one gets its one attempt."""
+        self._enter(BreakerEvent.TRIAL_BEGUN)
+        self.trial = key
+
+    def withdraw(self, key: AttemptKey) -> bool:
+        """The attempt is over; if it is the trial and no result came, another may follow. Returns whether it is."""
+        if self.trial != key:
+            return False
+        self._enter(BreakerEvent.WITHDRAWN)
+        return True
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether nothing of it needs to be kept."""
+        return (
+            self.state is BreakerState.CLOSED
+            and not any(peer is not None for peer in self._failed_peers)
+            and now - self._closed_at >= RELAPSE_S
+        )
+
+    def _enter(self, event: BreakerEvent) -> None:
+        self.state = next_breaker_state(self.state, event)
+        if self.state is not BreakerState.TRIAL:
+            self.trial = None
+
+    def _pause(self, now: float, *, doubled: bool) -> None:
+        limits = self.limits
+        self.pause_s = min(2 * self.pause_s, limits.max_pause_s) if doubled and self.pause_s else limits.pause_s
+        self.trial_at = now + self.pause_s
+
+    def _has_tripped(self) -> bool:
+        limits, results = self.limits, self._failed_peers
+        failed = [peer for peer in results if peer is not None]
+        latest = list(results)[-limits.failures :]
+        in_a_row = len(latest) == limits.failures and None not in latest
+        if in_a_row and len(set(latest)) >= limits.peers:
+            return True
+        is_share = len(results) >= MIN_RESULTS and len(failed) >= limits.share * len(results)
+        return is_share and len(set(failed)) >= limits.peers
