@@ -79,6 +79,8 @@ class Outbox:
         detail: str = "",
         cached_tokens: int = 0,
         queue_s: float = 0.0,
+        *,
+        in_transfer: bool = False,
     ) -> None:
         """The attempt is over on this worker."""
         message = End(
@@ -88,6 +90,7 @@ class Outbox:
             detail=detail,
             cached_tokens=cached_tokens,
             queue_s=queue_s,
+            in_transfer=in_transfer,
         )
         self._for(gateway_id).ends.append(message)
 

@@ -55,6 +55,12 @@ class _Waiting(NamedTuple):
 
     spec: SequenceSpec
     deadline: float | None
+    since: float
+    timeout_s: float | None
+    """For how long it may wait; None for as long as the pair takes."""
+
+    def is_too_long(self, now: float) -> bool:
+        return self.timeout_s is not None and now - self.since >= self.timeout_s
 
     def is_expired(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
@@ -167,7 +173,7 @@ class DecodeLink:
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
-            self.offer(each.spec_now(now))
+            self.offer(each.spec_now(now), None)
         self._context.flush()
 
     async def _formed(self, form: Callable[[], PairTransport]) -> PairTransport:
@@ -209,11 +215,13 @@ class DecodeLink:
         self._carry_out(self._sender.on_message(message, self._context.now()))
         self._context.flush()
 
-    def offer(self, spec: SequenceSpec) -> None:
-        """Offer an attempt to the decode worker, now or when the pair is formed."""
+    def offer(self, spec: SequenceSpec, pair_timeout_s: float | None) -> None:
+        """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
+        `pair_timeout_s` the attempt is refused, while the pair goes on being formed."""
         now = self._context.now()
         if self._sender is None:
-            self._waiting[spec.key] = _Waiting(spec, None if spec.timeout_s is None else now + spec.timeout_s)
+            deadline = None if spec.timeout_s is None else now + spec.timeout_s
+            self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s)
             return
         try:
             effects = self._sender.offer(spec, now)
@@ -253,6 +261,10 @@ class DecodeLink:
     def _expire_waiting(self, now: float) -> None:
         for key in [key for key, waiting in self._waiting.items() if waiting.is_expired(now)]:
             self.cancel(key, DEADLINE)
+        for key in [key for key, waiting in self._waiting.items() if waiting.is_too_long(now)]:
+            waited_s = now - self._waiting.pop(key).since
+            reason = f"{PAIR_LOST} {self.peer.worker_id}: not formed after {waited_s:.1f} s"
+            self._callbacks.on_over(SendOver(key, "refused", reason))
 
     def is_gathering(self, key: AttemptKey) -> bool:
         """Whether the engine still owes `on_gathered` for this attempt."""

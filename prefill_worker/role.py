@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, PrefillComputed
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
-from disagg.engine.kv_transfer.reasons import kind_of_failure
+from disagg.engine.kv_transfer.reasons import PAIR_LOST, kind_of_failure
 from disagg.engine.kv_transfer.transport import make_connector
 from disagg.engine.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
@@ -49,7 +49,7 @@ class _Transfers:
         if over.outcome == "handed_over":
             self.num_transfers += 1
             self.num_bytes += over.kv_bytes
-        elif over.outcome == "failed" and over.reason != DEADLINE:
+        elif (over.outcome == "failed" and over.reason != DEADLINE) or over.reason.startswith(PAIR_LOST):
             self.failures[kind_of_failure(over.reason)] += 1
 
 
@@ -118,7 +118,7 @@ class PrefillRole:
         link = self._link_to(dispatch.decode_peer)
         self._link_of[spec.key] = link
         self._attempts[spec.key] = _Attempt(spec.gateway_id, self._context.now())
-        link.offer(spec)
+        link.offer(spec, dispatch.pair_timeout_s)
 
     def cancel(self, key: AttemptKey) -> None:
         """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one
@@ -203,7 +203,8 @@ class PrefillRole:
             case "failed" | "cancelled" if over.reason == DEADLINE:
                 self._context.outbox.end(gateway_id, over.key, "deadline", "the deadline passed")
             case "refused" | "failed":
-                self._context.outbox.end(gateway_id, over.key, over.outcome, over.reason)
+                is_pair = over.outcome == "failed" or over.reason.startswith(PAIR_LOST)  # else D has no room
+                self._context.outbox.end(gateway_id, over.key, over.outcome, over.reason, in_transfer=is_pair)
             case "cancelled":
                 """Whoever cancelled knows: the gateway, or the engine, whose own end was sent on."""
         self._forget_if_done(over.key)

@@ -163,6 +163,9 @@ class Dispatch(Message, frozen=True, kw_only=True, tag=True):
 
     spec: SequenceSpec
     decode_peer: PeerRef | None = None
+    pair_timeout_s: float | None = None
+    """For how long it may wait for the pair with that worker to be formed; then it is refused, so that it can go
+    elsewhere. None leaves it to the pair."""
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=True):

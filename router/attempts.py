@@ -41,6 +41,7 @@ from disagg.router.running_mean import RunningMean
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
 from disagg.router.worker import Worker, has_both_roles
 
+MIN_PAIR_TIMEOUT_S = 0.25
 TRIAL_TOKENS = 32
 """So many tokens of an answer show that a decode worker works again; its end may be minutes away."""
 
@@ -148,14 +149,13 @@ class Attempts:
         ):
             self._fleet.reopen()
 
-    def failed(self, record: RequestRecord, leg: Leg, end: End, now: float) -> bool:
-        """A leg of the attempt failed. Returns whether the request need not answer for it: its workers are left out
-        now, or it was not the decode leg, and others are healthy."""
+    def failed(self, record: RequestRecord, leg: Leg, end: End, now: float, *, at_once: bool = False) -> bool:
+        """A leg of the attempt failed; for `at_once` see `Quarantine.failed`. Returns whether the request need not
+        answer for it: its workers are left out now, or it was not the decode leg, and others are healthy."""
         attempt, fleet = record.running, self._fleet
         is_first = not record.num_failures and not record.num_free
-        is_shut = fleet.quarantine.failed(
-            leg, attempt.prefill, attempt.decode, attempt.marks.placed, now, end.detail, is_first=is_first
-        )
+        workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
+        is_shut = fleet.quarantine.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
         return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
 
     def to_avoid(self, attempt: Attempt, leg: Leg) -> list[WorkerId]:
@@ -236,7 +236,9 @@ class Attempts:
         _trace_start(record, marks, now)
         record.trace.placement = Placed(self._policy, demand, choice)
         spec = record.spec(key, self._gateway_id, now)
-        return Dispatch(first.worker_id, messages.Dispatch(spec=spec, decode_peer=peer))
+        pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
+        message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
+        return Dispatch(first.worker_id, message)
 
 
 FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(
@@ -251,6 +253,12 @@ def blame(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
     if end.in_transfer or attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
         return "transfer"
     return "prefill"
+
+
+def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> float:
+    """For how long an attempt may wait for its pair: see `RouterConfig.pair_timeout_s`."""
+    left_s = min(demand.ttft_left_ms / 1000, math.inf if timeout_s is None else timeout_s)
+    return min(most_s, max(MIN_PAIR_TIMEOUT_S, left_s / 2))
 
 
 def note_cached(record: RequestRecord, num_tokens: int) -> None:

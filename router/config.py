@@ -56,6 +56,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     count."""
     retry_burst: int = 256
     """How many of these may be made at once, after a while without any."""
+    pair_timeout_s: float = 2.0
+    """For how long an attempt waits for its pair of workers to be formed, at most; at most half of what is left of its
+    TTFT target and of its deadline, and at least a quarter of a second. Then it goes elsewhere."""
     breaker_failures: int = 3
     """A worker or a pair that fails so often in a row in one leg (prefill, transfer, decode) is left out of it for a
     while; see `breaker`."""
@@ -130,6 +133,7 @@ _DURATIONS = (
     "failure_pause_s",
     "max_pause_s",
     "no_worker_grace_s",
+    "pair_timeout_s",
     "breaker_pause_s",
     "breaker_max_pause_s",
     "hello_timeout_s",

@@ -31,6 +31,7 @@ from disagg.router.events import Command, Event
 from disagg.router.fleet import Fleet
 from disagg.router.journal import Journal
 from disagg.router.policies import create
+from disagg.router.quarantine import Leg
 from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
 from disagg.router.retries import Retries
 from disagg.router.states import AttemptState, RequestEvent, RequestState
@@ -321,11 +322,18 @@ class RouterCore:
     # ---------------------------------------------------------------- ends
 
     def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
-        """Not a fault: D has no room, or no more. P speaks for D here, so that D is the one to avoid."""
+        """Not a fault of the request: D has no room, or no more. P speaks for D here, so that D is the one to avoid. Or
+        the pair is not there: it is left out at once, because all that come would wait for it."""
         self.counters[end.reason] += 1
+        leg: Leg = "transfer" if end.in_transfer else "decode"
+        if end.in_transfer:
+            self.counters["pair_refused"] += 1
+            self._attempts.failed(record, leg, end, now, at_once=True)
         error = self._retries.after_refusal(record, worker_id, end)
         if error is None:
-            self._avoid(record, record.running.decode, self._config.refusal_pause_s * max(1, record.num_refusals), now)
+            pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
+            for to_avoid in self._attempts.to_avoid(record.running, leg):
+                self._avoid(record, to_avoid, pause_s, now)
         self._lost_attempt(record, error, now)
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:

@@ -264,7 +264,7 @@ class Quarantine:
         if was_closed:
             self._changed("breaker_opened")
             logger.warning(
-                "%s: %s fails again and again (%s); others are used instead, one request tries it again in %.1f s",
+                "%s: left out of %s, which failed (%s); others are used instead, one request tries it again in %.1f s",
                 *(subject, subject.leg, breaker.detail, breaker.pause_s),
             )
         else:

@@ -28,7 +28,8 @@ from tests.support.router import (
     worker_info,
 )
 
-Leg = Literal["prefill", "transfer", "decode"]
+Leg = Literal["prefill", "transfer", "decode", "pair"]
+"""`pair`: the pair is never formed, and P says so when the attempt has waited for as long as it may."""
 
 NUM_TOKENS = 4
 """Of every answer."""
@@ -125,7 +126,8 @@ class FailingFleet:
         for command in self.core.handle(event, self.now):
             match command:
                 case events.Dispatch(worker_id=worker_id, message=message):
-                    self._run(worker_id, message.decode_peer and message.decode_peer.worker_id, message.spec)
+                    peer = message.decode_peer and message.decode_peer.worker_id
+                    self._run(worker_id, peer, message.spec, message.pair_timeout_s)
                 case events.CancelOn(worker_id=worker_id, key=key):
                     self._given_up.add((worker_id, key))
                 case events.Emit(request_id=request_id):
@@ -143,7 +145,7 @@ class FailingFleet:
     def _fault(self, leg: Leg, *worker_ids: str) -> Fault | None:
         return next((fault for fault in self.faults if fault.hits(leg, self.now, *worker_ids)), None)
 
-    def _run(self, first: str, peer: str | None, spec: SequenceSpec) -> None:
+    def _run(self, first: str, peer: str | None, spec: SequenceSpec, timeout_s: float | None) -> None:
         """All that the workers will say of the attempt, and when."""
         used = [name for name in (first, peer) if name is not None]
         self.dispatches.update(used)
@@ -151,6 +153,11 @@ class FailingFleet:
         key, (request_id, attempt) = spec.key, spec.key
         index, now = len(spec.emitted_token_ids), self.now
         if peer is not None:
+            if self._fault("pair", first, peer) is not None:
+                assert timeout_s is not None
+                refused = end_update(request_id, attempt, "refused", detail="pair with D", in_transfer=True)
+                self._say(now + timeout_s, first, key, refused)
+                return
             if (fault := self._fault("prefill", first)) is not None:
                 self._say(now + fault.after_s, first, key, end_update(request_id, attempt, "failed", detail="prefill"))
                 return

@@ -152,11 +152,22 @@ def handed_over_update(request_id: str, attempt: int, kv_bytes: int = 4096, cach
 
 
 def end_update(
-    request_id: str, attempt: int, reason: EndReason, *, detail: str = "", cached_tokens: int = 0
+    request_id: str,
+    attempt: int,
+    reason: EndReason,
+    *,
+    detail: str = "",
+    cached_tokens: int = 0,
+    in_transfer: bool = False,
 ) -> StepUpdate:
     """An attempt is over on a worker."""
     message = End(
-        request_id=RequestId(request_id), attempt=attempt, reason=reason, detail=detail, cached_tokens=cached_tokens
+        request_id=RequestId(request_id),
+        attempt=attempt,
+        reason=reason,
+        detail=detail,
+        cached_tokens=cached_tokens,
+        in_transfer=in_transfer,
     )
     return StepUpdate(ends=(message,))
 

@@ -197,6 +197,36 @@ async def test_the_wait_for_the_pair_counts(streams: list[PlayedStream]) -> None
         assert streams[0].message(Offer).spec == msgspec.structs.replace(spec_of("a"), timeout_s=2.0)
 
 
+async def test_an_attempt_does_not_wait_for_ever_for_a_pair_that_goes_on_being_formed(
+    streams: list[PlayedStream],
+) -> None:
+    async with bench() as it:
+        for name, timeout_s in (("a", 2.0), ("b", None)):
+            it.role.dispatch(Dispatch(spec=spec_of(name), decode_peer=PEER, pair_timeout_s=timeout_s))
+        it.context.time += 1.9
+        it.role.tick(it.context.time)
+        assert it.context.ends == []
+        it.context.time += 0.2
+        it.role.tick(it.context.time)
+        (end,) = it.context.ends
+        assert (end.request_id, end.reason, end.in_transfer) == ("a", "refused", True)
+        assert end.detail == "pair with d: not formed after 2.1 s"
+        [count] = it.role.transfers()
+        assert count.failures == {"pair_lost": 1}
+        assert it.role.holdings()["waiting_for_pair"] == 1
+        await it.form(streams[0])
+        await until(lambda: streams[0]._sent)
+        assert streams[0].message(Offer).spec == spec_of("b")
+
+
+async def test_a_refusal_of_d_is_no_fault_of_the_pair(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(Refused(request_id=A, attempt=1, reason="no blocks"))
+        await until(it.idle)
+        (end,) = it.context.ends
+        assert (end.reason, end.in_transfer) == ("refused", False)
+
+
 async def test_a_deadline_after_the_offer_is_told_to_the_gateway_and_to_d(streams: list[PlayedStream]) -> None:
     async with offered(spec_of("a", timeout_s=1.0), streams) as (it, stream):
         it.context.time += 1.0

@@ -158,4 +158,4 @@ def test_a_worker_that_is_healthy_from_now_on_is_used_again(steps: list[str], ga
     assert breaker.state is BreakerState.CLOSED
     for _ in range(20):
         assert not breaker.passed(now, now)
-    assert breaker.is_forgotten(now + 60)
+    assert breaker.is_forgotten(now + 61)

@@ -71,6 +71,21 @@ def test_a_pair_that_fails_is_left_out_and_its_workers_are_not() -> None:
     assert 3 <= fleet.core.counters["kv_transfer_failed"] < 20
 
 
+def test_a_pair_that_cannot_be_formed_costs_the_requests_that_found_it_half_their_target() -> None:
+    """Packets between them are dropped: connecting takes 20 s. Without a target a request waits for 2 s."""
+    for config, longest_s in ((RouterConfig(), 2.2), (RouterConfig(ttft_slo_s=1.0), 0.7)):
+        config = msgspec.structs.replace(config, local_prefill="never")
+        fleet = FailingFleet(["p0", "p1", "d0", "d1"], [Fault("pair", "p0", "d0")], config=config, rate=100.0)
+        fleet.run(1000)
+        assert fleet.outcomes == {"length": 1000}
+        slow = [first_s for first_s in fleet.first_token_s.values() if first_s > 0.1]
+        assert 0.4 < max(slow) < longest_s
+        # Those that came before the first of them was refused, which is a third of what comes; then a trial at a time.
+        assert len(slow) < 80
+        assert set(fleet.core._fleet.quarantine.states()) == {Subject("transfer", "p0", "d0")}
+        assert fleet.core.counters["kv_transfer_failed"] == 0
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_where_every_worker_of_a_role_fails_it_is_as_without_breakers(leg: Leg) -> None:
     """All are tried, requests end with the same errors, and once the workers are well they are used."""
@@ -102,6 +117,39 @@ def test_a_request_that_fails_wherever_it_runs_leaves_no_worker_out() -> None:
 
 # ---------------------------------------------------------------- word for word
 
+
+@pytest.mark.parametrize(
+    ("ttft_slo_s", "deadline", "timeout_s"),
+    [(None, None, 2.0), (1.0, None, 0.5), (60.0, None, 2.0), (0.2, None, 0.25), (None, 3.0, 1.5), (1.0, 0.8, 0.4)],
+)
+def test_the_wait_for_a_pair_follows_the_target_and_the_deadline(
+    ttft_slo_s: float | None, deadline: float | None, timeout_s: float
+) -> None:
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, ttft_slo_s=ttft_slo_s, admission=False))
+    it.start(routed_request("r0", deadline=deadline), "p0", "d0")
+    assert it.dispatched["r0/0"].message.pair_timeout_s == timeout_s
+
+
+def test_what_waited_for_a_pair_goes_elsewhere_and_the_pair_is_left_out_at_once() -> None:
+    it = Scenario("p0", "p1", "d0", "d1")
+    it.start("r0", "p0", "d0")
+    it.now = 2.0
+    refused = end_update("r0", 0, "refused", detail="pair with d0: not formed after 2.0 s", in_transfer=True)
+    assert it.update("p0", refused) == ["cancel d0 r0/0", "dispatch p1 r0/1 -> d1"]
+    assert set(it.core._fleet.quarantine.states()) == {Subject("transfer", "p0", "d0")}
+    assert (it.core.counters["pair_refused"], it.core.counters["kv_transfer_failed"]) == (1, 0)
+    it.cancel("r0")
+    placed = {line.replace(f" {name}/0", "") for name in ("r1", "r2", "r3", "r4", "r5") for line in it.submit(name)}
+    assert placed == {"dispatch p0 -> d1", "dispatch p1 -> d0", "dispatch p1 -> d1"}
+
+
+def test_what_p_says_of_its_pair_while_the_prompt_is_computed_is_no_fault_of_its_prefill() -> None:
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, max_attempts=1))
+    it.start("r0", "p0", "d0")
+    lines = it.update("p0", end_update("r0", 0, "failed", in_transfer=True))
+    assert lines == ["cancel d0 r0/0", "fail r0 UnavailableError kv_transfer_failed"]
+
+
 TRIPS = msgspec.structs.replace(PLAIN, breaker_failures=2, failure_pause_s=0.001)
 
 
@@ -127,7 +175,7 @@ def test_a_half_open_worker_gets_one_request_at_a_time(caplog: pytest.LogCapture
     assert it.update("p0", prefilled_update("r4", 0)) == []
     assert it.submit("r6") == ["dispatch p0 r6/0 -> d0"]
     assert [record.getMessage() for record in caplog.records] == [
-        "p0: prefill fails again and again (no luck); others are used instead, one request tries it again in 0.5 s",
+        "p0: left out of prefill, which failed (no luck); others are used instead, one request tries it again in 0.5 s",
         "p0: r4/0 tries its prefill again",
         "p0: prefill works again after 0.5 s; it is used as before",
     ]
