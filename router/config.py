@@ -33,9 +33,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
     max_attempts: int = 5
-    """Attempts of a request that may be lost to a fault. Refusals do not count."""
+    """Attempts of a request that may be lost to a fault, without progress (64 tokens of the answer) in between.
+    Refusals and moves on purpose do not count."""
     max_losses: int = 3
-    """Attempts of a request that may be lost with a whole worker."""
+    """Attempts of a request that may be lost with a whole worker, without progress in between; with it, twice as many.
+    """
     max_refusals: int = 100
     """How often workers may refuse a request before it fails."""
     refusal_pause_s: float = 0.05

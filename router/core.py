@@ -33,7 +33,7 @@ from disagg.router.journal import Journal
 from disagg.router.policies import create
 from disagg.router.quarantine import Leg
 from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
-from disagg.router.retries import Retries
+from disagg.router.retries import MOVED, Retries
 from disagg.router.states import AttemptState, RequestEvent, RequestState
 from disagg.router.views import cluster_view
 from disagg.router.waiting import Waiting
@@ -182,7 +182,9 @@ class RouterCore:
     def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
         if not self._is_present(worker_id, incarnation):
             return
-        self._orphans[worker_id] = (incarnation, self._move_all(worker_id, "was lost", "worker_lost", now))
+        is_moved = self._fleet.worker(worker_id).is_draining
+        why, code = ("left", MOVED) if is_moved else ("was lost", "worker_lost")
+        self._orphans[worker_id] = (incarnation, self._move_all(worker_id, why, code, now))
         self._fleet.lost(worker_id)
         self._waiting.workers_changed(now)
 
@@ -337,6 +339,7 @@ class RouterCore:
         self._lost_attempt(record, error, now)
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
+        self._retries.note_progress(record)
         leg = blame(record.running, worker_id, end)
         is_free = self._attempts.failed(record, leg, end, now)
         for to_avoid in self._attempts.to_avoid(record.running, leg):

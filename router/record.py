@@ -91,8 +91,11 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_attempts: int = 0
     """Attempts begun so far; the next one's number."""
     num_failures: int = 0
+    """Since an attempt last made progress, see `Retries`."""
     num_losses: int = 0
     """Of the failures those by the loss of a whole worker."""
+    num_losses_ever: int = 0
+    """Also those before that progress."""
     num_free: int = 0
     """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0

@@ -2,7 +2,9 @@
 
     fault      at most `max_attempts` of a request, and of these `max_losses` by the loss of a whole worker, which the
                request itself may be the cause of; and no more than `retry_share` of all requests, so that a fault that
-               every attempt meets does not multiply the load that may have caused it
+               every attempt meets does not multiply the load that may have caused it. An attempt that brought
+               `PROGRESS_TOKENS` begins the count anew, but there are never more than twice `max_losses` losses
+    moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
     free       a fault for which the worker is to blame and others are healthy: it counts for none of these, but for
                at most `max_attempts` of a request
     refusal    not a fault; at most `max_refusals` of a request
@@ -23,6 +25,11 @@ from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
 from disagg.router.record import RequestRecord
 
+MOVED = "worker_left"
+"""Code of the end of a worker that was draining."""
+PROGRESS_TOKENS = 64
+"""Tokens of the answer by which an attempt brings a request further. One that kills its workers at a certain token
+brings none."""
 WORKER_GONE = ("worker_lost", "worker_suspected")
 """Codes of the loss of a worker as a whole."""
 
@@ -47,15 +54,20 @@ class Retries:
     ) -> UnavailableError | None:
         """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again. `is_free`:
         it is the worker's fault, and others are healthy."""
+        if code == MOVED and not record.is_probe:
+            return None
+        self.note_progress(record)
         if is_free and not record.is_probe and record.num_free < self.config.max_attempts:
             record.num_free += 1
             return None
         is_loss = code in WORKER_GONE
         record.num_failures += 1
         record.num_losses += is_loss
+        record.num_losses_ever += is_loss
         if (
             record.num_failures >= self.config.max_attempts
             or record.num_losses >= self.config.max_losses
+            or record.num_losses_ever >= 2 * self.config.max_losses
             or record.is_probe
         ):
             return UnavailableError(f"{record.num_failures} attempts failed; {message}", code)
@@ -65,6 +77,11 @@ class Retries:
             return UnavailableError(f"too many attempts fail now to try this one again; {message}", "retry_budget")
         self._left -= 1
         return None
+
+    def note_progress(self, record: RequestRecord) -> None:
+        """Begin to count anew if the attempt brought the request further. Idempotent."""
+        if len(record.ledger.released) - record.running.num_before >= PROGRESS_TOKENS:
+            record.num_failures = record.num_losses = record.num_free = 0
 
     def after_refusal(self, record: RequestRecord, worker_id: WorkerId, end: End) -> UnavailableError | None:
         """Count a refusal of its attempt, or begin to count anew where it was preempted; the error that ends the

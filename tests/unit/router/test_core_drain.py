@@ -5,6 +5,8 @@ from tests.support.router import (
     Scenario,
     end_update,
     prefilled_update,
+    routed_request,
+    tokens_update,
     worker_info,
 )
 
@@ -42,6 +44,21 @@ def test_the_loss_of_a_draining_worker_needs_no_word_and_its_next_life_is_used()
     assert it.drain("d0") == []
     assert it.lost("d0") == ["cancel p0 r0/0"]
     assert it.up(worker_info("d0", incarnation="2")) == ["dispatch p0 r0/1 -> d0"]
+
+
+def test_a_request_is_moved_on_purpose_as_often_as_operators_like() -> None:
+    """All decode workers are drained one after the other, and the answer takes longer than each drain may."""
+    names = ["d0", "d1", "d2", "d3", "d4", "d5"]
+    it = Scenario("p0", *names)
+    [line] = it.submit(routed_request("r0", max_tokens=100))
+    for attempt in range(5):
+        decode = line.split(" -> ")[1]
+        it.hand_over("r0", "p0", decode, 2 * attempt, attempt=attempt, index=2 * attempt)
+        it.update(decode, tokens_update("r0", attempt, 2 * attempt + 1, 7))
+        assert it.drain(decode) == []
+        [line] = it.lost(decode)
+        assert line.startswith(f"dispatch p0 r0/{attempt + 1} -> ")
+    assert (it.core.counters["worker_left"], it.core.counters["worker_lost"]) == (5, 0)
 
 
 def test_another_life_at_the_same_place_is_not_draining() -> None:

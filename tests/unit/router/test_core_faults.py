@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from disagg.proto.block_hash import chain_hashes
+from disagg.proto.ids import RequestId
 from disagg.proto.messages import EndReason
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.router import (
@@ -206,6 +207,34 @@ def test_a_request_whose_third_worker_is_lost_gets_no_fourth() -> None:
     assert it.lost("d1") == ["cancel p0 r0/2", "dispatch p0 r0/3 -> d3"]
     assert it.lost("d3") == ["cancel p0 r0/3", "fail r0 UnavailableError worker_lost"]
     assert it.core.holdings() == EMPTY
+
+
+@pytest.mark.parametrize(("num_tokens", "num_losses"), [(63, 3), (64, 6)])
+def test_an_answer_that_grows_survives_more_losses_but_not_without_a_limit(num_tokens: int, num_losses: int) -> None:
+    """Fewer tokens are no progress. What kills every worker after so many ends, too."""
+    it = Scenario("p0", *(f"d{i}" for i in range(8)))
+    [line] = it.submit(routed_request("r0", max_tokens=500))
+    for attempt in range(num_losses):
+        decode = line.split(" -> ")[1]
+        index = num_tokens * attempt
+        it.update("p0", prefilled_update("r0", attempt))
+        it.update(decode, handed_over_update("r0", attempt))
+        it.update(decode, tokens_update("r0", attempt, index, *range(num_tokens)))
+        [line] = it.lost(decode)
+    assert line == "fail r0 UnavailableError worker_lost"
+
+
+def test_an_answer_that_grows_survives_any_number_of_faults() -> None:
+    it = Scenario("p0", "d0", "d1", "d2")
+    [line] = it.submit(routed_request("r0", max_tokens=900))
+    for attempt in range(12):
+        decode = line.split(" -> ")[1]
+        it.update("p0", prefilled_update("r0", attempt))
+        it.update(decode, handed_over_update("r0", attempt))
+        it.update(decode, tokens_update("r0", attempt, 64 * attempt, *range(64)))
+        lines = it.update(decode, end_update("r0", attempt, "failed"))
+        [line] = lines or it.at(it.now + 1.0)
+    assert it.core.trace(RequestId("r0")).attempts == 13  # type: ignore[union-attr]
 
 
 def test_p_is_out_of_it_after_the_hand_over() -> None:
