@@ -68,6 +68,13 @@ ControllerToWorker = WorkerWelcome | WorkerUnwanted
 # ---------------------------------------------------------------- gateway <-> controller
 
 
+class WorkerLife(Message, frozen=True, kw_only=True):
+    """One start of a worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
 class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     """A gateway follows the membership. Its first message."""
 
@@ -77,6 +84,8 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     pid: int
     http_address: str = ""
     """The same of HTTP; empty where it serves none."""
+    draining: tuple[WorkerLife, ...] = ()
+    """The workers that it drains, as an earlier controller wanted."""
 
 
 class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):

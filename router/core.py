@@ -80,7 +80,7 @@ class RouterCore:
                 self._on_worker_lost(worker_id, incarnation, now)
             case events.WorkerSuspected():
                 self._on_worker_suspected(event, now)
-            case events.WorkerHeard() | events.DrainWorker():
+            case events.WorkerHeard() | events.DrainWorker() | events.ResumeWorker():
                 self._on_worker_changed(event, now)
             case events.Tick():
                 pass
@@ -208,10 +208,17 @@ class RouterCore:
             self._fault(record, f"worker {worker_id} {why}", code, now)
         return keys
 
-    def _on_worker_changed(self, event: events.WorkerHeard | events.DrainWorker, now: float) -> None:
+    def _on_worker_changed(
+        self, event: events.WorkerHeard | events.DrainWorker | events.ResumeWorker, now: float
+    ) -> None:
         if self._is_present(event.worker_id, event.incarnation):
-            change = self._fleet.drain if isinstance(event, events.DrainWorker) else self._fleet.trust
-            change(event.worker_id)
+            match event:
+                case events.WorkerHeard():
+                    self._fleet.trust(event.worker_id)
+                case events.DrainWorker():
+                    self._fleet.drain(event.worker_id)
+                case events.ResumeWorker():
+                    self._fleet.resume(event.worker_id)
             self._waiting.workers_changed(now)
 
     def _on_report(self, report: WorkerReport, now: float) -> None:

@@ -72,6 +72,13 @@ class DrainWorker(msgspec.Struct, frozen=True, gc=False):
     incarnation: Incarnation
 
 
+class ResumeWorker(msgspec.Struct, frozen=True, gc=False):
+    """That life of a worker is not to be drained any more. Does nothing for one that is not draining."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
 class WorkerReported(msgspec.Struct, frozen=True, gc=False):
     """Load and KV events."""
 
@@ -98,6 +105,7 @@ Event = (
     | WorkerSuspected
     | WorkerHeard
     | DrainWorker
+    | ResumeWorker
     | WorkerReported
     | FromWorker
     | Tick

@@ -131,6 +131,18 @@ class Fleet:
             self._to_drain.append(worker)
             self._longest_new = None
 
+    def resume(self, worker_id: WorkerId) -> None:
+        """A draining worker is given something again."""
+        worker = self._workers[worker_id]
+        if not worker.is_draining:
+            return
+        worker.is_draining = False
+        self._to_drain = [other for other in self._to_drain if other is not worker]
+        if not worker.is_suspected:
+            self._join_pool(worker)
+        self._longest_new = None
+        self.num_releases += 1
+
     def suspect(self, worker_id: WorkerId) -> None:
         """Give a present worker nothing, and count on it for nothing, until it is trusted again."""
         worker = self._workers[worker_id]

@@ -35,6 +35,7 @@ from disagg.router.events import (
     Fail,
     Finish,
     FromWorker,
+    ResumeWorker,
     Submit,
     Tick,
     WatchAgain,
@@ -152,6 +153,14 @@ class RouterServer:
             self._handle_event(DrainWorker(worker_id, incarnation))
         else:
             self.on_drained(worker_id, incarnation)
+
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Use that life of a worker again, if it is drained; nothing else is changed."""
+        if self._draining.get(worker_id) != incarnation:
+            return
+        del self._draining[worker_id]
+        logger.warning("%s is not to be drained any more; it is used again", worker_id)
+        self._handle_event(ResumeWorker(worker_id, incarnation))
 
     # ---------------------------------------------------------------- api.Router
 

@@ -10,7 +10,8 @@ then started anew. Nothing is drained for longer than `drain_timeout_s`: then it
 continue what ran there elsewhere.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
-until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they know.
+until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they know. A gateway says which
+workers it drains when it joins: an operator's drain goes on under the next controller.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from disagg.proto.control import (
     PoolState,
     ScaleRequest,
 )
-from disagg.proto.ids import GatewayId, WorkerId
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
 
 MAX_POOL_SIZE = 1024
@@ -74,6 +75,8 @@ class ControlCore:
         self._enough_since: float | None = None
         """Since when there is a ready worker in each pool."""
         self._published: Membership | None = None
+        self._drains: set[tuple[WorkerId, Incarnation]] = set()
+        """Lives that are to drain, as gateways reported, and that have not registered here."""
         self._out: list[Command] = []
         self._to_stop: list[WorkerId] = []
 
@@ -199,10 +202,12 @@ class ControlCore:
     def _take_gateway(self, event: Event, now: float) -> None:
         gateway = self._gateway
         match event:
-            case events.GatewayJoined(gateway_id=gateway_id, address=address, pid=pid, http_address=http_address):
+            case events.GatewayJoined(gateway_id, address, pid, http_address):
                 follower = self._followers[gateway_id] = Follower(gateway_id, address, pid, http_address)
                 if gateway.phase not in (None, "stopping"):
                     gateway.ready(follower, now)
+                self._drains.update(event.draining)
+                self._resume_drains(now)
             case events.GatewayStartFailed(error=error):
                 if gateway.phase in ("starting", "lost"):
                     gateway.fault("failed" if gateway.phase == "starting" else "lost", error, now)
@@ -252,6 +257,7 @@ class ControlCore:
             if worker.phase != "draining":
                 worker.ready(info, now)
                 self._model = self._model or info
+                self._resume_drains(now)
 
     def _misfit(self, info: WorkerInfo) -> str | None:
         """Why a worker cannot work with the others."""
@@ -347,6 +353,16 @@ class ControlCore:
             worker.enter("starting")
         worker.num_starts += 1
         self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index))
+
+    def _resume_drains(self, now: float) -> None:
+        """Go on with what an earlier controller began. A life that is neither here nor expected is forgotten."""
+        for name, incarnation in sorted(self._drains):
+            worker = self._workers.get(name)
+            if worker is not None and worker.phase == "ready" and worker.is_life(incarnation):
+                self._drain(worker, now)
+            elif worker is not None and worker.phase == "lost" and (worker.info is None or worker.is_life(incarnation)):
+                continue  # it may register yet
+            self._drains.discard((name, incarnation))
 
     def _drain(self, worker: Worker, now: float) -> None:
         worker.enter("draining", due=now + self._settings.drain_timeout_s)

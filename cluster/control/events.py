@@ -88,6 +88,8 @@ class GatewayJoined:
     address: str
     pid: int
     http_address: str = ""
+    draining: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    """What it drains, as an earlier controller wanted."""
 
 
 @dataclass(frozen=True, slots=True)

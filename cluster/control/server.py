@@ -301,7 +301,8 @@ class Controller:
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
         try:
-            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address))
+            draining = tuple((life.worker_id, life.incarnation) for life in hello.draining)
+            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address, draining))
             while True:
                 yield encode(await memberships.get())
         finally:

@@ -30,6 +30,7 @@ from disagg.proto.control import (
     GatewayToController,
     Membership,
     WorkerDrained,
+    WorkerLife,
 )
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -62,6 +63,10 @@ class Workers(Protocol):
         """Place nothing there any more."""
         ...
 
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Use a worker again that was drained; does nothing for any other."""
+        ...
+
 
 class ControllerLink:
     """Owner of the line's task and channel; lives on the router's event loop.
@@ -87,6 +92,8 @@ class ControllerLink:
         self._secret = secret
         self._metadata = secret.metadata
         self._known = {info.worker_id: info for info in known}
+        self._draining: set[tuple[WorkerId, Incarnation]] = set()
+        """As the latest membership says; the next controller hears of them."""
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
         self._outbox: asyncio.Queue[GatewayToController | None] = asyncio.Queue()
         self._line = ""
@@ -169,7 +176,8 @@ class ControllerLink:
 
     async def _frames(self, hello: GatewayHello) -> AsyncIterator[bytes]:
         outbox = self._outbox
-        yield encode(hello)
+        lives = tuple(WorkerLife(worker_id=name, incarnation=life) for name, life in sorted(self._draining))
+        yield encode(msgspec.structs.replace(hello, draining=lives))
         while (message := await outbox.get()) is not None:
             yield encode(message)
 
@@ -183,14 +191,20 @@ class ControllerLink:
         """Make the workers what the membership says."""
         members = {member.info.worker_id: member for member in membership.members}
         for worker_id in [worker_id for worker_id in self._known if worker_id not in members]:
-            del self._known[worker_id]
             await self._workers.remove_worker(worker_id)
+            del self._known[worker_id]
         for worker_id, member in members.items():
             if self._known.get(worker_id) != member.info:
-                self._known[worker_id] = member.info
+                # Known once it is added: if that fails, the next membership tries again.
+                self._known.pop(worker_id, None)
                 await self._workers.add_worker(member.info)
+                self._known[worker_id] = member.info
         draining = [m.info for m in membership.members if m.state == "draining"]
-        self._drained &= {(info.worker_id, info.incarnation) for info in draining}
+        before, self._draining = self._draining, {(info.worker_id, info.incarnation) for info in draining}
+        lives = {(member.info.worker_id, member.info.incarnation) for member in membership.members}
+        for life in sorted(before & lives - self._draining):
+            self._workers.resume_worker(*life)
+        self._drained &= self._draining
         for info in draining:
             if (info.worker_id, info.incarnation) in self._drained:  # told to an earlier controller
                 self._on_drained(info.worker_id, info.incarnation)

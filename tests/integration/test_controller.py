@@ -24,6 +24,8 @@ from tests.integration.test_processes import FAKE, PROMPT, wait_until
 from tests.support.secret import SECRET
 
 NUM_TOKENS = 2000
+LONG_ANSWER = 100_000
+"""Tokens of an answer that does not end before it is cancelled."""
 
 
 class LastingLauncher(ProcessLauncher):
@@ -44,8 +46,11 @@ class LastingLauncher(ProcessLauncher):
             super().stop_gateway()
 
 
-def make_plan(**controller: object) -> LaunchPlan:
-    return plan_launch(parse_config({**FAKE, "controller": controller}))
+def make_plan(decode: int = 1, **controller: object) -> LaunchPlan:
+    num_blocks = 2 * LONG_ANSWER // 16
+    pools = {"prefill": {"num_blocks": num_blocks}, "decode": {"size": decode, "num_blocks": num_blocks}}
+    model = {"path": "fake", "max_model_len": LONG_ANSWER + len(PROMPT)}
+    return plan_launch(parse_config({**FAKE, "model": model, "pools": pools, "controller": controller}))
 
 
 def free_port() -> int:
@@ -92,6 +97,49 @@ def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_pa
             tokens += [token for delta in stream for token in delta.token_ids]
     assert tokens == fake_generate(PROMPT, NUM_TOKENS)
     assert launcher.killed == []
+
+
+def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
+    """The answer that keeps the worker busy ends when the second controller is there."""
+    plan, launcher = make_plan(decode=2, port=free_port()), LastingLauncher(tmp_path, SECRET)
+
+    def life_of(controller: LocalController, name: str) -> tuple[str, str]:
+        [record] = [record for record in controller.state().workers if record.worker_id == name]
+        return record.phase, "" if record.info is None else record.info.incarnation
+
+    with running(plan, launcher) as (first, _):
+        client = Client(first.state().gateways[0].address)
+        stream = client.stream(PROMPT, max_tokens=LONG_ANSWER, temperature=0.0, ignore_eos=True)
+        next(stream)
+
+        def busy() -> list[str]:
+            workers = client.cluster_state().workers
+            return [w.worker_id for w in workers if w.sequences and w.worker_id.startswith("decode")]
+
+        assert wait_until(lambda: len(busy()) == 1)
+        [name] = busy()
+        _, life = life_of(first, name)
+        client.drain(name)
+        assert wait_until(lambda: life_of(first, name) == ("draining", life))
+        launcher.keep = True
+    second = LocalController(plan, launcher, SECRET)
+    second.start()
+    try:
+        with client:
+            assert wait_until(lambda: life_of(second, name) == ("draining", life)), second.state()
+            other = {"decode-0": "decode-1", "decode-1": "decode-0"}[name]
+            refused = second.control(DrainRequest(worker_id=WorkerId(other)))
+            assert isinstance(refused, ControlRefused)
+            assert refused.message == f"{other} is the only ready worker of its pool; make the pool larger first"
+            launcher.keep = False
+            stream.close()
+            assert wait_until(lambda: second.state().is_settled), second.state()
+            assert life_of(second, name)[1] != life
+            answer = client.generate(PROMPT, max_tokens=5, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 5)
+    finally:
+        launcher.keep = False
+        second.stop()
 
 
 def test_control_over_grpc(tmp_path: Path) -> None:

@@ -71,8 +71,13 @@ class Driver:
     def stopped(self, *names: str) -> list[str]:
         return self(events.WorkersStopped(tuple(WorkerId(name) for name in names)))
 
-    def joined(self, address: str = ADDRESS) -> list[str]:
-        return self(events.GatewayJoined(GATEWAY_ID, address, 7))
+    def joined(self, address: str = ADDRESS, draining: Collection[str] = ()) -> list[str]:
+        """`draining`: incarnations that the gateway drains, such as `decode-0.1`."""
+        lives = tuple((WorkerId(life.partition(".")[0]), Incarnation(life)) for life in draining)
+        return self(events.GatewayJoined(GATEWAY_ID, address, 7, draining=lives))
+
+    def drain(self, name: str) -> list[str]:
+        return self(events.Drain(WorkerId(name)))
 
     def empty(self, name: str, life: int = 1) -> list[str]:
         return self(events.WorkerEmpty(GATEWAY_ID, WorkerId(name), Incarnation(f"{name}.{life}")))

@@ -48,6 +48,7 @@ from disagg.router.events import (
     Fail,
     Finish,
     FromWorker,
+    ResumeWorker,
     Submit,
     Tick,
     WatchAgain,
@@ -234,6 +235,10 @@ class Scenario:
     def drain(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(DrainWorker(WorkerId(worker_id), Incarnation(life)))
+
+    def resume(self, worker_id: str, incarnation: str | None = None) -> list[str]:
+        life = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(ResumeWorker(WorkerId(worker_id), Incarnation(life)))
 
     def submit(self, request: RoutedRequest | str, arrival: float | None = None) -> list[str]:
         routed = routed_request(request) if isinstance(request, str) else request

@@ -381,6 +381,47 @@ def test_adopting_ends_and_who_did_not_register_is_started_anew() -> None:
     assert control.stopped("decode-1") == ["start decode-1"]
 
 
+@pytest.mark.parametrize("gateway_first", [True, False])
+def test_a_drain_goes_on_under_the_next_controller(gateway_first: bool) -> None:
+    control = Driver({"decode": 2}, running={"decode-0", "decode-1", "gateway"})
+    control.tick()
+    if gateway_first:
+        assert control.joined(draining=["decode-0.1"]) == []
+        control.register("decode-0")
+        assert control.register("decode-1") == ["welcome decode-1", "publish decode-0(draining) decode-1"]
+    else:
+        control.register("decode-0")
+        assert control.register("decode-1") == ["welcome decode-1", "publish decode-0 decode-1"]
+        assert control.joined(draining=["decode-0.1"]) == ["publish decode-0(draining) decode-1"]
+    refused = control.core.refusal(DrainRequest(worker_id=WorkerId("decode-1")))
+    assert refused is not None
+    assert refused.message == "decode-1 is the only ready worker of its pool; make the pool larger first"
+    assert control.empty("decode-0") == ["publish decode-1", "stop decode-0"]
+    assert control.stopped("decode-0") == ["start decode-0"]
+    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0 decode-1"]
+    assert control.core.state().is_settled
+    assert control.core._drains == set()
+
+
+def test_a_drain_of_another_life_or_of_a_stranger_is_forgotten() -> None:
+    control = Driver({"decode": 2}, running={"decode-0", "decode-1", "gateway"})
+    control.tick()
+    control.joined(draining=["decode-0.1", "decode-1.1", "decode-7.1"])
+    assert control.register("decode-0", 2) == ["welcome decode-0"]
+    assert control.register("decode-1", 1) == ["welcome decode-1", "publish decode-0 decode-1(draining)"]
+    assert control.core._drains == set()
+
+
+def test_a_gateway_whose_line_broke_says_nothing_new() -> None:
+    control = settled({"decode": 2})
+    control.drain("decode-0")
+    assert control.joined(draining=["decode-0.1"]) == ["publish decode-0(draining) decode-1"]
+    control.empty("decode-0")
+    control.stopped("decode-0")
+    control.register("decode-0", 2)
+    assert control.joined(draining=["decode-0.1"]) == ["publish decode-0 decode-1"]
+
+
 def test_an_adopted_gateway_that_does_not_follow_is_started_anew() -> None:
     control = Driver({"decode": 1}, running={"decode-0", "gateway"})
     control.tick()
@@ -407,6 +448,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("scale"), st.integers(1, 3)),
     st.tuples(st.just("tick"), st.sampled_from([0.0, 1.0, 30.0, 400.0])),
     st.tuples(st.sampled_from(["joined", "gateway left", "gateway exited", "launcher"])),
+    st.tuples(st.just("joined with drains"), st.integers(0, 2), st.integers(1, 3)),
 )
 
 
@@ -430,6 +472,8 @@ def test_whatever_happens_it_settles_when_things_work_again(
                 return control.tick(float(str(arguments[0])))
             case "joined":
                 return control.joined()
+            case "joined with drains":
+                return control.joined(draining=[f"decode-{arguments[0]}.{arguments[1]}"])
             case "gateway left":
                 return control(events.GatewayLeft(GATEWAY_ID))
             case "gateway exited":

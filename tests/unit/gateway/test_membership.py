@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disagg.proto.control import Member, Membership, MemberState
+import pytest
+
+from disagg.proto.control import GatewayHello, GatewayToController, Member, Membership, MemberState, WorkerLife
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import WorkerInfo
+from disagg.proto.messages import WorkerInfo, decoder
 from disagg.router.gateway.membership import ControllerLink
 from tests.support.control import make_info
 from tests.support.secret import SECRET
@@ -17,16 +19,24 @@ class Workers:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.fails = False
         self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
 
     async def add_worker(self, info: WorkerInfo) -> None:
+        if self.fails:
+            raise RuntimeError("no channel")
         self.told.append(f"add {info.incarnation}")
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
+        if self.fails:
+            raise RuntimeError("no channel")
         self.told.append(f"remove {worker_id}")
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.told.append(f"drain {incarnation}")
+
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.told.append(f"resume {incarnation}")
 
     def take(self) -> list[str]:
         told, self.told = self.told, []
@@ -70,3 +80,34 @@ async def test_a_worker_that_joins_draining_is_added_and_drained() -> None:
     workers = Workers()
     await make_link(workers).apply(membership(a1="draining"))
     assert workers.take() == ["add a.1", "drain a.1"]
+
+
+async def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
+    workers = Workers()
+    link = make_link(workers, make_info("a", 1), make_info("b", 1))
+    await link.apply(membership(a1="draining", b1="ready"))
+    await link.apply(membership(a1="ready", b1="ready"))
+    assert workers.take() == ["drain a.1", "resume a.1"]
+    await link.apply(membership(a1="draining", b1="ready"))
+    assert workers.take() == ["drain a.1"]
+
+
+async def test_the_next_controller_hears_what_is_draining() -> None:
+    link = make_link(Workers(), make_info("a", 1), make_info("b", 1))
+    await link.apply(membership(a1="draining", b1="ready"))
+    hello = GatewayHello(gateway_id=GatewayId("g"), address="", pid=1)
+    first = await anext(link._frames(hello))
+    found = decoder(GatewayToController).decode(first)
+    assert found.draining == (WorkerLife(worker_id=WorkerId("a"), incarnation=Incarnation("a.1")),)
+
+
+async def test_what_could_not_be_added_or_removed_is_tried_again_with_the_next_membership() -> None:
+    workers = Workers()
+    link = make_link(workers, make_info("a", 1), make_info("b", 1))
+    for _ in range(2):
+        workers.fails = True
+        with pytest.raises(RuntimeError, match="no channel"):
+            await link.apply(membership(a2="ready"))
+    workers.fails = False
+    await link.apply(membership(a2="ready", c1="ready"))
+    assert workers.take() == ["remove b", "add a.2", "add c.1"]

@@ -90,3 +90,26 @@ def test_while_its_only_worker_drains_a_request_waits() -> None:
     assert it.submit("r0") == []
     it.now = 1.0
     assert it.up(worker_info("d0", incarnation="2")) == ["dispatch p0 r0/0 -> d0"]
+
+
+def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
+    it = Scenario("p0", "d0")
+    it.start("r0", "p0", "d0")
+    assert it.drain("d0") == []
+    assert it.submit("r1") == []
+    assert it.resume("d0") == ["dispatch p0 r1/0 -> d0"]
+    assert it.resume("d0") == []
+    assert it.cancel("r0") == ["cancel p0 r0/0", "cancel d0 r0/0", "fail r0 RequestCancelledError"]
+    assert it.drain("d0") == []
+    assert it.cancel("r1")[-1] == "drained d0 1"
+
+
+def test_a_worker_that_hangs_is_not_used_because_its_drain_ends() -> None:
+    it = Scenario("p0", "d0", "d1")
+    it.drain("d0")
+    it.suspected("d0")
+    assert it.resume("d0") == []
+    it.start("r0", "p0", "d1")
+    it.start("r1", "p0", "d1")
+    assert it.heard("d0") == []
+    it.start("r2", "p0", "d0")

@@ -32,6 +32,7 @@ from disagg.router.events import (
     Fail,
     Finish,
     FromWorker,
+    ResumeWorker,
     Submit,
     Tick,
     WorkerHeard,
@@ -313,6 +314,12 @@ class RouterMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         worker.is_draining = worker.is_draining or worker.is_up
         self.handle(DrainWorker(WorkerId(name), Incarnation(str(worker.life))))
+
+    @rule(name=st.sampled_from(NAMES))
+    def stop_draining(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.is_draining = worker.is_drained = False
+        self.handle(ResumeWorker(WorkerId(name), Incarnation(str(worker.life))))
 
     @precondition(lambda self: self.clients)
     @rule(pick=st.integers(0, 99))
