@@ -250,9 +250,13 @@ class RouterServer:
     async def _sweep(self) -> None:
         """Look again and again for workers that hang."""
         while True:
-            for life, why in self._vigil.sweep(self._clock()):
-                logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
-                self._handle_event(WorkerSuspected(*life, why))
+            try:
+                for life, why in self._vigil.sweep(self._clock()):
+                    logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
+                    self._handle_event(WorkerSuspected(*life, why))
+            except Exception:
+                # A fault of ours. This is the barrier: without the next look no worker that hangs is ever noticed.
+                logger.exception("looking for workers that hang failed; the next look is in %g s", SWEEP_S)
             await asyncio.sleep(SWEEP_S)
 
     def _keep_draining(self, event: Event) -> None:

@@ -6,14 +6,17 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import ConfigError, InternalError, RequestCancelledError, UnavailableError
-from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Cancel, SessionHello, StepUpdate, TokenLogprobs, encode
+from disagg.router import server as server_module
 from disagg.router import wire
 from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
+from disagg.router.server import RouterServer
 from disagg.router.wakeups import Wakeups
 from tests.support.router import tokens_update, worker_info
+from tests.support.secret import SECRET
 
 # ---------------------------------------------------------------- configuration
 
@@ -24,6 +27,10 @@ from tests.support.router import tokens_update, worker_info
         ("max_queued", 0, "must be at least 1, not 0"),
         ("max_attempts", 0, "must be at least 1, not 0"),
         ("max_losses", 0, "must be at least 1, not 0"),
+        ("breaker_failures", 0, "must be at least 1, not 0"),
+        ("breaker_share", 0.0, r"must be in \(0, 1\], not 0.0"),
+        ("breaker_pause_s", 0.0, "must be positive, not 0.0"),
+        ("pair_timeout_s", 0.0, "must be positive, not 0.0"),
         ("kv_barrier_ms", -1, "must not be negative, not -1"),
         ("expected_output_tokens", 0, "must be at least 1, not 0"),
         ("ttft_slo_s", 0.0, "must be positive, not 0.0"),
@@ -176,3 +183,36 @@ def test_what_a_worker_must_not_say() -> None:
         wire.step_update(encode(SessionHello(info=worker_info("p0"))))
     with pytest.raises(msgspec.MsgspecError):
         wire.step_update(b"\xc1")
+
+
+# ---------------------------------------------------------------- the server
+
+
+class FailingVigil:
+    """Fails at the first looks, as a fault of ours would."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_looks = 0
+        self.looked = asyncio.Event()
+        self._num_failures = num_failures
+
+    def sweep(self, now: float) -> list[tuple[tuple[WorkerId, Incarnation], str]]:
+        self.num_looks += 1
+        if self.num_looks <= self._num_failures:
+            raise RuntimeError("a fault of ours")
+        self.looked.set()
+        return []
+
+
+async def test_a_fault_in_one_look_for_workers_that_hang_is_not_the_end_of_looking(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.0)
+    server = RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET)
+    vigil = FailingVigil(2)
+    server._vigil = vigil  # type: ignore[assignment]
+    await server.start()
+    await asyncio.wait_for(vigil.looked.wait(), 20.0)
+    await server.stop()
+    failed = [record for record in caplog.records if record.getMessage().startswith("looking for workers that hang")]
+    assert len(failed) == 2
