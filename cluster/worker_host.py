@@ -51,7 +51,8 @@ class WorkerHost:
             freeze_start()
         except Exception as error:
             logger.exception("%s could not start", self._config.worker_id)
-            report_failure(self._resolve, self._secret, WorkerId(self._config.worker_id), describe(error))
+            name = WorkerId(self._config.worker_id)
+            report_failure(self._resolve, self._secret, name, describe(error), self._config.start_id)
             raise StartError(describe(error)) from error
         self._link.start(info)
 

@@ -24,6 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     roles: tuple[RoleName, ...]
     model_path: str
     """Folder of a checkpoint written by `disagg model import`; `fake` runs the deterministic model without weights."""
+    start_id: str = ""
+    """Given back to the controller, so that it can tell this start from others; see `WorkerInfo`."""
     host: str = "127.0.0.1"
     """Address that the control server and the KV channel bind to."""
     port: int = 0

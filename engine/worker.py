@@ -214,6 +214,7 @@ class Worker:
             roles=config.roles,
             address=address,
             pid=os.getpid(),
+            start_id=config.start_id,
             fingerprint=runner.fingerprint,
             kv_layout=runner.layout,
             num_blocks=runner.num_blocks,

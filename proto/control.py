@@ -40,6 +40,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
 
     worker_id: WorkerId
     error: str
+    start_id: str = ""
+    """As in `WorkerInfo`."""
 
 
 class WorkerBeat(Message, frozen=True, kw_only=True, tag=True):

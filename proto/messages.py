@@ -133,6 +133,9 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Ranks that compute together; each holds a part of the KV heads."""
     calibration: tuple[StepSample, ...] = ()
     """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
+    start_id: str = ""
+    """The start by the controller that it comes from; empty where no controller started it. A process that its launcher
+    restarts by itself keeps it."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):

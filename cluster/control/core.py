@@ -59,17 +59,20 @@ class ControlCore:
     Args:
         sizes: desired size of each pool; their order is the order in which workers are shown.
         running: names of processes that an earlier controller started.
+        life: of this controller; no other has the same.
     """
 
-    def __init__(self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = ()) -> None:
+    def __init__(
+        self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = (), life: str = ""
+    ) -> None:
         self._sizes = dict(sizes)
         self._settings = settings
         self._running = frozenset(running)
+        self._life = life
+        self._num_starts = 0
         self._workers: dict[WorkerId, Worker] = {}
         self._followers: dict[GatewayId, Follower] = {}
         self._gateway = OwnGateway()
-        self._model: WorkerInfo | None = None
-        """The worker whose model the others must run as well."""
         self._begun = False
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
@@ -182,8 +185,8 @@ class ControlCore:
                 self._drain(self._workers[name], now)
             case events.WorkerRegistered(info=info):
                 self._on_registered(info, now)
-            case events.WorkerStartFailed(worker_id=name, error=error):
-                self._on_start_failed(name, error, now)
+            case events.WorkerStartFailed(worker_id=name, error=error, start_id=start_id):
+                self._on_start_failed(name, error, start_id, now)
             case events.WorkerLeft():
                 self._on_left(event, now)
             case events.WorkerHung():
@@ -246,6 +249,8 @@ class ControlCore:
         if worker is None or worker.phase == "stopping":
             reason = f"nobody asked for {name}" if worker is None else "it was told to stop"
             self._out.append(events.Dismiss(name, incarnation, reason))
+        elif not worker.is_start(info.start_id):
+            self._out.append(events.Dismiss(name, incarnation, "it is of an earlier start, which was to end"))
         elif worker.phase == "draining" and not worker.is_life(incarnation):
             self._out.append(events.Dismiss(name, incarnation, "its earlier life was to leave"))
             self._stop(worker)
@@ -256,21 +261,21 @@ class ControlCore:
             self._out.append(events.Welcome(name, incarnation))
             if worker.phase != "draining":
                 worker.ready(info, now)
-                self._model = self._model or info
                 self._resume_drains(now)
 
     def _misfit(self, info: WorkerInfo) -> str | None:
-        """Why a worker cannot work with the others."""
-        model = self._model
+        """Why a worker cannot work with the others, as they are now."""
+        others = (w.info for w in self._workers.values() if w.worker_id != info.worker_id and w.is_member)
+        model = next((other for other in others if other is not None), None)
         if model is not None and info.fingerprint != model.fingerprint:
             return f"it runs another model ({info.fingerprint}) than {model.worker_id} ({model.fingerprint})"
         if model is not None and info.kv_layout != model.kv_layout:
             return f"its KV layout ({info.kv_layout}) is not that of {model.worker_id} ({model.kv_layout})"
         return None
 
-    def _on_start_failed(self, name: WorkerId, error: str, now: float) -> None:
+    def _on_start_failed(self, name: WorkerId, error: str, start_id: str, now: float) -> None:
         worker = self._workers.get(name)
-        if worker is not None and worker.phase in ("starting", "lost", "failed"):
+        if worker is not None and worker.phase in ("starting", "lost", "failed") and worker.is_start(start_id):
             worker.fault("failed", error, now)
 
     def _on_left(self, event: events.WorkerLeft, now: float) -> None:
@@ -352,7 +357,9 @@ class ControlCore:
         if worker.phase != "starting":
             worker.enter("starting")
         worker.num_starts += 1
-        self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index))
+        self._num_starts += 1
+        worker.start_id = f"{self._life}.{self._num_starts}"
+        self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id))
 
     def _resume_drains(self, now: float) -> None:
         """Go on with what an earlier controller began. A life that is neither here nor expected is forgotten."""

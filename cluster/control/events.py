@@ -38,6 +38,8 @@ class WorkerStartFailed:
 
     worker_id: WorkerId
     error: str
+    start_id: str = ""
+    """Of the start that failed, as in `StartWorker`; empty where nobody knows, and then it is the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class StartWorker:
     worker_id: WorkerId
     pool: PoolName
     index: int
+    start_id: str
+    """Different for every start by any controller; the process brings it when it registers."""
 
 
 @dataclass(frozen=True, slots=True)

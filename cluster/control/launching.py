@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from disagg.cluster.control import events
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import LaunchPlan, port_of
@@ -81,8 +83,9 @@ class Launching:
 
     def _call(self, command: events.Command) -> events.Event | None:
         match command:
-            case events.StartWorker(pool=pool, index=index):
-                self._launcher.start_worker(self._plan.worker(pool, index), self._address)
+            case events.StartWorker(pool=pool, index=index, start_id=start_id):
+                config = msgspec.structs.replace(self._plan.worker(pool, index), start_id=start_id)
+                self._launcher.start_worker(config, self._address)
             case events.StopWorkers(worker_ids=worker_ids):
                 self._launcher.stop_workers(worker_ids)
                 return events.WorkersStopped(worker_ids)
@@ -98,8 +101,8 @@ class Launching:
 
     def _failed(self, command: events.Command, error: str) -> Any:
         match command:
-            case events.StartWorker(worker_id=worker_id):
-                return events.WorkerStartFailed(worker_id, error)
+            case events.StartWorker(worker_id=worker_id, start_id=start_id):
+                return events.WorkerStartFailed(worker_id, error, start_id)
             case events.StopWorkers(worker_ids=worker_ids):
                 return events.WorkersStopped(worker_ids)
             case events.StartGateway():

@@ -123,10 +123,15 @@ class RegisterLink:
 
 
 def report_failure(
-    resolve: Resolve, secret: ClusterSecret, worker_id: WorkerId, error: str, timeout_s: float = REPORT_TIMEOUT_S
+    resolve: Resolve,
+    secret: ClusterSecret,
+    worker_id: WorkerId,
+    error: str,
+    start_id: str = "",
+    timeout_s: float = REPORT_TIMEOUT_S,
 ) -> bool:
-    """Tell the controller that the worker could not start; whether that arrived within about `timeout_s`."""
-    message = encode(WorkerFailed(worker_id=worker_id, error=error))
+    """Tell the controller that this start of the worker failed; whether that arrived within about `timeout_s`."""
+    message = encode(WorkerFailed(worker_id=worker_id, error=error, start_id=start_id))
     try:
         with open_blocking_channel(resolve(), secret) as channel:
             register = channel.stream_stream(REGISTER, None, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -138,7 +139,7 @@ class Controller:
         running = await loop.run_in_executor(self._executor, self._launcher.running)
         grace_s = RESTART_GRACE_S if self._launcher.restarts else LOST_GRACE_S
         settings = Settings(drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=grace_s)
-        self._core = ControlCore(self._sizes, settings, running)
+        self._core = ControlCore(self._sizes, settings, running, life=uuid.uuid4().hex[:8])
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
@@ -260,7 +261,7 @@ class Controller:
     async def _register(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         message = await _decode(await anext(requests, b""), WorkerToController, context)
         if isinstance(message, WorkerFailed):
-            self._handle(events.WorkerStartFailed(message.worker_id, message.error))
+            self._handle(events.WorkerStartFailed(message.worker_id, message.error, message.start_id))
             return
         if not isinstance(message, WorkerHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker begins with WorkerHello")

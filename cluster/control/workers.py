@@ -86,6 +86,8 @@ class Worker:
     phase: WorkerPhase = "starting"
     info: WorkerInfo | None = None
     """Of its present life, until its process is known to be gone."""
+    start_id: str = ""
+    """Of the latest start; empty where an earlier controller started it and it has not registered here."""
     num_starts: int = 0
     num_faults: int = 0
     """Failed starts and losses in a row."""
@@ -111,6 +113,7 @@ class Worker:
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
         self.info, self.ready_since, self.was_killed = info, now, False
+        self.start_id = info.start_id
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process is of no use any more; it is started anew after a pause."""
@@ -127,6 +130,10 @@ class Worker:
     def is_life(self, incarnation: Incarnation) -> bool:
         """Whether that is its present life."""
         return self.info is not None and self.info.incarnation == incarnation
+
+    def is_start(self, start_id: str) -> bool:
+        """Whether that is its latest start, as far as anybody knows."""
+        return not (start_id and self.start_id) or start_id == self.start_id
 
     def record(self) -> WorkerRecord:
         """As operators see it."""

@@ -17,7 +17,7 @@ DRAIN_TIMEOUT_S = 300.0
 LOST_GRACE_S = 10.0
 
 
-def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1) -> WorkerInfo:
+def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = "") -> WorkerInfo:
     """What a worker registers; its incarnation is `name.life`."""
     layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
     return WorkerInfo(
@@ -26,6 +26,7 @@ def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int 
         roles=("prefill",),
         address="127.0.0.1:1",
         pid=life,
+        start_id=start_id,
         fingerprint=fingerprint,
         kv_layout=layout,
         num_blocks=1,
@@ -43,8 +44,10 @@ class Driver:
 
     def __init__(self, sizes: Mapping[PoolName, int], running: Collection[str] = ()) -> None:
         settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S)
-        self.core = ControlCore(sizes, settings, running)
+        self.core = ControlCore(sizes, settings, running, life="c1")
         self.now = 1000.0
+        self.start_ids: dict[str, str] = {}
+        """Of the latest start of each worker."""
 
     def __call__(self, event: Event) -> list[str]:
         return [self._line(command) for command in self.core.handle(event, self.now)]
@@ -53,8 +56,10 @@ class Driver:
         self.now += after_s
         return self(events.Tick())
 
-    def register(self, name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1) -> list[str]:
-        return self(events.WorkerRegistered(make_info(name, life, fingerprint, num_layers)))
+    def register(
+        self, name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
+    ) -> list[str]:
+        return self(events.WorkerRegistered(make_info(name, life, fingerprint, num_layers, start_id)))
 
     def left(self, name: str, life: int = 1) -> list[str]:
         return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{life}")))
@@ -65,8 +70,8 @@ class Driver:
     def exited(self, name: str, why: str = "killed by SIGKILL") -> list[str]:
         return self(events.ProcessExited(name, why))
 
-    def failed(self, name: str, error: str = "no weights") -> list[str]:
-        return self(events.WorkerStartFailed(WorkerId(name), error))
+    def failed(self, name: str, error: str = "no weights", start_id: str = "") -> list[str]:
+        return self(events.WorkerStartFailed(WorkerId(name), error, start_id))
 
     def stopped(self, *names: str) -> list[str]:
         return self(events.WorkersStopped(tuple(WorkerId(name) for name in names)))
@@ -101,7 +106,8 @@ class Driver:
 
     def _line(self, command: Command) -> str:
         match command:
-            case events.StartWorker(worker_id=name):
+            case events.StartWorker(worker_id=name, start_id=start_id):
+                self.start_ids[name] = start_id
                 return f"start {name}"
             case events.StopWorkers(worker_ids=names):
                 return f"stop {' '.join(names)}"

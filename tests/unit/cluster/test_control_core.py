@@ -86,6 +86,66 @@ def test_a_worker_that_runs_another_model_is_refused() -> None:
     assert line.startswith("dismiss decode-0: its KV layout (")
 
 
+def test_the_model_of_workers_that_are_gone_binds_nobody() -> None:
+    control = Driver({"prefill": 1, "decode": 1})
+    control.tick()
+    control.register("prefill-0", fingerprint="a")
+    control.exited("prefill-0")
+    assert control.register("decode-0", fingerprint="b")[0] == "welcome decode-0"
+    control.tick(FIRST_PAUSE_S)
+    control.stopped("prefill-0")
+    assert control.register("prefill-0", 2, fingerprint="a")[0].startswith("dismiss prefill-0: it runs another model")
+    assert control.register("decode-0", 2, fingerprint="c")[0] == "welcome decode-0"
+
+
+def test_the_failure_of_an_earlier_start_is_not_that_of_the_next() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    first = control.start_ids["colocated-0"]
+    control.exited("colocated-0", "exit status 1")
+    control.tick(1)
+    control.stopped("colocated-0")
+    second = control.start_ids["colocated-0"]
+    assert (first, second) == ("c1.1", "c1.2")
+    control.failed("colocated-0", "late news", start_id=first)
+    assert (control.record("colocated-0").phase, control.record("colocated-0").detail) == ("starting", "exit status 1")
+    control.failed("colocated-0", "no weights", start_id=second)
+    assert (control.record("colocated-0").phase, control.record("colocated-0").detail) == ("failed", "no weights")
+
+
+def test_a_process_that_could_not_be_stopped_is_not_taken_for_the_next() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    first = control.start_ids["colocated-0"]
+    control.register("colocated-0", 1, start_id=first)
+    control.joined()
+    control.hung("colocated-0")
+    control.tick(LOST_GRACE_S)
+    assert control.stopped("colocated-0") == ["start colocated-0"]
+    why = "it is of an earlier start, which was to end"
+    assert control.register("colocated-0", 1, start_id=first) == [f"dismiss colocated-0: {why}"]
+    assert control.left("colocated-0", 1) == []
+    assert control.record("colocated-0").phase == "starting"
+    second = control.start_ids["colocated-0"]
+    assert control.register("colocated-0", 2, start_id=second)[0] == "welcome colocated-0"
+    assert control.register("colocated-0", 1, start_id=first) == [f"dismiss colocated-0: {why}"]
+    assert control.core.membership().members[0].info.incarnation == "colocated-0.2"
+
+
+def test_a_launcher_that_restarts_by_itself_keeps_the_start() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    for life in (1, 2):
+        assert control.register("colocated-0", life, start_id="c1.1")[0] == "welcome colocated-0"
+
+
+def test_what_an_earlier_controller_started_is_taken_as_it_is() -> None:
+    control = Driver({"decode": 1}, running={"decode-0"})
+    control.tick()
+    assert control.register("decode-0", start_id="c0.7")[0] == "welcome decode-0"
+    assert control.register("decode-0", 2, start_id="c0.6")[0].startswith("dismiss decode-0: it is of an earlier start")
+
+
 def test_what_a_start_waits_for_is_shown_and_is_no_failure() -> None:
     control = Driver({"prefill": 1, "decode": 1})
     control.tick()
