@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +52,7 @@ class Up:
         launcher: `processes` or `ray`.
         step_ms: how much longer each step of a worker takes, so that a tiny model leaves the processor idle as a
             device of its own would.
+        failpoints: other faults of workers, before those of `step_ms`: the first that fits an opportunity happens.
         environment: on top of this process's own.
         prepare_logs: called with the folder of the logs before anything starts; without Ray only.
     """
@@ -62,6 +63,7 @@ class Up:
         *,
         launcher: str = "processes",
         step_ms: float = 0.0,
+        failpoints: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prepare_logs: Callable[[Path], None] | None = None,
     ) -> None:
@@ -73,8 +75,8 @@ class Up:
         recovery = {**config.get("recovery", {}), "failpoints": True}
         self._config = {**config, "gateway": gateway, "recovery": recovery}
         self.environment = {**os.environ, SECRET_VARIABLE: self._secret.value.hex(), **(environment or {})}
-        if step_ms:
-            self.environment[FAILPOINTS_VARIABLE] = f"engine.step=hang(ms={step_ms:g})"
+        if faults := [*failpoints, *([f"engine.step=hang(ms={step_ms:g})"] if step_ms else [])]:
+            self.environment[FAILPOINTS_VARIABLE] = "; ".join(faults)
         self._folder = tempfile.TemporaryDirectory(prefix="disagg-faults-")
         self.logs = Path(self._folder.name) / "logs"
         self.output = Path(self._folder.name) / "up.log"

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from benchmarks.common import report, write_json
 from benchmarks.fault_clients import bad_input, disconnect, overload, slow_reader
 from benchmarks.fault_cluster import Up
+from benchmarks.fault_failing import FAILPOINTS, failing_worker
 from benchmarks.fault_kills import (
     kill_decode,
     kill_gateway,
@@ -86,6 +87,14 @@ GROUPS = (
     ),
     Group({"only_decode": only_decode}, prefill=1, decode=1, sections={"placement": {"local_prefill": "never"}}),
     Group({"only_prefill": only_prefill}, prefill=1, decode=2),
+    Group(
+        {"failing_worker": failing_worker},
+        prefill=3,
+        decode=2,
+        sections={"placement": {"local_prefill": "never"}, "transfer": {"transport": "shm"}},
+        options=lambda: {"failpoints": FAILPOINTS},
+        is_fake=True,
+    ),
     Group(
         {"bad_input": bad_input, "slow_reader": slow_reader},
         pool={"num_blocks": 8192},
