@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import SequenceSpec, StepUpdate
+from disagg.proto.messages import End, HandedOver, PrefillDone, SequenceSpec, StepUpdate, TokenOut
 from disagg.router import events
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
@@ -126,8 +126,9 @@ class FailingFleet:
         for command in self.core.handle(event, self.now):
             match command:
                 case events.Dispatch(worker_id=worker_id, message=message):
-                    peer = message.decode_peer and message.decode_peer.worker_id
-                    self._run(worker_id, peer, message.spec, message.pair_timeout_s)
+                    peer = message.decode_peer
+                    name = None if peer is None else peer.worker_id
+                    self._run(worker_id, name, message.spec, message.pair_timeout_s)
                 case events.CancelOn(worker_id=worker_id, key=key):
                     self._given_up.add((worker_id, key))
                 case events.Emit(request_id=request_id):
@@ -139,8 +140,10 @@ class FailingFleet:
 
     def _is_given_up(self, event: events.FromWorker) -> bool:
         update = event.update
-        message = next(iter((*update.tokens, *update.prefilled, *update.handed_over, *update.ends)))
-        return (event.worker_id, AttemptKey(message.request_id, message.attempt)) in self._given_up
+        messages: list[TokenOut | PrefillDone | HandedOver | End] = [*update.tokens, *update.prefilled]
+        messages += [*update.handed_over, *update.ends]
+        keys = {AttemptKey(message.request_id, message.attempt) for message in messages}
+        return any((event.worker_id, key) in self._given_up for key in keys)
 
     def _fault(self, leg: Leg, *worker_ids: str) -> Fault | None:
         return next((fault for fault in self.faults if fault.hits(leg, self.now, *worker_ids)), None)

@@ -7,6 +7,7 @@ import logging
 import msgspec
 import pytest
 
+from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.quarantine import Subject
 from tests.support.failing_fleet import FailingFleet, Fault, Leg
@@ -24,6 +25,7 @@ from tests.support.router import (
 
 P = [f"p{i}" for i in range(8)]
 D = [f"d{i}" for i in range(8)]
+PAIR = Subject("transfer", WorkerId("p0"), WorkerId("d0"))
 
 
 # ---------------------------------------------------------------- under load
@@ -66,7 +68,7 @@ def test_a_pair_that_fails_is_left_out_and_its_workers_are_not() -> None:
     fleet.run(800)
     assert fleet.outcomes == {"length": 800}
     quarantine = fleet.core._fleet.quarantine
-    assert set(quarantine.states()) == {Subject("transfer", "p0", "d0")}
+    assert set(quarantine.states()) == {PAIR}
     assert min(fleet.dispatches.values()) > 200
     assert 3 <= fleet.core.counters["kv_transfer_failed"] < 20
 
@@ -82,7 +84,7 @@ def test_a_pair_that_cannot_be_formed_costs_the_requests_that_found_it_half_thei
         assert 0.4 < max(slow) < longest_s
         # Those that came before the first of them was refused, which is a third of what comes; then a trial at a time.
         assert len(slow) < 80
-        assert set(fleet.core._fleet.quarantine.states()) == {Subject("transfer", "p0", "d0")}
+        assert set(fleet.core._fleet.quarantine.states()) == {PAIR}
         assert fleet.core.counters["kv_transfer_failed"] == 0
 
 
@@ -136,7 +138,7 @@ def test_what_waited_for_a_pair_goes_elsewhere_and_the_pair_is_left_out_at_once(
     it.now = 2.0
     refused = end_update("r0", 0, "refused", detail="pair with d0: not formed after 2.0 s", in_transfer=True)
     assert it.update("p0", refused) == ["cancel d0 r0/0", "dispatch p1 r0/1 -> d1"]
-    assert set(it.core._fleet.quarantine.states()) == {Subject("transfer", "p0", "d0")}
+    assert set(it.core._fleet.quarantine.states()) == {PAIR}
     assert (it.core.counters["pair_refused"], it.core.counters["kv_transfer_failed"]) == (1, 0)
     it.cancel("r0")
     placed = {line.replace(f" {name}/0", "") for name in ("r1", "r2", "r3", "r4", "r5") for line in it.submit(name)}
@@ -216,7 +218,7 @@ def test_a_decode_worker_has_passed_its_trial_after_some_tokens() -> None:
     it.at(0.5)
     it.start(routed_request("r2", max_tokens=50), "p0", "d0")
     it.update("d0", handed_over_update("r2", 0), tokens_update("r2", 0, 0, *range(31)))
-    assert set(it.core._fleet.quarantine.trials()) == {Subject("decode", "d0")}
+    assert set(it.core._fleet.quarantine.trials()) == {Subject("decode", WorkerId("d0"))}
     it.update("d0", tokens_update("r2", 0, 31, 31))
     assert it.core._fleet.quarantine.states() == {}
     it.cancel("r2")
