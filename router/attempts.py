@@ -115,8 +115,9 @@ class Attempts:
     def handed_over(self, record: RequestRecord, message: HandedOver, now: float) -> None:
         """D owns the sequence now, and P nothing more."""
         attempt = record.running
+        if attempt.state is AttemptState.PREFILLING:  # D's word overtook P's
+            self.passed("prefill", attempt, now)
         attempt.advance(AttemptEvent.HANDED_OVER)
-        self.passed("prefill", attempt, now)
         self.passed("transfer", attempt, now)
         prefill = attempt.prefill
         if prefill is not None:
