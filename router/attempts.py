@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from disagg.proto import messages
@@ -71,11 +71,16 @@ class Attempts:
         """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room and no_slot left the request in the queue."""
 
-    def try_start(self, record: RequestRecord, now: float, queued_ms: float) -> Dispatch | Blocked:
-        """Place a queued request if somebody has room for it now; the caller takes it out of the queue. For `queued_ms`
-        see `Demand`."""
-        demand = self._demand(record, now, queued_ms)
-        shortlists = self._fleet.shortlists(demand, record.block_hashes, record.avoided(now), now)
+    def try_start(
+        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[str] = ()
+    ) -> Dispatch | Blocked:
+        """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
+        see `Demand`; `kept` are workers that are kept for another request."""
+        demand = self.demand(record, now, queued_ms)
+        avoided: Collection[str] = record.avoided(now)
+        if kept:
+            avoided = {*avoided, *kept}
+        shortlists = self._fleet.shortlists(demand, record.block_hashes, avoided, now)
         choice = choose(self._policy, demand, shortlists, self._draw)
         if choice is None:
             self.decisions["no_room"] += 1
@@ -86,6 +91,18 @@ class Attempts:
         self.decisions[_reason(choice, shortlists)] += 1
         return self._start(record, choice, demand, now)
 
+    def room_needed(self, record: RequestRecord) -> int:
+        """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
+        left = record.request.sampling.max_tokens - len(record.ledger.released)
+        return record.num_tokens + min(left, self._config.decode_reserve_tokens)
+
+    def has_room_for_half(self, record: RequestRecord, now: float) -> bool:
+        """Whether there would be room for a request of half the size."""
+        demand = self.demand(record, now)
+        half = Demand(num_tokens=max(1, demand.num_tokens // 2), reserve_tokens=demand.reserve_tokens // 2)
+        lists = self._fleet.shortlists(half, (), record.avoided(now), now)
+        return any(each.wholes or (each.decodes and (each.prefills or each.local)) for each in lists)
+
     def start_on(
         self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
     ) -> tuple[Dispatch | None, UnavailableError | None]:
@@ -93,7 +110,7 @@ class Attempts:
         there now."""
         if not self._fleet.forms_pair(*pair):
             return None, UnavailableError(f"{pair[0]} and {pair[1]} form no pair now", "no_such_pair")
-        demand = self._demand(record, now)
+        demand = self.demand(record, now)
         prefill, decode = (self._fleet.candidate(demand, worker_id) for worker_id in pair)
         if prefill is None or decode is None:
             full = pair[0] if prefill is None else pair[1]
@@ -193,7 +210,8 @@ class Attempts:
         record.end_attempt()
         return cancels
 
-    def _demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
+    def demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
+        """What a placement of the request must provide for."""
         num_released = len(record.ledger.released)
         left = record.request.sampling.max_tokens - num_released
         ttft_left_ms = math.inf

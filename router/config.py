@@ -30,6 +30,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests without a TTFT target are queued as if they had this one."""
     max_queued: int = 1024
     """Requests that wait for a worker; one more is refused as overload."""
+    bypass_s: float = 0.5
+    """A request that waits for room in the KV cache lets smaller ones pass for so long. From then on a worker is kept
+    for it."""
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
     max_attempts: int = 5
@@ -98,7 +101,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name}: must be at least 1, not {getattr(self, name)}")
-        for name in ("decode_reserve_tokens", "kv_barrier_ms"):
+        for name in ("decode_reserve_tokens", "kv_barrier_ms", "bypass_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"router.{name}: must not be negative, not {getattr(self, name)}")
         for name in _DURATIONS:

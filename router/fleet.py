@@ -13,7 +13,7 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
@@ -321,6 +321,20 @@ class Fleet:
         """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
         return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
 
+    def emptiest_decode(self, num_tokens: int) -> Worker | None:
+        """Of the workers where a request of that length could decode, the one with the least share of its blocks in
+        use."""
+        local = self._may_prefill_locally
+        workers = [worker for kind in self._kinds.values() for worker in kind.decoders(num_tokens, local)]
+        left_out = () if self.quarantine.is_clear else self._in_use().left_out.alone
+        return _emptiest(_in_service(workers, left_out))
+
+    def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
+        """The same of those that could compute its prompt for this decode worker."""
+        workers = list(self._kind(decode.info).computers(num_tokens, decode))
+        left_out = () if self.quarantine.is_clear else self._in_use().left_out.prefills
+        return _emptiest(_in_service(workers, left_out))
+
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
         quarantined = self.quarantine.describe(now)
@@ -409,3 +423,12 @@ def _in_use(workers: Collection[Worker], quarantine: Quarantine) -> _InUse:
         longest(decodes - left_out.decodes),
         longest((decodes | wholes) - left_out.alone),
     )
+
+
+def _in_service(workers: Sequence[Worker], left_out: Collection[WorkerId]) -> Sequence[Worker]:
+    """Without those that are left out, unless these are all."""
+    return [worker for worker in workers if worker.worker_id not in left_out] or workers
+
+
+def _emptiest(workers: Iterable[Worker]) -> Worker | None:
+    return min(workers, key=lambda worker: worker.used_blocks / worker.num_blocks, default=None)

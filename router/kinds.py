@@ -84,6 +84,16 @@ class Kind:
             wholes += _candidates(self._decodes, demand, alone, matched)
         return Shortlist(prefills, decodes, wholes, False, left_out.pairs)
 
+    def decoders(self, num_tokens: int, may_prefill_locally: bool) -> Iterator[Worker]:
+        """The workers that could decode a request of that length if they were empty."""
+        yield from _long_enough(self._wholes, num_tokens)
+        if may_prefill_locally or next(_long_enough(self._prefills, num_tokens), None) is not None:
+            yield from _long_enough(self._decodes, num_tokens)
+
+    def computers(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
+        """The prefill workers that could compute a prompt of that length for this decode worker."""
+        return iter(()) if has_both_roles(decode.info) else _long_enough(self._prefills, num_tokens)
+
     def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
         """The pairs (P, D) that this worker of the kind makes possible."""
         if prefills_only(worker.info):
@@ -121,3 +131,9 @@ def _candidates(
 def _members(pools: dict[_Shape, Pool]) -> Iterator[Worker]:
     for pool in pools.values():
         yield from pool.members.values()
+
+
+def _long_enough(pools: dict[_Shape, Pool], num_tokens: int) -> Iterator[Worker]:
+    for pool in pools.values():
+        if num_tokens < pool.longest:
+            yield from pool.members.values()

@@ -52,6 +52,10 @@ class RequestQueue:
         """Milliseconds of prefill that the requests before a position take, one after the other."""
         return sum(self._work_ms[:position])
 
+    def set_work(self, request_id: RequestId, work_ms: float) -> None:
+        """How long the prompt of a request in the queue keeps those behind it from now on."""
+        self._work_ms[bisect.bisect_left(self._order, (self._urgency[request_id],))] = work_ms
+
     def push(self, request_id: RequestId, urgency: Urgency, work_ms: float) -> None:
         """Add a request that is not in the queue and whose prompt takes so long."""
         assert request_id not in self._urgency, f"{request_id} is queued already"

@@ -102,6 +102,10 @@ class RequestRecord(msgspec.Struct, gc=False):
     avoid_until: Mapping[WorkerId, float] = _NOBODY
     unservable_since: float | None = None
     """Since when no present worker could take it even when empty."""
+    lacks_room_since: float | None = None
+    """Since when it waits because no worker has room for it."""
+    is_passed: bool = False
+    """Whether it waits for room while there is room for smaller ones."""
     cached_tokens: int | None = None
     """The least that any attempt found cached: prompt tokens that nobody computed."""
 

@@ -7,10 +7,11 @@ if empty.
        could  v  │
             set aside ──the grace is over──> the core fails it
 
-Looks go from the head on. Nobody overtakes a head that waits for room: else large requests would starve. One that
-waits for reasons of its own lets others pass: it avoids a worker, or the best worker for it has no slot just now and
-waiting is cheaper than what is free. At most `MAX_LOOKS` requests are looked at for one event, and none when nothing
-happened that could have made room, so an event costs the same however long the queue.
+Looks go from the head on. One that is not placed lets others pass: it avoids a worker, or the best worker for it has no
+slot just now and waiting is cheaper than what is free, or it needs more room than there is. In the last case only
+smaller ones are looked at, and after a while a worker is kept for it: else large requests would starve, see
+`reservation`. At most `MAX_LOOKS` requests are looked at for one event, and none when nothing happened that could have
+made room, so an event costs the same however long the queue.
 
 Owner: the router core.
 """
@@ -27,10 +28,13 @@ from disagg.router.fleet import Fleet
 from disagg.router.forecast import work_ms
 from disagg.router.queue import RequestQueue
 from disagg.router.record import RequestRecord
+from disagg.router.reservation import Reservation
 from disagg.router.wakeups import Wakeups
 
 MAX_LOOKS = 16
-"""From the head of the queue, in one event."""
+"""In one event, at requests that are not placed."""
+MAX_PASSED = 64
+"""Requests from the head of the queue on among which smaller ones are looked for, where one waits for room."""
 
 
 class Waiting:
@@ -59,9 +63,12 @@ class Waiting:
         self._attempts = attempts
         self._wakeups = wakeups
         self._aside: dict[RequestId, RequestRecord] = {}
+        self._reservation = Reservation(fleet, config.bypass_s)
         self._must_look = False
-        self._lacks_room = False
-        """Whether the head waits for room."""
+        self._least_lacking: int | None = None
+        """The least tokens for which there is no room; None where no request waits for room."""
+        self._least_kept_off: int | None = None
+        """The same where a worker is kept for another request."""
         self._seen_openings = 0
         self._seen_releases = 0
 
@@ -80,12 +87,15 @@ class Waiting:
             self._all_seen()
         if self._set_aside(record, now):
             return None
-        if position < MAX_LOOKS and not (position and self._lacks_room):
-            result = self._attempts.try_start(record, now, self._queued_ms(position))
+        if position < (MAX_LOOKS if self._least_lacking is None else MAX_PASSED) and self._may_fit(record):
+            result = self._try_start(record, now, position)
             if isinstance(result, Dispatch):
                 return result
-            if position == 0:
-                self._note_head(result, record)
+            if result is Blocked.NO_ROOM and not record.avoid_until:
+                self._push(record, now)
+                self._note_lacking(record, now)
+                self._note_large(record, now)
+                return None
         self._push(record, now)
         return None
 
@@ -97,12 +107,13 @@ class Waiting:
     def remove(self, request_id: RequestId) -> None:
         """A waiting request ended."""
         if self._aside.pop(request_id, None) is None:
-            self.queue.remove(request_id)
+            self._take_out(self._records[request_id])
             self._must_look = True
 
     def workers_changed(self, now: float) -> None:
         """A worker came, went or drains."""
         self._must_look = True
+        self._reservation.workers_changed()
         if not self._aside:
             return
         longest = self._fleet.longest_new_sequence
@@ -121,21 +132,27 @@ class Waiting:
         """Place whom there is room for."""
         self._all_seen()
         placed: list[Dispatch] = []
-        position = 0
-        while position < min(len(self.queue), MAX_LOOKS):
+        position = num_looks = 0
+        while position < min(len(self.queue), MAX_PASSED) and num_looks < MAX_LOOKS:
             record = self._records[self.queue[position]]
             if self._set_aside(record, now):
-                self.queue.remove(record.request_id)
+                self._take_out(record)
                 continue
-            result = self._attempts.try_start(record, now, self._queued_ms(position))
-            if isinstance(result, Dispatch):
-                self.queue.remove(record.request_id)
-                placed.append(result)
-            elif result is Blocked.WAITS or record.avoid_until:
+            if not self._may_fit(record):
+                self._note_lacking(record, now)
                 position += 1
+                continue
+            result = self._try_start(record, now, position)
+            if isinstance(result, Dispatch):
+                self._take_out(record)
+                placed.append(result)
             else:
-                self._note_head(result, record)
-                break
+                position, num_looks = position + 1, num_looks + 1
+                if result is Blocked.NO_ROOM and not record.avoid_until:
+                    self._note_lacking(record, now)
+                    self._note_large(record, now)
+                elif record.lacks_room_since is not None:
+                    self._note_room(record, now)
             if not self._fleet.has_opening:
                 break
         return placed
@@ -147,7 +164,7 @@ class Waiting:
         fleet = self._fleet
         if self._must_look or fleet.num_openings != self._seen_openings:
             return True
-        return self._lacks_room and fleet.num_releases != self._seen_releases
+        return self._least_lacking is not None and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
         """How long the prompts before a position keep the workers that are there for prompts."""
@@ -156,13 +173,58 @@ class Waiting:
 
     def _all_seen(self) -> None:
         """What happened so far is no reason to look again."""
-        self._must_look = self._lacks_room = False
+        self._must_look = False
+        self._least_lacking = self._least_kept_off = None
         self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
 
-    def _note_head(self, blocked: Blocked, record: RequestRecord) -> None:
-        if blocked is Blocked.NO_ROOM and not record.avoid_until:
-            self._lacks_room = True
-            self._seen_releases = self._fleet.num_releases
+    def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
+        queued_ms, kept = self._queued_ms(position), self._reservation.kept_from(record)
+        return self._attempts.try_start(record, now, queued_ms, kept)
+
+    def _may_fit(self, record: RequestRecord) -> bool:
+        """Whether it is worth a look: it needs less than what there is no room for."""
+        if self._least_lacking is None:
+            return True
+        needed = self._attempts.room_needed(record)
+        if self._least_kept_off is not None and needed >= self._least_kept_off and self._reservation.kept_from(record):
+            return False
+        return needed < self._least_lacking
+
+    def _note_lacking(self, record: RequestRecord, now: float) -> None:
+        """No worker has room for a request in the queue."""
+        needed = self._attempts.room_needed(record)
+        self._seen_releases = self._fleet.num_releases
+        if self._reservation.kept_from(record):
+            self._least_kept_off = min(needed, self._least_kept_off or needed)
+            return
+        self._least_lacking = min(needed, self._least_lacking or needed)
+        if not self._fleet.has_opening:  # It would wait for a slot, however much room there was.
+            return
+        if record.lacks_room_since is None:
+            record.lacks_room_since = now
+            self._wakeups.add(now + self._config.bypass_s, record.request_id)
+        if self._reservation.is_for(record, now):
+            self._reservation.keep(record, self._attempts.demand(record, now))
+
+    def _note_large(self, record: RequestRecord, now: float) -> None:
+        """Where there is room for one half its size, a request waits because it is large. Others pass it, so that its
+        prompt keeps them from nothing."""
+        if not record.is_passed and self._attempts.has_room_for_half(record, now):
+            record.is_passed = True
+            self.queue.set_work(record.request_id, 0.0)
+
+    def _note_room(self, record: RequestRecord, now: float) -> None:
+        """There is room for a request in the queue again, and it waits for something else."""
+        record.lacks_room_since = None
+        if record.is_passed:
+            record.is_passed = False
+            self.queue.set_work(record.request_id, self._work_ms(record, now))
+
+    def _take_out(self, record: RequestRecord) -> None:
+        """A request leaves the queue."""
+        self.queue.remove(record.request_id)
+        record.lacks_room_since, record.is_passed = None, False
+        self._reservation.release(record)
 
     def _set_aside(self, record: RequestRecord, now: float) -> bool:
         """Set a request aside if no present worker could take it even if empty."""
@@ -174,5 +236,7 @@ class Waiting:
         return True
 
     def _push(self, record: RequestRecord, now: float) -> None:
-        duration_ms = work_ms(self._fleet, record.block_hashes, record.num_tokens, now)
-        self.queue.push(record.request_id, record.urgency, duration_ms)
+        self.queue.push(record.request_id, record.urgency, self._work_ms(record, now))
+
+    def _work_ms(self, record: RequestRecord, now: float) -> float:
+        return work_ms(self._fleet, record.block_hashes, record.num_tokens, now)

@@ -53,6 +53,7 @@ PURE = (
     "router/queue.py",
     "router/integrity.py",
     "router/record.py",
+    "router/reservation.py",
     "router/retries.py",
     "router/vigil.py",
     "router/states.py",

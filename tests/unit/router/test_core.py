@@ -1,5 +1,7 @@
 """The core's answers, word for word: the ways of a request when nothing breaks, and what is refused."""
 
+from collections.abc import Collection
+
 import msgspec
 import pytest
 
@@ -186,8 +188,8 @@ def test_what_a_worker_reports_as_held_counts_too() -> None:
     assert it.report(worker_report("d0", 1, load=Load(blocks_active=50))) == ["dispatch p0 r1/0 -> d0"]
 
 
-def test_nobody_overtakes_a_head_that_waits_for_room() -> None:
-    it = Scenario("p0", worker_info("d0", num_blocks=24))
+def test_a_head_that_waits_for_room_can_be_given_room_before_all_others() -> None:
+    it = Scenario("p0", worker_info("d0", num_blocks=24), config=msgspec.structs.replace(PLAIN, bypass_s=0.0))
     it.start("r0", "p0", "d0")
     assert it.submit(routed_request("big", 320)) == []
     assert it.submit(routed_request("small", 16)) == []
@@ -218,9 +220,9 @@ def test_only_what_may_have_made_room_looks_at_the_queue(monkeypatch: pytest.Mon
     looks: list[str] = []
     try_start = it.core._attempts.try_start
 
-    def counting(record: RequestRecord, now: float, queued_ms: float) -> Dispatch | Blocked:
+    def counting(record: RequestRecord, now: float, queued_ms: float, kept: Collection[str]) -> Dispatch | Blocked:
         looks.append(record.request_id)
-        return try_start(record, now, queued_ms)
+        return try_start(record, now, queued_ms, kept)
 
     monkeypatch.setattr(it.core._attempts, "try_start", counting)
     it.start(routed_request("r0", 300), "p0", "d0")
