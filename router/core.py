@@ -97,7 +97,7 @@ class RouterCore:
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
-        return self._fleet.quarantine.next_of(self._wakeups.earliest(self._requests))
+        return self._fleet.quarantine.next_of(self._wakeups.earliest())
 
     def view(self, now: float) -> ClusterView:
         """The cluster now."""
@@ -395,6 +395,7 @@ class RouterCore:
 
     def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
         del self._requests[record.request_id]
+        self._wakeups.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0
         self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
         self.counters.update(record.ledger.dropped)

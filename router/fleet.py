@@ -326,13 +326,15 @@ class Fleet:
         use."""
         local = self._may_prefill_locally
         workers = [worker for kind in self._kinds.values() for worker in kind.decoders(num_tokens, local)]
-        left_out = () if self.quarantine.is_clear else self._in_use().left_out.alone
+        left_out: Collection[WorkerId] = ()
+        if not self.quarantine.is_clear:
+            left_out = self._in_use().left_out.alone | self._in_use().left_out.decodes
         return _emptiest(_in_service(workers, left_out))
 
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
         """The same of those that could compute its prompt for this decode worker."""
         workers = list(self._kind(decode.info).computers(num_tokens, decode))
-        left_out = () if self.quarantine.is_clear else self._in_use().left_out.prefills
+        left_out = self._in_use().left_out.prefills if not self.quarantine.is_clear else ()
         return _emptiest(_in_service(workers, left_out))
 
     def views(self, now: float) -> tuple[WorkerView, ...]:

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from disagg.proto.block_hash import chain_hashes
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import EndReason
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
+from disagg.router.core import RouterCore
+from disagg.router.events import CancelRequest, Submit, WorkerUp
 from tests.support.router import (
     EMPTY,
     PLAIN,
@@ -448,3 +450,17 @@ def test_pairs_are_formed_when_workers_join() -> None:
 
 def test_no_pair_of_different_models_is_formed() -> None:
     assert Scenario(worker_info("p0", fingerprint="a"), worker_info("d0", fingerprint="b")).pairs == []
+
+
+def test_a_deadline_of_a_request_that_ended_is_not_kept() -> None:
+    """20,000 at a time, as the proof of finding C6 had them."""
+    it = RouterCore(PLAIN, GatewayId("g0"))
+    for name in ("p0", "d0"):
+        it.handle(WorkerUp(worker_info(name)), 0.0)
+    for number in range(20_000):
+        name = f"r{number}"
+        it.handle(Submit(routed_request(name, [1], deadline=600.0), 0.0), 0.0)
+        it.handle(CancelRequest(RequestId(name)), 0.0)
+    assert it.holdings() == EMPTY
+    assert len(it._wakeups) <= 65
+    assert it.next_wakeup() is None

@@ -46,15 +46,41 @@ def test_values_that_cannot_work_are_named(field: str, value: float, rule: str) 
 # ---------------------------------------------------------------- wake-ups
 
 
-def test_wakeups_come_in_time_order_and_skip_who_is_gone() -> None:
+def test_wakeups_come_in_time_order_and_skip_requests_that_ended() -> None:
     wakeups = Wakeups()
-    for when, name in ((3.0, "c"), (1.0, "a"), (2.0, "b"), (2.0, "a")):
+    for when, name in ((3.0, "c"), (1.0, "gone"), (2.0, "b"), (2.0, "a"), (4.0, "b")):
         wakeups.add(when, RequestId(name))
-    assert wakeups.earliest({RequestId("b"), RequestId("c")}) == 2.0
+    wakeups.forget(RequestId("gone"))
+    assert wakeups.earliest() == 2.0
     assert wakeups.pop_due(1.9) is None
     assert [wakeups.pop_due(2.0) for _ in range(3)] == ["b", "a", None]
-    assert wakeups.earliest(set()) is None
+    wakeups.forget(RequestId("c"))
+    assert wakeups.earliest() == 4.0
+    wakeups.forget(RequestId("b"))
+    assert wakeups.earliest() is None
     assert wakeups.pop_due(99.0) is None
+
+
+def test_an_old_wakeup_is_none_of_a_new_request_with_the_same_id() -> None:
+    wakeups = Wakeups()
+    wakeups.add(1.0, RequestId("a"))
+    wakeups.forget(RequestId("a"))
+    wakeups.add(2.0, RequestId("a"))
+    assert wakeups.earliest() == 2.0
+    assert [wakeups.pop_due(9.0) for _ in range(2)] == ["a", None]
+
+
+def test_wakeups_take_memory_for_what_is_in_flight_only() -> None:
+    wakeups, alive = Wakeups(), 10
+    for number in range(20_000):
+        wakeups.add(600.0 + number, RequestId(f"r{number}"))
+        if number >= alive:
+            wakeups.forget(RequestId(f"r{number - alive}"))
+        assert len(wakeups) <= 2 * alive + 2 * 64
+    for number in range(20_000):
+        wakeups.forget(RequestId(f"r{number}"))
+    assert len(wakeups) <= 64
+    assert wakeups.earliest() is None
 
 
 # ---------------------------------------------------------------- the handle
