@@ -358,5 +358,5 @@ def next_step(error: DisaggError) -> str:
         case errors.UnavailableError():
             return "disagg status"
         case errors.OverloadedError(retry_after_s=wait_s):
-            return f"try again in {wait_s:g} s, or add workers: disagg scale decode=2"
+            return "" if wait_s is None else f"try again in {wait_s:g} s, or add workers: disagg scale decode=2"
     return ""

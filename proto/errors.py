@@ -11,6 +11,7 @@
     ├── DeadlineError              408  DEADLINE_EXCEEDED
     ├── RequestCancelledError      499  CANCELLED
     ├── OverloadedError            429  RESOURCE_EXHAUSTED   carries when to come back
+    │   └── LimitError             429  RESOURCE_EXHAUSTED   a limit of the caller's tenant; names it
     ├── UnavailableError           503  UNAVAILABLE          no worker, or a leg of the request was lost
     └── InternalError              500  INTERNAL
 
@@ -108,15 +109,28 @@ class RequestCancelledError(DisaggError):
 
 
 class OverloadedError(DisaggError):
-    """Refused because of load; `retry_after_s` seconds from now it may be taken."""
+    """Refused because of load; `retry_after_s` seconds from now it may be taken. None: not as it is, however long one
+    waits."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     code = "slow_down"
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class LimitError(OverloadedError):
+    """The tenant of the caller is at one of its limits."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, tenant: str, limit: str, message: str, retry_after_s: float | None) -> None:
+        when = "" if retry_after_s is None else f"; try again in {max(retry_after_s, 0.001):.3g} s"
+        super().__init__(f"{limit}: {message}{when}", retry_after_s)
+        self.tenant = tenant
+        self.limit = limit
 
 
 class UnavailableError(DisaggError):

@@ -12,6 +12,7 @@ import msgspec
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
+from disagg.router.limits import NO_LIMITS, CallDemand, TenantLimits
 from disagg.router.tally import Rates, Tally
 
 
@@ -37,6 +38,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
     tenant: str = ""
     """Whose it is; empty where there are no keys."""
+    limits: TenantLimits = NO_LIMITS
+    """Of the tenant."""
+    prepaid_tokens: int | None = None
+    """What its call was charged for it; None where its call was not charged."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -258,10 +263,21 @@ class ClusterView:
     """Of every worker that was ever seen: sums over all of its lives; they never fall."""
     events: Mapping[str, int] = field(default_factory=dict)
     """What went wrong or was dropped, by name."""
+    tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By tenant: requests that wait for a worker, and that run."""
 
 
 class Router(Protocol):
     """The shell around the router core."""
+
+    def admit(self, call: CallDemand) -> None:
+        """Charge a call to its tenant before anything is done for it. Raises `LimitError` where it is refused as a
+        whole; then nothing is charged. What of it is not submitted must be given back."""
+        ...
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """Tokens of a call that were charged, and that no submitted request has as its `prepaid_tokens`."""
+        ...
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at

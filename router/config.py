@@ -33,6 +33,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bypass_s: float = 0.5
     """A request that waits for room in the KV cache lets smaller ones pass for so long. From then on a worker is kept
     for it."""
+    fair_quantum_tokens: int = 4096
+    """Tokens of a tenant's turn in the queue, prompt and answer; see `queue`."""
+    tenant_queue_share: float = 0.75
+    """The most of `max_queued`, without those of others, that one of several tenants may have waiting."""
+    tenant_place_share: float = 0.9
+    """The most of the places to decode that one of several tenants has, so that others need not wait for its answers to
+    end; 1 keeps none for them."""
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
     max_attempts: int = 5
@@ -115,12 +122,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"router.retry_share: must be in [0, 1], not {self.retry_share}")
         if not 0 < self.breaker_share <= 1:
             raise ConfigError(f"router.breaker_share: must be in (0, 1], not {self.breaker_share}")
+        for name in ("tenant_queue_share", "tenant_place_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"router.{name}: must be in (0, 1], not {getattr(self, name)}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"router.watermark: must be in [0, 1), not {self.watermark}")
 
 
 _COUNTS = (
     "max_queued",
+    "fair_quantum_tokens",
     "max_attempts",
     "max_losses",
     "max_refusals",

@@ -16,8 +16,16 @@ Owner of all state below: this object. When no request is in it, `holdings()` is
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-from disagg.proto.errors import DeadlineError, DisaggError, RequestCancelledError, UnavailableError, UnsamplableError
+from disagg.proto.errors import (
+    DeadlineError,
+    DisaggError,
+    LimitError,
+    RequestCancelledError,
+    UnavailableError,
+    UnsamplableError,
+)
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
 from disagg.router import events, integrity
@@ -30,11 +38,13 @@ from disagg.router.draw import Draw, mixed
 from disagg.router.events import Command, Event
 from disagg.router.fleet import Fleet
 from disagg.router.journal import Journal
+from disagg.router.limits import CallDemand
 from disagg.router.policies import create
 from disagg.router.quarantine import Leg
 from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
 from disagg.router.retries import MOVED, Retries
 from disagg.router.states import AttemptState, RequestEvent, RequestState
+from disagg.router.tenants import Tenants
 from disagg.router.views import cluster_view
 from disagg.router.waiting import Waiting
 from disagg.router.wakeups import Wakeups
@@ -53,7 +63,8 @@ class RouterCore:
         self._fleet = Fleet(config, policy, links)
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._wakeups = Wakeups()
-        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups)
+        self._tenants = Tenants(config, self._fleet.num_places)
+        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups, self._tenants)
         self._retries = Retries(config)
         self._journal = Journal(config.num_traces, self._attempts.decisions)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
@@ -95,6 +106,17 @@ class RouterCore:
         out, self._out = self._out, []
         return out
 
+    def admit(self, call: CallDemand, now: float) -> LimitError | None:
+        """Charge a call to its tenant, or why it is refused as a whole."""
+        error = self._tenants.admit(call, len(self._waiting), now)
+        if error is not None:
+            self._journal.refused(error)
+        return error
+
+    def give_back(self, tenant: str, num_tokens: int, now: float) -> None:
+        """See `api.Router`."""
+        self._tenants.give_back(tenant, num_tokens, now)
+
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
         return self._fleet.quarantine.next_of(self._wakeups.earliest())
@@ -102,7 +124,8 @@ class RouterCore:
     def view(self, now: float) -> ClusterView:
         """The cluster now."""
         events = {**self.counters, **self._fleet.quarantine.changes}
-        return cluster_view(self._fleet, self._requests.values(), self._journal, events, now)
+        view = cluster_view(self._fleet, self._requests.values(), self._journal, events, now)
+        return replace(view, tenants=self._tenants.in_flight())
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
@@ -122,7 +145,7 @@ class RouterCore:
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        return integrity.problems(self._requests, self._waiting, self._fleet)
+        return integrity.problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
 
     # ---------------------------------------------------------------- clients
 
@@ -131,14 +154,20 @@ class RouterCore:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         trace = new_trace(request, event.arrival, now, self._config)
-        dispatch, error = None, refusal(request, self._fleet, len(self._waiting), self._config, now)
+        num_waiting = len(self._waiting)
+        dispatch, error = None, refusal(request, self._fleet, num_waiting, self._config, now)
         if error is None:
-            record = new_record(request, trace, self._num_submitted, self._config)
+            tenant = self._tenants.get(request.tenant, request.limits, now)
+            record = new_record(request, trace, tenant, self._num_submitted, self._config)
             if request.pair is not None:  # an operator's probe: there and now, or not at all
                 dispatch, error = self._attempts.start_on(record, request.pair, now)
-            elif self._config.admission:
-                error = predicted_miss(record, self._fleet, self._waiting.queue, self._config, now)
+            else:
+                error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
+                if error is None and self._config.admission:
+                    error = predicted_miss(record, self._fleet, self._waiting.queue, self._config, now)
         if error is not None:
+            if isinstance(error, LimitError):
+                self._journal.refused(error)
             self._journal.ended(trace, error.code, now)
             self._out.append(events.Fail(request.request_id, error))
             return
@@ -149,7 +178,11 @@ class RouterCore:
         if request.deadline is not None:
             self._wakeups.add(request.deadline, request.request_id)
         if dispatch is None:
+            self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
+            tenant.num_boosted += record.is_boosted
             dispatch = self._waiting.add(record, now)
+        else:
+            self._tenants.started(tenant)
         if dispatch is not None:
             self._out.append(dispatch)
 
@@ -365,13 +398,13 @@ class RouterCore:
         elif error is not None:
             self._fail(record, error, now)
         else:
-            self._out.extend(self._attempts.end(record, now))
+            self._end_attempt(record, now)
             record.advance(RequestEvent.PUT_BACK)
             record.prepare_to_continue()
             self._waiting.put_back(record, now)
 
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
-        self._out.extend(self._attempts.end(record, now))
+        self._end_attempt(record, now)
         record.advance(RequestEvent.ANSWERED)
         self._attempts.answered(len(record.ledger.released))
         self._out.append(events.Finish(record.request_id, record.completion(reason)))
@@ -388,13 +421,22 @@ class RouterCore:
         if record.attempt is None:
             self._waiting.remove(record.request_id)
         else:
-            self._out.extend(self._attempts.end(record, now))
+            self._end_attempt(record, now)
         record.advance(event)
         self._out.append(events.Fail(record.request_id, error))
         self._close(record, error.code if num_answered is None else "stop", now, num_answered)
 
+    def _end_attempt(self, record: RequestRecord, now: float) -> None:
+        self._out.extend(self._attempts.end(record, now))
+        self._tenants.stopped(record.tenant)
+
     def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
         del self._requests[record.request_id]
+        if not record.is_probe:
+            tenant = record.tenant
+            tenant.num_boosted -= record.is_boosted
+            self._tenants.give_back(tenant.name, record.cost - record.num_used, now)
+            self._waiting.settle(record)
         self._wakeups.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0
         self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)

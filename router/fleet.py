@@ -81,6 +81,8 @@ class Fleet:
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
+        self._num_places = 0
+        """Of the workers that `_longest_new` is of."""
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest answer of the index, while it holds."""
         self._left_out: tuple[int, _InUse] | None = None
@@ -247,7 +249,12 @@ class Fleet:
         if self._longest_new is None:
             infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
+            self._num_places = sum(info.max_num_seqs for info in infos if "decode" in info.roles)
         return self._longest_new
+
+    def num_places(self) -> int:
+        """Sequences that the workers decode at a time which get something new."""
+        return self._num_places if self.longest_new_sequence else 0
 
     def missing_role(self) -> RoleName | None:
         """The role that nobody plays for the others; None when requests can be served."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 
 from disagg.proto.ids import RequestId
@@ -10,9 +11,25 @@ from disagg.router.record import RequestRecord
 from disagg.router.states import RequestState
 
 
-def problems(requests: Mapping[RequestId, RequestRecord], waiting: Container[RequestId], fleet: Fleet) -> list[str]:
-    """What does not fit together; empty when all is well. `requests` are those that have not ended."""
+def problems(
+    requests: Mapping[RequestId, RequestRecord],
+    waiting: Container[RequestId],
+    fleet: Fleet,
+    tenants: Mapping[str, tuple[int, int]],
+) -> list[str]:
+    """What does not fit together; empty when all is well.
+
+    Args:
+        requests: those that have not ended.
+        waiting: which of them wait.
+        fleet: the workers.
+        tenants: how many of each tenant wait, and run.
+    """
     found = fleet.check_integrity()
+    counts = Counter((record.tenant.name, record.attempt is None) for record in requests.values())
+    for name, (num_waiting, num_running) in tenants.items():
+        if (num_waiting, num_running) != (counts[name, True], counts[name, False]):
+            found.append(f"tenant {name!r} is said to have {num_waiting} waiting and {num_running} running")
     owed = set()
     for request_id, record in requests.items():
         is_queued = record.state is RequestState.QUEUED

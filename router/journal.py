@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from disagg.proto.errors import RequestCancelledError
+from disagg.proto.errors import LimitError, RequestCancelledError
 from disagg.router.api import RequestTrace
 from disagg.router.recent import Recent
 from disagg.router.spans import durations_of
-from disagg.router.tally import Rates, Tally
+from disagg.router.tally import Rates, Tally, TenantUsage
 from disagg.router.traces import TraceRing
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,10 @@ class Journal:
         if logger.isEnabledFor(logging.DEBUG):
             _log(trace, now)
 
+    def refused(self, error: LimitError) -> None:
+        """A call or a request was refused because of a limit of its tenant."""
+        self._usage(error.tenant).refused[error.limit] += 1
+
     # ---------------------------------------------------------------- questions
 
     def rates(self, now: float) -> Rates:
@@ -108,9 +112,20 @@ class Journal:
 
     # ---------------------------------------------------------------- inside
 
+    def _usage(self, tenant: str) -> TenantUsage:
+        usage = self.tally.tenants.get(tenant)
+        if usage is None:
+            usage = self.tally.tenants[tenant] = TenantUsage()
+        return usage
+
     def _count(self, trace: RequestTrace, cached_tokens: int, now: float) -> None:
         tally = self.tally
         tally.outcomes[trace.outcome] += 1
+        usage = self._usage(trace.tenant)
+        usage.outcomes[trace.outcome] += 1
+        usage.output_tokens += trace.num_output_tokens
+        if trace.marks:
+            usage.prompt_tokens += trace.num_prompt_tokens
         self._recent.add(now, "requests")
         for slo, met in slos_met(trace, now).items():
             tally.slos[slo, met] += 1

@@ -1,21 +1,37 @@
-"""The one deep queue: requests that wait for a worker, most urgent first.
+"""The one deep queue: requests that wait for a worker, in the order in which they are looked at.
 
-Order: higher priority; then requests that already had an attempt (their client is waiting in the middle of an answer,
-or was refused by no fault of its own); then the time at which the first token is due; then arrival. A request without
-a TTFT target is due a fixed horizon after its arrival, so that it waits behind those in a hurry, but not for ever.
+    higher priority  >  requests that had an attempt  >  the tenants in turn  >  when the first token is due  >  arrival
+
+Tenants take turns by deficit round robin on tokens. Each has a level: the tokens that its answers took, and for those
+that run what they may take at most, over its weight. A request belongs to the round of its tenant's level plus what
+waits before it there, a round being `quantum` tokens long. So in each round every tenant has a quantum, what is dear
+takes several rounds, and what was claimed and not used is given back when an answer ends.
+
+Requests that already had an attempt wait for no turn: their tenant was charged for them, and their client is in the
+middle of an answer, or was refused by no fault of its own. A request without a TTFT target is due a fixed horizon after
+its arrival, so that it waits behind those in a hurry, but not for ever. With one tenant the rounds change nothing.
+
+Deficit round robin: Shreedhar and Varghese, 1995. Levels instead of counters of deficits, and what becomes of them
+while a tenant is idle, as in the virtual token counters of Sheng et al., 2024.
 """
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from disagg.proto.ids import RequestId
 
+DEFAULT_QUANTUM = 4096
+
 
 class Urgency(NamedTuple):
-    """Sorts requests; the smallest is placed first."""
+    """Sorts requests of one tenant; the smallest is placed first."""
 
     negated_priority: int
     is_first_attempt: bool
@@ -25,50 +41,264 @@ class Urgency(NamedTuple):
     """Unique."""
 
 
-@dataclass(slots=True)
-class RequestQueue:
-    """A sorted list. It holds about a thousand entries, where moving memory costs less than keeping a tree."""
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one tenant has had. Changed by the queue only."""
 
-    _order: list[tuple[Urgency, RequestId]] = field(default_factory=list)
-    _work_ms: list[float] = field(default_factory=list)
-    """Beside `_order`: how long the prompt takes."""
-    _urgency: dict[RequestId, Urgency] = field(default_factory=dict)
+    name: str = ""
+    weight: float = 1.0
+    used: float = 0.0
+    """Tokens of its answers that ended, over its weight."""
+    claimed: float = 0.0
+    """Tokens that those may take that run."""
+
+    @property
+    def level(self) -> float:
+        """The lower it is, the sooner it has its turn."""
+        return self.used + self.claimed / self.weight
+
+
+_Key = tuple[int, bool, int, Urgency]
+
+
+class _Lane:
+    """The waiting requests of one tenant: sorted lists, side by side. There are about a thousand entries in all, where
+    moving memory costs less than keeping a tree."""
+
+    __slots__ = ("_befores", "_head", "_quantum", "cost", "order", "share", "work_ms")
+
+    def __init__(self, share: Share, quantum: int) -> None:
+        self.share = share
+        self.order: list[tuple[Urgency, RequestId]] = []
+        self.work_ms: list[float] = []
+        """How long the prompts take."""
+        self.cost: list[float] = []
+        """Tokens that they may take."""
+        self._quantum = quantum
+        self._befores: list[float] | None = None
+        """Tokens of those before each."""
+        self._head: _Key | None = None
+
+    def key(self, index: int) -> _Key:
+        """Where an entry stands among those of all tenants."""
+        if self._befores is None:
+            self._befores = list(accumulate(self.cost, initial=0.0))
+        return self.key_of(self.order[index][0], self._befores[index])
+
+    def key_of(self, urgency: Urgency, tokens_before: float) -> _Key:
+        """The same of a request behind so many tokens of its tenant."""
+        turn = 0
+        if urgency.is_first_attempt:
+            turn = math.floor((self.share.level + tokens_before / self.share.weight) / self._quantum)
+        return urgency[0], urgency[1], turn, urgency
+
+    @property
+    def head(self) -> _Key:
+        """Of the first entry."""
+        if self._head is None:
+            self._head = self.key(0)
+        return self._head
+
+    def changed(self) -> None:
+        """The entries or the level changed."""
+        self._befores = self._head = None
+
+    def find(self, urgency: Urgency) -> int:
+        """Where an entry of that urgency stands, or would."""
+        return bisect.bisect_left(self.order, (urgency,))
+
+    def num_before(self, key: _Key) -> int:
+        """Entries that stand before a key."""
+        return bisect.bisect_left(range(len(self.order)), key, key=self.key)
+
+
+class RequestQueue:
+    """See the module docstring.
+
+    Args:
+        quantum: tokens of a tenant's turn.
+        may_run: whether a tenant may have one more running; those of one that may not are passed over.
+    """
+
+    def __init__(self, quantum: int = DEFAULT_QUANTUM, may_run: Callable[[str], bool] = lambda tenant: True) -> None:
+        self._quantum = quantum
+        self._may_run = may_run
+        self._lane_of: dict[RequestId, tuple[_Lane, Urgency]] = {}
+        self._lanes: dict[Share, _Lane] = {}
+        """Those with entries."""
+        self._first: list[tuple[RequestId, float]] = []
+        """The order of all tenants as far as it is known, with the work up to and with each."""
+        self._rest: list[tuple[_Key, int, int, _Lane]] | None = None
+        """What follows, a heap of the next entry of each lane; None where nothing is known."""
+        self._asked: tuple[int, float] | None = None
+        """The latest answer of `position`, and the work before it."""
+        self.passes_over = False
+        """Whether there was a tenant, when the order was last asked for, that may not have one more running."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._lane_of)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._urgency
+        return request_id in self._lane_of
 
-    def __getitem__(self, position: int) -> RequestId:
-        """The request at a position; 0 is the most urgent."""
-        return self._order[position][1]
+    # ---------------------------------------------------------------- the order
 
-    def position(self, urgency: Urgency) -> int:
-        """Where a request of that urgency would stand."""
-        return bisect.bisect_left(self._order, (urgency,))
+    def look(self) -> None:
+        """The order is asked for anew: tenants may have become able to run more."""
+        self._forget_order()
+        self.passes_over = False
+
+    def at(self, position: int) -> RequestId | None:
+        """The request at a position, 0 being the first to be looked at; None behind the last one."""
+        if len(self._lanes) == 1:
+            (lane,) = self._lanes.values()
+            if position < len(lane.order) and self._runs(lane):
+                return lane.order[position][1]
+            return None
+        return self._first[position][0] if self._know(position) else None
+
+    def position(self, urgency: Urgency, share: Share | None = None) -> int:
+        """Where a new request of that urgency and tenant would stand. Tenants that may not have one more running are
+        counted, so that it may come to stand earlier, never later."""
+        lanes = self._lanes
+        lane = lanes.get(share) if share is not None else next(iter(lanes.values()), None)
+        if lane is not None and len(lanes) == 1:
+            return lane.find(urgency)
+        if not lanes:
+            return 0
+        if lane is None:
+            assert share is not None
+            lane = _Lane(Share(share.name, share.weight, self._used_at_start(share), share.claimed), self._quantum)
+        index = lane.find(urgency)
+        key = lane.key_of(urgency, sum(lane.cost[:index]))
+        position, work_ms = index, sum(lane.work_ms[:index])
+        for other in lanes.values():
+            if other is not lane and other.head < key:
+                count = other.num_before(key)
+                position += count
+                work_ms += sum(other.work_ms[:count])
+        self._asked = (position, work_ms)
+        return position
 
     def work_before(self, position: int) -> float:
         """Milliseconds of prefill that the requests before a position take, one after the other."""
-        return sum(self._work_ms[:position])
+        if not position:
+            return 0.0
+        if len(self._lanes) == 1:
+            (lane,) = self._lanes.values()
+            return sum(lane.work_ms[:position])
+        if self._asked is not None and self._asked[0] == position:
+            return self._asked[1]
+        self._know(position - 1)
+        return self._first[:position][-1][1] if self._first else 0.0
 
-    def set_work(self, request_id: RequestId, work_ms: float) -> None:
-        """How long the prompt of a request in the queue keeps those behind it from now on."""
-        self._work_ms[bisect.bisect_left(self._order, (self._urgency[request_id],))] = work_ms
+    # ---------------------------------------------------------------- changes
 
-    def push(self, request_id: RequestId, urgency: Urgency, work_ms: float) -> None:
-        """Add a request that is not in the queue and whose prompt takes so long."""
-        assert request_id not in self._urgency, f"{request_id} is queued already"
-        self._urgency[request_id] = urgency
-        entry = (urgency, request_id)
-        position = bisect.bisect_left(self._order, entry)
-        self._order.insert(position, entry)
-        self._work_ms.insert(position, work_ms)
+    def push(
+        self, request_id: RequestId, urgency: Urgency, work_ms: float, share: Share | None = None, cost: float = 0.0
+    ) -> None:
+        """Add a request that is not in the queue.
+
+        Args:
+            request_id: of it.
+            urgency: of it.
+            work_ms: how long its prompt takes.
+            share: of its tenant; where there is but one, it may be left out.
+            cost: tokens that it may take at most; 0 where its tenant was charged for it.
+        """
+        assert request_id not in self._lane_of, f"{request_id} is queued already"
+        lane = self._lane_for(share)
+        position = lane.find(urgency)
+        lane.order.insert(position, (urgency, request_id))
+        lane.work_ms.insert(position, work_ms)
+        lane.cost.insert(position, cost)
+        self._lane_of[request_id] = (lane, urgency)
+        self._changed(lane)
 
     def remove(self, request_id: RequestId) -> None:
         """Take out a request that is in the queue."""
-        entry = (self._urgency.pop(request_id), request_id)
-        position = bisect.bisect_left(self._order, entry)
-        assert self._order[position] == entry, "the order and the map of urgencies differ"
-        del self._order[position]
-        del self._work_ms[position]
+        lane, urgency = self._lane_of.pop(request_id)
+        position = lane.find(urgency)
+        assert lane.order[position][1] == request_id, "the order and the map of urgencies differ"
+        del lane.order[position]
+        del lane.work_ms[position]
+        del lane.cost[position]
+        if not lane.order:
+            del self._lanes[lane.share]
+        self._changed(lane)
+
+    def set_work(self, request_id: RequestId, work_ms: float) -> None:
+        """How long the prompt of a request in the queue keeps those behind it from now on."""
+        lane, urgency = self._lane_of[request_id]
+        lane.work_ms[lane.find(urgency)] = work_ms
+        self._forget_order()
+
+    def charge(self, share: Share, tokens: float) -> None:
+        """One of the tenant's requests is placed, and may take so many tokens."""
+        share.claimed += tokens
+        self._level_changed(share)
+
+    def settle(self, share: Share, charged: float, used: float) -> None:
+        """A request that was charged for has ended, and took so many."""
+        share.claimed = max(0.0, share.claimed - charged)
+        share.used += used / share.weight
+        self._level_changed(share)
+
+    # ---------------------------------------------------------------- inside
+
+    def _lane_for(self, share: Share | None) -> _Lane:
+        lane = self._lanes.get(share) if share is not None else next(iter(self._lanes.values()), None)
+        if lane is None:
+            share = share or Share()
+            share.used = self._used_at_start(share)
+            lane = self._lanes[share] = _Lane(share, self._quantum)
+        return lane
+
+    def _used_at_start(self, share: Share) -> float:
+        """What a tenant has had that begins to wait beside others. Time in which it did not wait earns it nothing, and
+        what it took while no other one waited is not held against it. What the others claimed and do not use is no
+        reason to put it behind them."""
+        if not self._lanes:
+            return share.used
+        least = max(other.used for other in self._lanes)
+        most = max(other.level for other in self._lanes)
+        return min(max(share.used, least), most)
+
+    def _runs(self, lane: _Lane) -> bool:
+        if self._may_run(lane.share.name):
+            return True
+        self.passes_over = True
+        return False
+
+    def _know(self, position: int) -> bool:
+        """Find out the order up to a position. Returns whether there is one at it."""
+        if self._rest is None:
+            self._rest = [
+                (lane.head, number, 0, lane) for number, lane in enumerate(self._lanes.values()) if self._runs(lane)
+            ]
+            heapq.heapify(self._rest)
+        first, rest = self._first, self._rest
+        while len(first) <= position and rest:
+            _, number, index, lane = rest[0]
+            work_ms = lane.work_ms[index] + (first[-1][1] if first else 0.0)
+            first.append((lane.order[index][1], work_ms))
+            index += 1
+            if index < len(lane.order):
+                heapq.heapreplace(rest, (lane.key(index), number, index, lane))
+            else:
+                heapq.heappop(rest)
+        return position < len(first)
+
+    def _level_changed(self, share: Share) -> None:
+        if (lane := self._lanes.get(share)) is not None:
+            self._changed(lane)
+
+    def _changed(self, lane: _Lane) -> None:
+        lane.changed()
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._asked = None
+        if self._rest is not None:
+            self._rest = None
+            self._first = []

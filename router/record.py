@@ -30,6 +30,7 @@ from disagg.router.states import (
     next_attempt_state,
     next_request_state,
 )
+from disagg.router.tenants import Tenant
 
 EndOfAnswer = Literal["stop", "length"]
 
@@ -79,6 +80,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     """See the module docstring."""
 
     request: RoutedRequest
+    tenant: Tenant
     arrival_order: int
     ledger: TokenLedger
     trace: RequestTrace
@@ -100,6 +102,10 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
     avoid_until: Mapping[WorkerId, float] = _NOBODY
+    is_boosted: bool = False
+    """Whether it is queued by a target of its own."""
+    is_charged: bool = False
+    """Whether its tenant's turn was charged for it."""
     unservable_since: float | None = None
     """Since when no present worker could take it even when empty."""
     lacks_room_since: float | None = None
@@ -126,9 +132,25 @@ class RequestRecord(msgspec.Struct, gc=False):
         return self.request.num_prompt_tokens + len(self.ledger.released)
 
     @property
+    def cost(self) -> int:
+        """Tokens that it may take at most: what its tenant is charged."""
+        return self.request.num_prompt_tokens + self.request.sampling.max_tokens
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that it took so far."""
+        return self.num_tokens if self.num_attempts else 0
+
+    @property
+    def priority(self) -> int:
+        """Its priority, as far as its tenant may set one."""
+        limit = self.tenant.limits.max_priority
+        return self.request.priority if limit is None else min(self.request.priority, limit)
+
+    @property
     def urgency(self) -> Urgency:
-        """Its place in the queue."""
-        return Urgency(-self.request.priority, self.num_attempts == 0, self.due, self.arrival_order)
+        """Its place among the requests of its tenant."""
+        return Urgency(-self.priority, self.num_attempts == 0, self.due, self.arrival_order)
 
     @property
     def is_probe(self) -> bool:
@@ -171,7 +193,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             root_hash=request.root_hash,
             tenant_tag=tenant_tag(request.tenant),
             sampling=request.sampling,
-            priority=request.priority,
+            priority=self.priority,
             timeout_s=None if request.deadline is None else request.deadline - now,
         )
 
@@ -211,14 +233,22 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
     )
 
 
-def new_record(request: RoutedRequest, trace: RequestTrace, arrival_order: int, config: RouterConfig) -> RequestRecord:
+def new_record(
+    request: RoutedRequest, trace: RequestTrace, tenant: Tenant, arrival_order: int, config: RouterConfig
+) -> RequestRecord:
     """Of a request that may be taken in."""
-    due = trace.arrival + (config.queue_horizon_s if trace.ttft_slo_s is None else trace.ttft_slo_s)
+    limits, target_s, is_boosted = tenant.limits, trace.ttft_slo_s, False
+    if request.ttft_slo_s is not None:
+        is_boosted = limits.boosted is None or tenant.num_boosted < limits.boosted
+        target_s = max(request.ttft_slo_s, limits.min_ttft_s) if is_boosted else config.ttft_slo_s
+    due = trace.arrival + (config.queue_horizon_s if target_s is None else target_s)
     return RequestRecord(
         request=request,
+        tenant=tenant,
         arrival_order=arrival_order,
         ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
         trace=trace,
         block_hashes=request.block_hashes,
         due=due if request.deadline is None else min(due, request.deadline),
+        is_boosted=is_boosted,
     )

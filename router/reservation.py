@@ -67,11 +67,13 @@ class Reservation:
                 kept.add(prefill.worker_id)
         self._kept = frozenset(kept)
 
-    def release(self, record: RequestRecord) -> None:
-        """The request waits no longer."""
-        if record is self.holder:
-            self.holder = None
-            self.workers_changed()
+    def release(self, record: RequestRecord) -> bool:
+        """The request waits no longer. Returns whether it was the holder."""
+        if record is not self.holder:
+            return False
+        self.holder = None
+        self.workers_changed()
+        return True
 
     def workers_changed(self) -> None:
         """A worker came, went or drains: choose again at the next look."""

@@ -47,6 +47,7 @@ from disagg.router.events import (
     WorkerUp,
 )
 from disagg.router.handle import Handle
+from disagg.router.limits import CallDemand
 from disagg.router.vigil import SWEEP_S, Vigil, limit
 from disagg.router.worker_link import WorkerLink
 
@@ -163,6 +164,16 @@ class RouterServer:
         self._handle_event(ResumeWorker(worker_id, incarnation))
 
     # ---------------------------------------------------------------- api.Router
+
+    def admit(self, call: CallDemand) -> None:
+        """See `api.Router`."""
+        error = self._core.admit(call, self._clock())
+        if error is not None:
+            raise error
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """See `api.Router`."""
+        self._core.give_back(tenant, num_tokens, self._clock())
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """See `api.Router`."""

@@ -44,6 +44,20 @@ class Rates(NamedTuple):
     output_tokens_per_s: float = 0.0
 
 
+@dataclass(slots=True)
+class TenantUsage:
+    """What one tenant took."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Its requests that ended: `stop`, `length`, or the code of an error."""
+    prompt_tokens: int = 0
+    """Of requests that were placed, however they ended."""
+    output_tokens: int = 0
+    """Given to the gateway, of all its requests."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Calls and requests that were refused because of one of its limits, by the limit."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """See the module docstring. Times in seconds."""
@@ -75,3 +89,5 @@ class Tally:
     """(target, whether it was met) -> requests that had it."""
     decisions: Counter[str] = field(default_factory=Counter)
     """What the router decided, by reason."""
+    tenants: dict[str, TenantUsage] = field(default_factory=dict)
+    """By the name of the tenant."""

@@ -29,6 +29,7 @@ from disagg.router.forecast import work_ms
 from disagg.router.queue import RequestQueue
 from disagg.router.record import RequestRecord
 from disagg.router.reservation import Reservation
+from disagg.router.tenants import Tenants
 from disagg.router.wakeups import Wakeups
 
 MAX_LOOKS = 16
@@ -46,6 +47,7 @@ class Waiting:
         fleet: the workers.
         attempts: places requests.
         wakeups: gets the end of the grace.
+        tenants: who may have more running.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Waiting:
         fleet: Fleet,
         attempts: Attempts,
         wakeups: Wakeups,
+        tenants: Tenants,
     ) -> None:
-        self.queue = RequestQueue()
+        self.queue = RequestQueue(config.fair_quantum_tokens, tenants.may_run)
+        self._tenants = tenants
         self._config = config
         self._records = records
         self._fleet = fleet
@@ -82,33 +86,44 @@ class Waiting:
         """A new request: placed at once, or queued."""
         position = 0
         if self.queue:
-            position = self.queue.position(record.urgency)
+            position = self.queue.position(record.urgency, record.tenant.share)
         else:
             self._all_seen()
-        if self._set_aside(record, now):
-            return None
-        if position < (MAX_LOOKS if self._least_lacking is None else MAX_PASSED) and self._may_fit(record):
-            result = self._try_start(record, now, position)
-            if isinstance(result, Dispatch):
-                return result
-            if result is Blocked.NO_ROOM and not record.avoid_until:
-                self._push(record, now)
+        if not self._set_aside(record, now):
+            result = None
+            may_run = self._may_run(record)
+            fits = self._may_fit(record)
+            if may_run and fits and position < (MAX_LOOKS if self._least_lacking is None else MAX_PASSED):
+                result = self._try_start(record, now, position)
+                if isinstance(result, Dispatch):
+                    return result
+            self._push(record, now)
+            if result is Blocked.NO_ROOM:
                 self._note_lacking(record, now)
                 self._note_large(record, now)
-                return None
-        self._push(record, now)
+            elif may_run and not fits:
+                self._note_lacking(record, now)
+        record.tenant.num_waiting += 1
         return None
 
     def put_back(self, record: RequestRecord, now: float) -> None:
         """A request whose attempt was lost."""
+        record.tenant.num_waiting += 1
         self._push(record, now)
         self._must_look = True
 
     def remove(self, request_id: RequestId) -> None:
         """A waiting request ended."""
+        record = self._records[request_id]
+        record.tenant.num_waiting -= 1
         if self._aside.pop(request_id, None) is None:
-            self._take_out(self._records[request_id])
+            self._take_out(record)
             self._must_look = True
+
+    def settle(self, record: RequestRecord) -> None:
+        """A request ended: what its tenant was charged for it and it did not take is given back."""
+        if record.is_charged:
+            self.queue.settle(record.tenant.share, record.cost, record.num_used)
 
     def workers_changed(self, now: float) -> None:
         """A worker came, went or drains."""
@@ -131,10 +146,14 @@ class Waiting:
     def place(self, now: float) -> list[Dispatch]:
         """Place whom there is room for."""
         self._all_seen()
+        self.queue.look()
         placed: list[Dispatch] = []
         position = num_looks = 0
-        while position < min(len(self.queue), MAX_PASSED) and num_looks < MAX_LOOKS:
-            record = self._records[self.queue[position]]
+        while position < MAX_PASSED and num_looks < MAX_LOOKS:
+            request_id = self.queue.at(position)
+            if request_id is None:
+                break
+            record = self._records[request_id]
             if self._set_aside(record, now):
                 self._take_out(record)
                 continue
@@ -144,8 +163,10 @@ class Waiting:
                 continue
             result = self._try_start(record, now, position)
             if isinstance(result, Dispatch):
-                self._take_out(record)
+                record.tenant.num_waiting -= 1
                 placed.append(result)
+                if self._take_out(record):  # For the next one of those that were passed.
+                    position = 0
             else:
                 position, num_looks = position + 1, num_looks + 1
                 if result is Blocked.NO_ROOM and not record.avoid_until:
@@ -164,7 +185,8 @@ class Waiting:
         fleet = self._fleet
         if self._must_look or fleet.num_openings != self._seen_openings:
             return True
-        return self._least_lacking is not None and fleet.num_releases != self._seen_releases
+        waits_for_release = self._least_lacking is not None or self.queue.passes_over
+        return waits_for_release and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
         """How long the prompts before a position keep the workers that are there for prompts."""
@@ -179,7 +201,20 @@ class Waiting:
 
     def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
         queued_ms, kept = self._queued_ms(position), self._reservation.kept_from(record)
-        return self._attempts.try_start(record, now, queued_ms, kept)
+        result = self._attempts.try_start(record, now, queued_ms, kept)
+        if isinstance(result, Dispatch):
+            self._tenants.started(record.tenant)
+            if not record.is_charged:
+                record.is_charged = True
+                self.queue.charge(record.tenant.share, record.cost)
+        return result
+
+    def _may_run(self, record: RequestRecord) -> bool:
+        """Whether the tenant of a new request may have one more running."""
+        if self._tenants.may_run(record.tenant.name):
+            return True
+        self.queue.passes_over = True
+        return False
 
     def _may_fit(self, record: RequestRecord) -> bool:
         """Whether it is worth a look: it needs less than what there is no room for."""
@@ -220,11 +255,11 @@ class Waiting:
             record.is_passed = False
             self.queue.set_work(record.request_id, self._work_ms(record, now))
 
-    def _take_out(self, record: RequestRecord) -> None:
-        """A request leaves the queue."""
+    def _take_out(self, record: RequestRecord) -> bool:
+        """A request leaves the queue. Returns whether a worker was kept for it."""
         self.queue.remove(record.request_id)
         record.lacks_room_since, record.is_passed = None, False
-        self._reservation.release(record)
+        return self._reservation.release(record)
 
     def _set_aside(self, record: RequestRecord, now: float) -> bool:
         """Set a request aside if no present worker could take it even if empty."""
@@ -236,7 +271,8 @@ class Waiting:
         return True
 
     def _push(self, record: RequestRecord, now: float) -> None:
-        self.queue.push(record.request_id, record.urgency, self._work_ms(record, now))
+        cost = 0 if record.is_charged else record.cost
+        self.queue.push(record.request_id, record.urgency, self._work_ms(record, now), record.tenant.share, cost)
 
     def _work_ms(self, record: RequestRecord, now: float) -> float:
         return work_ms(self._fleet, record.block_hashes, record.num_tokens, now)

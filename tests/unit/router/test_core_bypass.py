@@ -6,7 +6,7 @@ import heapq
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from disagg.proto.messages import Load, WorkerInfo
@@ -147,7 +147,7 @@ def test_looks_for_one_event_are_few_however_many_wait_for_room(monkeypatch: pyt
     assert len(looks) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(
     num_decodes=st.integers(1, 3),
     arrivals=st.lists(

@@ -1,0 +1,189 @@
+"""What each tenant has in the router, and what it may have: requests and tokens a minute, answers that wait and that
+run, and its turn in the queue.
+
+    a call ──admit──> its answers and the tokens that it surely takes are charged, or all of it is refused
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not take is given back
+
+Beside its own limits a tenant that is not the only one gets a share of the queue, and of the places to decode, that
+shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So that there
+is room for one that comes later, without anything being set apart for each.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.proto.errors import LimitError
+from disagg.router.config import RouterConfig
+from disagg.router.limits import CallDemand, TenantLimits
+from disagg.router.queue import Share
+from disagg.router.token_bucket import TokenBucket
+
+
+class Tenant:
+    """One of them. Counted in by whoever changes the state of a request."""
+
+    __slots__ = ("limits", "name", "num_boosted", "num_running", "num_waiting", "requests", "share", "tokens")
+
+    def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
+        self.name = name
+        self.share = Share(name)
+        self.num_waiting = 0
+        self.num_running = 0
+        self.num_boosted = 0
+        """Requests that are queued by a target of their own."""
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.set_limits(limits, now)
+
+    def set_limits(self, limits: TenantLimits, now: float) -> None:
+        """New limits; a bucket whose size stays keeps what is in it."""
+        self.limits = limits
+        self.share.weight = limits.weight
+        self.requests = _bucket(self.requests, limits.requests_per_minute, now)
+        self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now)
+
+
+class Tenants:
+    """See the module docstring.
+
+    Args:
+        config: the shares.
+        num_places: sequences that the present workers decode at a time.
+    """
+
+    def __init__(self, config: RouterConfig, num_places: Callable[[], int]) -> None:
+        self._config = config
+        self._num_places = num_places
+        self._tenants: dict[str, Tenant] = {}
+        self._num_running = 0
+        share = config.tenant_place_share
+        self._per_free_place = share / (1 - share) if share < 1 else None
+        """Places that one may have for each that is free, so that alone it has that share."""
+
+    def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
+        """The tenant, under these limits from now on."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name, limits, now)
+        elif tenant.limits is not limits and tenant.limits != limits:
+            tenant.set_limits(limits, now)
+        return tenant
+
+    def in_flight(self) -> dict[str, tuple[int, int]]:
+        """By tenant: requests that wait, and that run."""
+        return {name: (each.num_waiting, each.num_running) for name, each in self._tenants.items()}
+
+    # ---------------------------------------------------------------- calls and requests
+
+    def admit(self, call: CallDemand, num_waiting: int, now: float) -> LimitError | None:
+        """Charge a call, or say why it is refused as a whole. `num_waiting`: requests of all tenants."""
+        tenant = self.get(call.tenant, call.limits, now)
+        error = (
+            _over_rate(tenant, "requests_per_minute", tenant.requests, call.num_answers, now)
+            or _over_rate(tenant, "tokens_per_minute", tenant.tokens, call.num_tokens, now)
+            or self._over_queue(tenant, call.num_answers, num_waiting)
+        )
+        if error is None:
+            _take(tenant.requests, call.num_answers, now)
+            _take(tenant.tokens, call.num_tokens, now)
+        return error
+
+    def give_back(self, name: str, num_tokens: int, now: float) -> None:
+        """Tokens that were charged and will not be taken."""
+        if (tenant := self._tenants.get(name)) is not None:
+            _take(tenant.tokens, -num_tokens, now)
+
+    def refusal(
+        self, tenant: Tenant, num_tokens: int, prepaid: int | None, num_waiting: int, now: float
+    ) -> LimitError | None:
+        """Why a request that may take so many tokens cannot be taken; None where it can. `prepaid`: what its call was
+        charged for it; None where it was not charged."""
+        error = _over_rate(tenant, "tokens_per_minute", tenant.tokens, num_tokens - (prepaid or 0), now, num_tokens)
+        if error is None and prepaid is None:
+            error = _over_rate(tenant, "requests_per_minute", tenant.requests, 1, now)
+        return error or self._over_queue(tenant, 1, num_waiting)
+
+    def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
+        """A request is taken."""
+        _take(tenant.tokens, num_tokens - (prepaid or 0), now)
+        if prepaid is None:
+            _take(tenant.requests, 1, now)
+
+    # ---------------------------------------------------------------- places
+
+    def started(self, tenant: Tenant) -> None:
+        """One of its requests was placed."""
+        tenant.num_running += 1
+        self._num_running += 1
+
+    def stopped(self, tenant: Tenant) -> None:
+        """One of its requests runs no longer."""
+        tenant.num_running -= 1
+        self._num_running -= 1
+
+    def may_run(self, name: str) -> bool:
+        """Whether a tenant may have one more request running."""
+        tenant = self._tenants[name]
+        num_running, limits = tenant.num_running, tenant.limits
+        if limits.running is not None and num_running >= limits.running:
+            return False
+        if limits.is_sole or not num_running or self._per_free_place is None:
+            return True
+        return num_running < self._per_free_place * (self._num_places() - self._num_running - 1)
+
+    # ---------------------------------------------------------------- inside
+
+    def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
+        """Of those that come at once, some may find a place at once."""
+        limits = tenant.limits
+        num_free = 0
+        if num_answers > 1 and (limits.queued is not None or not limits.is_sole):
+            num_free = max(0, self._num_places() - self._num_running)
+            if limits.running is not None:
+                num_free = min(num_free, max(0, limits.running - tenant.num_running))
+        num_more = max(1, num_answers - num_free)
+        if limits.queued is not None and tenant.num_waiting + num_more > limits.queued:
+            return self._queue_error(tenant, num_answers, limits.queued)
+        if not limits.is_sole:
+            num_others = num_waiting - tenant.num_waiting
+            most = max(1, int((self._config.max_queued - num_others) * self._config.tenant_queue_share))
+            if tenant.num_waiting + num_more > most:
+                return self._queue_error(tenant, num_answers, most)
+        return None
+
+    def _queue_error(self, tenant: Tenant, num_answers: int, most: int) -> LimitError:
+        asked = "one more is" if num_answers == 1 else f"{num_answers} more are"
+        message = f"{tenant.num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
+        return LimitError(tenant.name, "queued", message, self._config.retry_after_s)
+
+
+def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    return bucket if bucket is not None and bucket.per_minute == per_minute else TokenBucket(per_minute, now)
+
+
+def _take(bucket: TokenBucket | None, amount: int, now: float) -> None:
+    if bucket is not None:
+        bucket.take(amount, now)
+
+
+def _over_rate(
+    tenant: Tenant, limit: str, bucket: TokenBucket | None, amount: int, now: float, in_all: int | None = None
+) -> LimitError | None:
+    if bucket is None:
+        return None
+    in_all = amount if in_all is None else in_all
+    what = limit.partition("_")[0]
+    asked = f"tenant {tenant.name} asks for {in_all} {what}"
+    if in_all > bucket.per_minute:
+        hint = "; set a smaller max_tokens" if what == "tokens" else "; ask for fewer answers in one call"
+        return LimitError(tenant.name, limit, f"{asked} at once, and may have {bucket.per_minute} a minute{hint}", None)
+    if (wait_s := bucket.missing_s(amount, now)) is None or wait_s > 0:
+        left = max(0, int(bucket.level(now)))
+        message = f"{asked}, and of {bucket.per_minute} a minute has {left} left"
+        return LimitError(tenant.name, limit, message, wait_s)
+    return None
