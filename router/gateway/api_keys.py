@@ -13,6 +13,12 @@
 
 A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts, and again
 when it changes.
+
+Any one of a tenant's keys may say what it may take, all keys of the tenant together:
+
+    - tenant: team-a
+      sha256: 5e88...
+      limits: {requests_per_minute: 600, tokens_per_minute: 1000000, running: 64, weight: 2}
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +35,7 @@ import yaml
 
 from disagg.proto.errors import ConfigError
 from disagg.router.gateway.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
+from disagg.router.limits import TenantLimits
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
@@ -37,6 +45,33 @@ ROOT = 0
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _TENANT = Annotated[str, msgspec.Meta(pattern=TENANT)]
 _SHA256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
+
+
+_COUNT = Annotated[int, msgspec.Meta(ge=1)]
+_POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
+
+
+class LimitsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`limits` of an entry; see `TenantLimits`. Left out is no limit."""
+
+    requests_per_minute: _COUNT | None = None
+    """Answers to prompts: each of `n` is one. A minute's worth may come at once."""
+    tokens_per_minute: _COUNT | None = None
+    """Prompt tokens and output tokens. An answer is charged `max_tokens` at first."""
+    running: _COUNT | None = None
+    """Answers that workers are at; further ones wait."""
+    queued: _COUNT | None = None
+    """Answers that wait; further ones are refused."""
+    weight: _POSITIVE = 1.0
+    """Its share of tokens while others wait, compared with theirs."""
+    max_priority: int = 0
+    """Requests of a higher priority get this one."""
+    min_ttft_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Requests with a tighter `x-slo-ttft-ms` are queued as if they had this one."""
+    boosted: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Requests at a time that are queued by an `x-slo-ttft-ms` of their own."""
+    kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    """The most of a worker's KV that its cached prefixes may keep from others."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -53,14 +88,15 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """May change the cluster, and see every tenant's requests."""
     metrics: bool = False
     """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
+    limits: LimitsEntry | None = None
+    """Of the tenant. Where several of its keys say them, they say the same."""
 
     def __repr__(self) -> str:
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
 
-    @property
-    def caller(self) -> Caller:
-        """Who comes with this entry's key."""
-        return Caller(self.tenant, self.admin, self.metrics)
+    def caller(self, limits: TenantLimits) -> Caller:
+        """Who comes with this entry's key; `limits` are of its tenant."""
+        return Caller(self.tenant, self.admin, limits, self.metrics)
 
 
 def load_keys(path: str) -> ApiKeys:
@@ -78,6 +114,7 @@ def load_keys(path: str) -> ApiKeys:
         raise ConfigError(f"gateway.api_keys: {path} has {len(entries)} keys; at most {MAX_KEYS}")
     if not entries:
         raise ConfigError(f"gateway.api_keys: {path} has no key; next: disagg key new TENANT --file {path}")
+    limits = _limits_of(entries, path)
     places: dict[bytes | str, int] = {}
     keys: list[ApiKey] = []
     certificates: dict[str, Caller] = {}
@@ -87,9 +124,9 @@ def load_keys(path: str) -> ApiKeys:
             kind = "certificate" if isinstance(credential, str) else "key"
             raise ConfigError(f"gateway.api_keys: {path}[{index}] is the same {kind} as [{first}]; each needs its own")
         if isinstance(credential, str):
-            certificates[credential] = entry.caller
+            certificates[credential] = entry.caller(limits[entry.tenant])
         else:
-            keys.append(ApiKey(credential, entry.caller))
+            keys.append(ApiKey(credential, entry.caller(limits[entry.tenant])))
     return ApiKeys(keys, certificates)
 
 
@@ -125,6 +162,34 @@ def read_private_file(path: str, name: str) -> bytes:
             return file.read()
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path} ({error.strerror})") from None
+
+
+def _limits_of(entries: Sequence[KeyEntry], path: str) -> dict[str, TenantLimits]:
+    """By tenant. Raises `ConfigError` where two keys of one say different ones."""
+    said: dict[str, LimitsEntry] = {}
+    for index, entry in enumerate(entries):
+        if entry.limits is not None and said.setdefault(entry.tenant, entry.limits) != entry.limits:
+            raise ConfigError(
+                f"gateway.api_keys: {path}[{index}].limits differ from those of another key of {entry.tenant}; one "
+                "tenant has one set of limits, so say them at one of its keys"
+            )
+    tenants = {entry.tenant for entry in entries}
+    return {tenant: _limits(said.get(tenant, LimitsEntry()), is_sole=len(tenants) == 1) for tenant in tenants}
+
+
+def _limits(entry: LimitsEntry, is_sole: bool) -> TenantLimits:
+    return TenantLimits(
+        requests_per_minute=entry.requests_per_minute,
+        tokens_per_minute=entry.tokens_per_minute,
+        running=entry.running,
+        queued=entry.queued,
+        weight=entry.weight,
+        max_priority=entry.max_priority,
+        min_ttft_s=entry.min_ttft_ms / 1000,
+        boosted=entry.boosted,
+        kv_share=entry.kv_share,
+        is_sole=is_sole,
+    )
 
 
 def _credential(entry: KeyEntry, where: str) -> bytes | str:

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple, Protocol
 
 from disagg.proto.errors import AuthenticationError
+from disagg.router.limits import NO_LIMITS, TenantLimits
 
 TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Names of tenants."""
@@ -34,6 +35,8 @@ class Caller(NamedTuple):
     """Prefixes are cached per tenant; empty where there are no keys."""
     is_admin: bool
     """Whether it may change the cluster and see other tenants' requests."""
+    limits: TenantLimits = NO_LIMITS
+    """Of its tenant."""
     metrics: bool = False
     """Whether it may read exact counts of all tenants, such as `/metrics`; an admin may in any case."""
 

@@ -25,12 +25,15 @@ from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 from disagg.router.gateway.answer import Answer, Delta, Finish
+from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.charge import Charge, least_tokens
 from disagg.router.gateway.mixing import mixed
 from disagg.router.gateway.request import BYTES_PER_ID, Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.sampling import answer_seed
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from disagg.router.gateway.validate import CheckedRequest, Limits, check_deadline, check_request, fit_prompt
+from disagg.router.limits import NO_LIMITS
 
 __all__ = ["Delta", "Finish", "Generator"]
 
@@ -74,21 +77,27 @@ class Generator:
         self._executor = executor
         self._inline_prompt_bytes = inline_prompt_bytes
 
-    async def run(self, given: GenerationInput, call: Call) -> AsyncGenerator[Delta | Finish, None]:
+    async def run(
+        self, given: GenerationInput, call: Call, charge: Charge | None = None
+    ) -> AsyncGenerator[Delta | Finish, None]:
         """Answer `given`, `n` times, mixed as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
-        early.
+        early. `charge` is what was charged for it, where it is one prompt of several.
 
         Raises:
             DisaggError: whatever is wrong with the request or happens to one of its answers.
         """
         arrival = self._clock()
         checked = check_request(given, self.limits, None if call.deadline is None else call.deadline - arrival)
-        routed = await self._route(checked, call)
+        own = self.charge([given], call.caller) if charge is None else None
+        charge = charge or own
         answers: list[Answer] = []
         try:
+            routed = await self._route(checked, call, None if charge is None else least_tokens(given))
             for i in range(checked.num_answers):
                 answer = self._submit(checked, self._one_of(routed, i), arrival, i)
                 answers.append(answer)  # one by one: the next may be refused
+                if charge is not None:
+                    charge.submitted(least_tokens(given))
             streams = [answer.events() for answer in answers]
             async with aclosing(streams[0] if len(streams) == 1 else mixed(streams)) as events:
                 async for event in events:
@@ -96,6 +105,8 @@ class Generator:
         finally:
             for answer in answers:
                 answer.cancel()
+            if own is not None:
+                own.close()
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a checked prompt. Raises `InvalidRequestError` where the chat template refuses it."""
@@ -111,7 +122,11 @@ class Generator:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    async def _route(self, checked: CheckedRequest, call: Call) -> RoutedRequest:
+    def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
+        """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
+        return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
+
+    async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""
         seed = self._mint_seed()
 
@@ -131,6 +146,8 @@ class Generator:
                 tpot_slo_s=call.targets.tpot_s,
                 trace_parent=call.trace_parent,
                 tenant=call.caller.tenant,
+                limits=call.caller.limits,
+                prepaid_tokens=prepaid_tokens,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare)

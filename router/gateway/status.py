@@ -17,7 +17,14 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from disagg.proto.errors import DisaggError, InternalError, InvalidRequestError, OverloadedError, UnavailableError
+from disagg.proto.errors import (
+    DisaggError,
+    InternalError,
+    InvalidRequestError,
+    LimitError,
+    OverloadedError,
+    UnavailableError,
+)
 
 ERROR_DOMAIN = "disagg"
 UNAVAILABLE_RETRY_S = 1.0
@@ -40,6 +47,8 @@ def retry_after_s(error: DisaggError) -> float | None:
 def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status:
     """The status of an error, with details; `request_id` goes into `ErrorInfo.metadata`."""
     metadata = {"request_id": request_id} if request_id else {}
+    if isinstance(error, LimitError):
+        metadata["limit"] = error.limit
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.code, domain=ERROR_DOMAIN, metadata=metadata),
     ]
@@ -48,6 +57,11 @@ def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status
             field=error.field, description=_clip(error.message.removeprefix(f"{error.field}: "))
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, LimitError):
+        exceeded = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{error.tenant}", description=_clip(error.message)
+        )
+        details.append(error_details_pb2.QuotaFailure(violations=[exceeded]))
     if (retry_s := retry_after_s(error)) is not None:
         delay = Duration()
         delay.FromMilliseconds(round(retry_s * 1000))

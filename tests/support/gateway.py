@@ -13,11 +13,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from disagg.proto.errors import DisaggError, RequestCancelledError
+from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, TokenBatch
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.validate import Limits
+from disagg.router.limits import CallDemand
 
 MODEL_NAME = "tiny"
 FINGERPRINT = "tiny-model"
@@ -143,11 +144,23 @@ class FakeRouter:
     def __init__(self, script: Script | Iterable[Step] = (), refusal: DisaggError | None = None) -> None:
         self.script: Script = script if callable(script) else _same(script)
         self.refusal = refusal
+        self.limit: LimitError | None = None
+        """What every call is refused with."""
+        self.admitted: list[CallDemand] = []
+        self.given_back: list[tuple[str, int]] = []
         self.submitted: list[tuple[RoutedRequest, float]] = []
         self.handles: list[FakeHandle] = []
         self.arrived = asyncio.Event()
         self.traces: dict[RequestId, RequestTrace] = {}
         self.cluster = ClusterView((), 0, 0)
+
+    def admit(self, call: CallDemand) -> None:
+        if self.limit is not None:
+            raise self.limit
+        self.admitted.append(call)
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        self.given_back.append((tenant, num_tokens))
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
         if self.refusal is not None:

@@ -7,8 +7,8 @@ A stream's status waits for the first event, so that whatever is wrong before ha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,6 +17,7 @@ import msgspec
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth import CALLER
+from disagg.router.gateway.charge import Charge
 from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
@@ -101,8 +102,9 @@ class Completions:
             call = self._call(exchange, request_id)
             wanted = kind.read(await self._limits.read(exchange))
             self._check(wanted)
-            async with exchange.until_disconnect(), aclosing(self._run(wanted, call)) as events:
-                await self._write(exchange, wanted, call, kind, events)
+            with self._charged(wanted, call) as charge:
+                async with exchange.until_disconnect(), aclosing(self._run(wanted, call, charge)) as events:
+                    await self._write(exchange, wanted, call, kind, events)
 
     async def _write(self, exchange: Exchange, wanted: Wanted, call: Call, kind: _Kind, events: Events) -> None:
         echoes = await self._echoes(wanted)
@@ -148,19 +150,29 @@ class Completions:
             except InvalidRequestError as error:
                 raise names.rename(error) from None
 
-    def _run(self, wanted: Wanted, call: Call) -> Events:
+    @contextmanager
+    def _charged(self, wanted: Wanted, call: Call) -> Iterator[Charge | None]:
+        """Several prompts are charged together, so that they are refused together. Raises `LimitError`."""
+        charge = self._generator.charge(wanted.inputs, call.caller) if len(wanted.inputs) > 1 else None
+        try:
+            yield charge
+        finally:
+            if charge is not None:
+                charge.close()
+
+    def _run(self, wanted: Wanted, call: Call, charge: Charge | None) -> Events:
         """The events of all prompts; choices are counted through."""
         runs = [
-            self._run_one(given, names, call if i == 0 else replace(call, request_id=self._mint_id()))
+            self._run_one(given, names, call if i == 0 else replace(call, request_id=self._mint_id()), charge)
             for i, (given, names) in enumerate(zip(wanted.inputs, wanted.names, strict=True))
         ]
         if len(runs) == 1:
             return runs[0]
         return mixed([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
 
-    async def _run_one(self, given: GenerationInput, names: FieldNames, call: Call) -> Events:
+    async def _run_one(self, given: GenerationInput, names: FieldNames, call: Call, charge: Charge | None) -> Events:
         try:
-            async with aclosing(self._generator.run(given, call)) as events:
+            async with aclosing(self._generator.run(given, call, charge)) as events:
                 async for event in events:
                     yield event
         except InvalidRequestError as error:

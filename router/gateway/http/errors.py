@@ -95,7 +95,7 @@ def error_headers(error: DisaggError) -> Headers:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowedError):
         headers.append((b"allow", error.allowed.encode()))
-    if error.http_status == 408 or error.http_status >= 500:
+    if error.http_status in (408, 429) or error.http_status >= 500:
         headers.append((b"x-should-retry", b"false"))
     return headers
 

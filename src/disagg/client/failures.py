@@ -17,6 +17,7 @@ from disagg.proto.errors import (
     DisaggError,
     InternalError,
     InvalidRequestError,
+    LimitError,
     ModelNotFoundError,
     OverloadedError,
     PermissionDeniedError,
@@ -37,8 +38,11 @@ def error_of(error: grpc.RpcError) -> DisaggError:
     if isinstance(bad := found.get("BadRequest"), error_details_pb2.BadRequest) and bad.field_violations:
         kind = ContextLengthError if info.reason == ContextLengthError.code else InvalidRequestError
         return kind(bad.field_violations[0].field, bad.field_violations[0].description)
-    if isinstance(retry := found.get("RetryInfo"), error_details_pb2.RetryInfo):
-        return OverloadedError(message, retry.retry_delay.ToMilliseconds() / 1000)
+    retry = cast(error_details_pb2.RetryInfo | None, found.get("RetryInfo"))
+    if retry is not None or info.reason == LimitError.code:
+        overloaded = OverloadedError(message, None if retry is None else retry.retry_delay.ToMilliseconds() / 1000)
+        overloaded.code = info.reason or overloaded.code
+        return overloaded
     if known := _BY_REASON.get(info.reason) or _BY_CODE.get(code):
         other = known.__new__(known)
         DisaggError.__init__(other, message)  # the server's words, whatever the class would make its own from

@@ -21,8 +21,11 @@ from disagg.router.gateway.auth import (
     RefusedError,
     digest_of,
 )
+from disagg.router.limits import TenantLimits
 
 KEY_A, KEY_B = "a" * 16, "key-of-the-operators"
+PLAIN = TenantLimits(max_priority=0, is_sole=False)
+"""Of one of several tenants of whom the file says no limits."""
 KEYS = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False)), ApiKey(digest_of(KEY_B), Caller("b", True))])
 
 
@@ -146,8 +149,8 @@ def test_both_forms_of_an_entry(tmp_path: Path) -> None:
         f"- tenant: a\n  sha256: {digest_of(KEY_A).hex().upper()}\n- {{tenant: b, key: {KEY_B}, admin: true}}\n",
     )
     keys = load_keys(file)
-    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("a", False)
-    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True)
+    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("a", False, PLAIN)
+    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True, PLAIN)
 
 
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +174,65 @@ def test_rights_and_certificates_of_entries(tmp_path: Path) -> None:
 
 def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
     keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}, {{tenant: a, key: {KEY_B}}}]"))
-    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == Caller("a", False)
+    sole = Caller("a", False, TenantLimits(max_priority=0))
+    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == sole
+
+
+def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None:
+    text = f"""
+- {{tenant: a, key: {KEY_A}}}
+- tenant: a
+  key: {KEY_B}
+  limits: {{requests_per_minute: 60, tokens_per_minute: 9000, running: 4, queued: 8, weight: 2, max_priority: 1,
+           min_ttft_ms: 200, boosted: 3, kv_share: 0.5}}
+- {{tenant: c, key: {KEY_B}-and-more}}
+"""
+    keys = load_keys(write(tmp_path, text))
+    limits = TenantLimits(
+        requests_per_minute=60,
+        tokens_per_minute=9000,
+        running=4,
+        queued=8,
+        weight=2.0,
+        max_priority=1,
+        min_ttft_s=0.2,
+        boosted=3,
+        kv_share=0.5,
+        is_sole=False,
+    )
+    callers = [keys.authenticate(f"Bearer {key}") for key in (KEY_A, KEY_B, f"{KEY_B}-and-more")]
+    assert callers == [Caller("a", False, limits), Caller("a", False, limits), Caller("c", False, PLAIN)]
+
+
+def test_two_keys_of_a_tenant_say_the_same_limits(tmp_path: Path) -> None:
+    def entry(key: str, running: int) -> str:
+        return f"{{tenant: a, key: {key}, limits: {{running: {running}}}}}"
+
+    load_keys(write(tmp_path, f"[{entry(KEY_A, 4)}, {entry(KEY_B, 4)}]"))
+    file = write(tmp_path, f"[{entry(KEY_A, 4)}, {entry(KEY_B, 5)}]")
+    assert refusal(file) == (
+        f"gateway.api_keys: {file}[1].limits differ from those of another key of a; one tenant has one set of limits, "
+        "so say them at one of its keys"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("{requests_per_minute: 0}", "Expected int >= 1 - at $[0].limits.requests_per_minute"),
+        ("{tokens_per_minute: 1.5}", "Expected int | null, got float - at $[0].limits.tokens_per_minute"),
+        ("{running: -1}", "Expected int >= 1 - at $[0].limits.running"),
+        ("{queued: 0}", "Expected int >= 1 - at $[0].limits.queued"),
+        ("{weight: 0}", "Expected float > 0.0 - at $[0].limits.weight"),
+        ("{weight: .nan}", "Expected float > 0.0 - at $[0].limits.weight"),
+        ("{min_ttft_ms: -1}", "Expected float >= 0.0 - at $[0].limits.min_ttft_ms"),
+        ("{kv_share: 1.5}", "Expected float <= 1.0 - at $[0].limits.kv_share"),
+        ("{rpm: 5}", "Object contains unknown field rpm - at $[0].limits"),
+    ],
+)
+def test_wrong_limits_are_named(tmp_path: Path, limits: str, message: str) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}, limits: {limits}}}]")
+    assert refusal(file) == f"gateway.api_keys: {file}: {message}"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o777, 0o620, 0o660])

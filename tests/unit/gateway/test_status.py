@@ -15,6 +15,7 @@ from disagg.proto.errors import (
     DisaggError,
     InternalError,
     InvalidRequestError,
+    LimitError,
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
@@ -30,6 +31,7 @@ CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
     (RequestNotFoundError("x"), grpc.StatusCode.NOT_FOUND, "request_not_found"),
     (DeadlineError("late"), grpc.StatusCode.DEADLINE_EXCEEDED, "timeout"),
     (RequestCancelledError("gone"), grpc.StatusCode.CANCELLED, "cancelled"),
+    (LimitError("a", "queued", "too many wait", 0.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded"),
     (OverloadedError("full", 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_down"),
     (UnavailableError("lost", "kv_transfer_failed"), grpc.StatusCode.UNAVAILABLE, "kv_transfer_failed"),
     (InternalError("oops"), grpc.StatusCode.INTERNAL, "server_error"),
@@ -37,7 +39,7 @@ CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
 
 
 def unpack(packed: PackedAny) -> object:
-    for kind in (details_pb.ErrorInfo, details_pb.BadRequest, details_pb.RetryInfo):
+    for kind in (details_pb.ErrorInfo, details_pb.BadRequest, details_pb.QuotaFailure, details_pb.RetryInfo):
         if packed.Is(kind.DESCRIPTOR):
             return kind.FromString(packed.value)
     raise AssertionError(packed.type_url)
@@ -50,6 +52,10 @@ def test_code_message_and_details(error: DisaggError, code: grpc.StatusCode, rea
     assert status.message == error.message
     info = details_pb.ErrorInfo(reason=reason, domain="disagg", metadata={"request_id": "r1"})
     expected: list[object] = [info]
+    if isinstance(error, LimitError):
+        info.metadata["limit"] = "queued"
+        quota = details_pb.QuotaFailure.Violation(subject="tenant:a", description=error.message)
+        expected.append(details_pb.QuotaFailure(violations=[quota]))
     if isinstance(error, InvalidRequestError):
         description = error.message.split(": ")[1]
         violation = details_pb.BadRequest.FieldViolation(field=error.field, description=description)
@@ -57,7 +63,7 @@ def test_code_message_and_details(error: DisaggError, code: grpc.StatusCode, rea
     found = [unpack(packed) for packed in status.details]
     assert found[: len(expected)] == expected
     retries = [one.retry_delay.ToMilliseconds() for one in found if isinstance(one, details_pb.RetryInfo)]
-    assert retries == {"slow_down": [250], "kv_transfer_failed": [1000]}.get(reason, [])
+    assert retries == {"slow_down": [250], "rate_limit_exceeded": [500], "kv_transfer_failed": [1000]}.get(reason, [])
     assert len(found) == len(expected) + len(retries)
 
 
@@ -69,3 +75,9 @@ def test_a_long_message_fits_into_headers(char: str) -> None:
     assert status.message.startswith(f"x: {char if char.isprintable() else '?'}")
     assert status.message.endswith("...")
     assert len(quote(status.message)) + len(b64encode(status.SerializeToString())) < 7000
+
+
+def test_what_will_never_be_taken_says_no_time() -> None:
+    status = to_rpc_status(LimitError("a", "tokens_per_minute", "too many", None))
+    assert status.message == "tokens_per_minute: too many"
+    assert [type(unpack(packed)) for packed in status.details] == [details_pb.ErrorInfo, details_pb.QuotaFailure]

@@ -1,4 +1,5 @@
-"""Limits of tenants in the router core, word for word: turns, answers that run and wait, requests and tokens a minute."""
+"""Limits of tenants in the router core, word for word: turns and places, answers that wait, requests and tokens a
+minute."""
 
 import msgspec
 import pytest

@@ -13,6 +13,7 @@ from disagg.proto.errors import (
     DisaggError,
     InternalError,
     InvalidRequestError,
+    LimitError,
     ModelNotFoundError,
     OverloadedError,
     PermissionDeniedError,
@@ -77,3 +78,9 @@ def test_who_may_try_again_with_a_key_and_which_methods_there_are() -> None:
 def test_a_long_message_is_cut() -> None:
     message = json.loads(error_json(InternalError("x" * 5000)))["error"]["message"]
     assert message == "x" * 1000 + "..."
+
+
+def test_a_limit_that_will_always_be_in_the_way_says_not_to_try_again() -> None:
+    error = LimitError("a", "tokens_per_minute", "asks for too many", None)
+    assert error_headers(error) == [(b"x-should-retry", b"false")]
+    assert b'"message":"tokens_per_minute: asks for too many","type":"rate_limit_error"' in error_json(error)
