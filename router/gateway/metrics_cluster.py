@@ -23,6 +23,7 @@ DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "no_room", 
 def cluster_families(view: ClusterView) -> Iterator[Metric]:
     """All of them."""
     yield from _requests(view)
+    yield from _tenants(view)
     yield from _latencies(view.tally)
     yield from _router(view)
     yield from _instances(view)
@@ -70,6 +71,45 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
         "Output tokens that reached the gateway, of all requests.",
         (),
         [((), tally.num_output_tokens)],
+    )
+
+
+def _tenants(view: ClusterView) -> Iterator[Metric]:
+    """The names of tenants come from the file of keys, so there are no more than it has."""
+    usage = sorted(view.tally.tenants.items())
+    yield gauge(
+        "disagg_tenant_requests_in_flight",
+        "Requests of a tenant that wait for a worker (queued), and that have one (running).",
+        ("tenant", "state"),
+        [
+            ((tenant, state), count)
+            for tenant, counts in sorted(view.tenants.items())
+            for state, count in zip(("queued", "running"), counts, strict=True)
+        ],
+    )
+    yield counter(
+        "disagg_tenant_requests",
+        "Requests of a tenant that ended, by outcome: stop, length, or the code of an error.",
+        ("tenant", "outcome"),
+        [((tenant, outcome), count) for tenant, each in usage for outcome, count in sorted(each.outcomes.items())],
+    )
+    yield counter(
+        "disagg_tenant_prompt_tokens",
+        "Prompt tokens of a tenant's requests that a worker was given, however they ended.",
+        ("tenant",),
+        [((tenant,), each.prompt_tokens) for tenant, each in usage],
+    )
+    yield counter(
+        "disagg_tenant_output_tokens",
+        "Output tokens that reached the gateway, of a tenant's requests that ended.",
+        ("tenant",),
+        [((tenant,), each.output_tokens) for tenant, each in usage],
+    )
+    yield counter(
+        "disagg_tenant_refused",
+        "Calls and requests that were refused because of a limit of their tenant, by the limit.",
+        ("tenant", "limit"),
+        [((tenant, limit), count) for tenant, each in usage for limit, count in sorted(each.refused.items())],
     )
 
 

@@ -3,6 +3,7 @@ say."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, WorkerMetrics
 from disagg.router.api import ClusterView, WorkerView
-from disagg.router.tally import Tally
+from disagg.router.tally import Tally, TenantUsage
 from tests.support.router import worker_info
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
@@ -34,6 +35,8 @@ def busy_view() -> ClusterView:
     tally.itl.observe(0.01, 57)
     tally.stages["prefill"].observe(0.125)
     tally.prediction_ratio["ttft"].observe(1.5)
+    tally.tenants["a"] = TenantUsage(Counter(stop=2, cancelled=4), 90, 60, Counter(queued=3))
+    tally.tenants["b"] = TenantUsage(Counter(length=1), 10, 10)
     p0 = WorkerView(
         worker_info("p0"),
         Load(num_running=1, blocks_total=100, blocks_active=10),
@@ -80,6 +83,7 @@ def busy_view() -> ClusterView:
             )
         },
         events={"refused": 7},
+        tenants={"a": (1, 4), "b": (0, 2)},
     )
 
 

@@ -52,6 +52,16 @@ def test_requests(samples: Samples) -> None:
     assert value(samples, "disagg_output_tokens_total") == 70
 
 
+def test_tenants(samples: Samples) -> None:
+    name = "disagg_tenant_requests"
+    assert value(samples, f"{name}_in_flight", tenant="a", state="queued") == 1
+    assert value(samples, f"{name}_in_flight", tenant="b", state="running") == 2
+    assert value(samples, f"{name}_total", tenant="a", outcome="cancelled") == 4
+    assert value(samples, "disagg_tenant_prompt_tokens_total", tenant="a") == 90
+    assert value(samples, "disagg_tenant_output_tokens_total", tenant="b") == 10
+    assert samples["disagg_tenant_refused_total"] == {frozenset({("tenant", "a"), ("limit", "queued")}): 3}
+
+
 def test_targets_are_there_before_anybody_has_one(samples: Samples) -> None:
     slos = {(dict(ls)["slo"], dict(ls)["met"]): count for ls, count in samples["disagg_slo_requests_total"].items()}
     assert slos == {
