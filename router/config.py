@@ -38,8 +38,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_queue_share: float = 0.75
     """The most of `max_queued`, without those of others, that one of several tenants may have waiting."""
     tenant_place_share: float = 0.9
-    """The most of the places to decode that one of several tenants has, so that others need not wait for its answers to
-    end; 1 keeps none for them."""
+    """The most of the places to decode that one of several tenants has, so that one that comes need not wait for its
+    answers to end; 1 keeps none free for that."""
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
     max_attempts: int = 5

@@ -5,8 +5,12 @@ run, and its turn in the queue.
     a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not take is given back
 
 Beside its own limits a tenant that is not the only one gets a share of the queue, and of the places to decode, that
-shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So that there
-is room for one that comes later, without anything being set apart for each.
+shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So there is
+room for one that comes later, without anything being set apart for each.
+
+A tenant that asked lately is sure of as many places as it had requests at a time in the last `DEMAND_S` to twice that,
+up to its part of all places by weight. Others leave those free, so that long answers of one do not take what another
+needs from one second to the next.
 
 Owner: the router core.
 """
@@ -21,11 +25,26 @@ from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.queue import Share
 from disagg.router.token_bucket import TokenBucket
 
+DEMAND_S = 30.0
+
 
 class Tenant:
     """One of them. Counted in by whoever changes the state of a request."""
 
-    __slots__ = ("limits", "name", "num_boosted", "num_running", "num_waiting", "requests", "share", "tokens")
+    __slots__ = (
+        "earlier_peak",
+        "limits",
+        "name",
+        "num_boosted",
+        "num_kept",
+        "num_running",
+        "num_sure",
+        "num_waiting",
+        "peak",
+        "requests",
+        "share",
+        "tokens",
+    )
 
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
@@ -34,6 +53,12 @@ class Tenant:
         self.num_running = 0
         self.num_boosted = 0
         """Requests that are queued by a target of their own."""
+        self.peak = self.earlier_peak = 0
+        """The most requests at a time, in this period and in the one before."""
+        self.num_sure = 0
+        """Places that it is sure of."""
+        self.num_kept = 0
+        """Of these, those that it does not use."""
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self.set_limits(limits, now)
@@ -59,6 +84,11 @@ class Tenants:
         self._num_places = num_places
         self._tenants: dict[str, Tenant] = {}
         self._num_running = 0
+        self._num_kept = 0
+        """Places that tenants are sure of and do not use."""
+        self._shared_out: int | None = None
+        """The places of which tenants were made sure last; None where their demand changed since."""
+        self._period_ends = 0.0
         share = config.tenant_place_share
         self._per_free_place = share / (1 - share) if share < 1 else None
         """Places that one may have for each that is free, so that alone it has that share."""
@@ -71,6 +101,15 @@ class Tenants:
         elif tenant.limits is not limits and tenant.limits != limits:
             tenant.set_limits(limits, now)
         return tenant
+
+    def note_time(self, now: float) -> None:
+        """Forget what tenants asked for long ago."""
+        if now < self._period_ends:
+            return
+        self._period_ends = now + DEMAND_S
+        self._shared_out = None
+        for tenant in self._tenants.values():
+            tenant.earlier_peak, tenant.peak = tenant.peak, tenant.num_waiting + tenant.num_running
 
     def in_flight(self) -> dict[str, tuple[int, int]]:
         """By tenant: requests that wait, and that run."""
@@ -111,6 +150,11 @@ class Tenants:
         _take(tenant.tokens, num_tokens - (prepaid or 0), now)
         if prepaid is None:
             _take(tenant.requests, 1, now)
+        self.note_time(now)
+        num_asked = tenant.num_waiting + tenant.num_running + 1
+        if num_asked > tenant.peak:
+            tenant.peak = num_asked
+            self._shared_out = None
 
     # ---------------------------------------------------------------- places
 
@@ -118,11 +162,13 @@ class Tenants:
         """One of its requests was placed."""
         tenant.num_running += 1
         self._num_running += 1
+        self._keep(tenant)
 
     def stopped(self, tenant: Tenant) -> None:
         """One of its requests runs no longer."""
         tenant.num_running -= 1
         self._num_running -= 1
+        self._keep(tenant)
 
     def may_run(self, name: str) -> bool:
         """Whether a tenant may have one more request running."""
@@ -130,11 +176,39 @@ class Tenants:
         num_running, limits = tenant.num_running, tenant.limits
         if limits.running is not None and num_running >= limits.running:
             return False
-        if limits.is_sole or not num_running or self._per_free_place is None:
+        if limits.is_sole or not num_running:
             return True
-        return num_running < self._per_free_place * (self._num_places() - self._num_running - 1)
+        num_places = self._num_places()
+        if self._shared_out != num_places:
+            self._share_out(num_places)
+        if num_running < tenant.num_sure:
+            return True
+        num_left = num_places - self._num_running - 1
+        if num_left < self._num_kept - tenant.num_kept:
+            return False
+        return self._per_free_place is None or num_running < self._per_free_place * num_left
 
     # ---------------------------------------------------------------- inside
+
+    def _share_out(self, num_places: int) -> None:
+        """Make tenants sure of places for what they asked for lately."""
+        asking = [(each, most) for each in self._tenants.values() if (most := max(each.peak, each.earlier_peak))]
+        weights = sum(each.limits.weight for each, _ in asking)
+        for tenant in self._tenants.values():
+            tenant.num_sure = 0
+        for tenant, most in asking:
+            if tenant.limits.running is not None:
+                most = min(most, tenant.limits.running)
+            part = min(tenant.limits.weight / weights, self._config.tenant_place_share)
+            tenant.num_sure = min(most, int(num_places * part))
+        for tenant in self._tenants.values():
+            self._keep(tenant)
+        self._shared_out = num_places
+
+    def _keep(self, tenant: Tenant) -> None:
+        num_kept = max(0, tenant.num_sure - tenant.num_running)
+        self._num_kept += num_kept - tenant.num_kept
+        tenant.num_kept = num_kept
 
     def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
         """Of those that come at once, some may find a place at once."""

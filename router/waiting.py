@@ -146,6 +146,7 @@ class Waiting:
     def place(self, now: float) -> list[Dispatch]:
         """Place whom there is room for."""
         self._all_seen()
+        self._tenants.note_time(now)
         self.queue.look()
         placed: list[Dispatch] = []
         position = num_looks = 0

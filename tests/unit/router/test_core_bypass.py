@@ -147,7 +147,7 @@ def test_looks_for_one_event_are_few_however_many_wait_for_room(monkeypatch: pyt
     assert len(looks) == 1
 
 
-@settings(max_examples=20, deadline=None, phases=(Phase.generate,))
+@settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(
     num_decodes=st.integers(1, 3),
     arrivals=st.lists(

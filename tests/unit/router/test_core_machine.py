@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -42,6 +43,7 @@ from disagg.router.events import (
     WorkerSuspected,
     WorkerUp,
 )
+from disagg.router.limits import NO_LIMITS, TenantLimits
 from tests.support.router import (
     EMPTY,
     end_update,
@@ -53,6 +55,12 @@ from tests.support.router import (
     worker_report,
 )
 
+LIMITS = {
+    "": NO_LIMITS,
+    "a": TenantLimits(is_sole=False),
+    "b": TenantLimits(is_sole=False, weight=2.0, tokens_per_minute=2000),
+    "capped": TenantLimits(is_sole=False, running=1, queued=2),
+}
 NAMES = ("p0", "p1", "d0", "d1", "c0")
 STOP = 5
 
@@ -242,8 +250,9 @@ class RouterMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         patience=st.sampled_from([None, None, 0.3, 2.0]),
         priority=st.sampled_from([0, 0, 1]),
+        tenant=st.sampled_from(["", "a", "b", "capped"]),
     )
-    def submit(self, prompt: int, length: int, stops: bool, patience: float | None, priority: int) -> None:
+    def submit(self, prompt: int, length: int, stops: bool, patience: float | None, priority: int, tenant: str) -> None:
         request_id = f"r{len(self.clients)}"
         deadline = None if patience is None else self.now + patience
         self.clients[request_id] = Client(length, stops, deadline)
@@ -255,7 +264,7 @@ class RouterMachine(RuleBasedStateMachine):
             deadline=deadline,
             priority=priority,
         )
-        self.handle(Submit(request, self.now))
+        self.handle(Submit(msgspec.structs.replace(request, tenant=tenant, limits=LIMITS[tenant]), self.now))
 
     @precondition(lambda self: self.speaking())
     @rule(pick=st.integers(0, 99), count=st.integers(1, 3))
@@ -363,6 +372,13 @@ class RouterMachine(RuleBasedStateMachine):
                 assert worker.is_drained == (name not in booked)
 
     @invariant()
+    def places_are_kept_as_counted(self) -> None:
+        tenants = self.core._tenants
+        assert tenants._num_kept == sum(each.num_kept for each in tenants._tenants.values())
+        assert tenants._num_running == sum(each.num_running for each in tenants._tenants.values())
+        assert all(each.share.claimed >= 0 for each in tenants._tenants.values())
+
+    @invariant()
     def wakeups_lie_ahead(self) -> None:
         wakeup = self.core.next_wakeup()
         assert wakeup is None or wakeup > self.now
@@ -389,6 +405,8 @@ class RouterMachine(RuleBasedStateMachine):
         assert all(client.end for client in self.clients.values())
         assert self.core.holdings() == EMPTY
         assert self.parts() == []
+        for tenant in self.core._tenants._tenants.values():
+            assert (tenant.num_waiting, tenant.num_running, tenant.num_boosted, tenant.share.claimed) == (0, 0, 0, 0.0)
 
 
 class PairsOnlyMachine(RouterMachine):

@@ -21,6 +21,7 @@ from tests.support.router import (
     routed_request,
     tokens_update,
     worker_info,
+    worker_report,
 )
 
 SHARED = TenantLimits(is_sole=False)
@@ -72,6 +73,37 @@ def test_a_flood_of_one_tenant_does_not_keep_another_waiting() -> None:
         order += [line.split()[2] for line in end(it, name) if line.startswith("dispatch")]
     assert all(name.startswith("b") for name in order)
     assert it.core.check_integrity() == []
+
+
+def test_what_a_tenant_asked_for_lately_is_kept_free_for_it() -> None:
+    """Of 16 places b is sure of the three that it had at a time, not more than its half, for 30 to 60 s."""
+    it = places(16)
+    for number in range(3):
+        it.submit(of("b", f"b{number}"))
+    for number in range(3):
+        end(it, f"b{number}")
+    sent = [it.submit(of("a", f"a{number}", max_tokens=8000)) for number in range(20)]
+    assert sum(bool(lines) for lines in sent) == 13
+    assert [len(it.submit(of("b", f"b{number}"))) for number in range(3, 8)] == [1, 1, 1, 0, 0]
+    for number in range(3, 8):
+        it.cancel(f"b{number}")
+    it.now = 31.0
+    assert it.report(worker_report("d0", 0)) == []
+    assert it.core.view(31.0).tenants == {"a": (7, 13), "b": (0, 0)}
+    it.now = 62.0
+    assert it.report(worker_report("d0", 1)) == ["dispatch p0 a13/0 -> d0"]
+
+
+def test_a_part_of_all_places_by_weight_is_the_most_that_is_kept() -> None:
+    it = places(16)
+    heavy = TenantLimits(is_sole=False, weight=3.0)
+    for number in range(16):
+        it.submit(of("a", f"a{number}", limits=heavy))
+        it.submit(of("b", f"b{number}"))
+    # A quarter is b's, and none of it could be had by a.
+    assert it.core.view(0.0).tenants["b"][1] >= 4
+    tenants = it.core._tenants
+    assert [tenants.get(name, limits, 0.0).num_sure for name, limits in (("a", heavy), ("b", SHARED))] == [12, 4]
 
 
 def test_a_sole_tenant_may_have_all_places() -> None:

@@ -1,0 +1,67 @@
+"""The benchmark of tenants says what it should of a router that lets them take turns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.tenants import FLOODS, arrivals, large_row, neighbour_row, summary
+from benchmarks.virtual_cluster import VirtualCluster, Wish
+from disagg.router.limits import TenantLimits
+
+
+def test_a_request_takes_the_time_that_its_workers_take() -> None:
+    cluster = VirtualCluster(1, 1, 4, 1000)
+    cluster.ask(
+        Wish(label="", tenant="", limits=TenantLimits(), prompt_tokens=200, output_tokens=11, max_tokens=100), 2
+    )
+    cluster.run(10.0)
+    assert [(seen.ttft_s, seen.ended, seen.error) for seen in cluster.seen.values()] == [
+        (pytest.approx(0.01), pytest.approx(0.21), ""),
+        (pytest.approx(0.02), pytest.approx(0.22), ""),
+    ]
+    assert not any(cluster.core.holdings().values())
+
+
+def test_a_flood_costs_its_neighbour_at_most_two_points() -> None:
+    for name, seconds in (("many calls", 5.0), ("n = 16", 15.0), ("long prompts", 5.0), ("refused", 5.0)):
+        alone, beside = neighbour_row("alone", None, seconds), neighbour_row(name, FLOODS[name], seconds)
+        assert (alone["attainment"], alone["refused"]) == (1.0, 0)
+        assert beside["requests"] == alone["requests"]
+        assert beside["flood_answers"] > 0
+        assert beside["attainment"] >= 0.98, name
+
+
+def test_without_turns_it_would_cost_much() -> None:
+    row = neighbour_row("n = 16", FLOODS["n = 16"], 15.0, one_tenant=True)
+    assert row["attainment"] < 0.9
+
+
+def test_small_requests_do_not_wait_for_a_large_one() -> None:
+    without, with_large = large_row(12.0, with_large=False), large_row(12.0, with_large=True)
+    assert with_large["large_answered"] == 1
+    assert with_large["requests"] == without["requests"]
+    assert with_large["ttft_p99_ms"] <= 1.2 * without["ttft_p99_ms"]
+
+
+def test_the_same_every_time() -> None:
+    assert arrivals(5.0, 3.0, random.Random(1)) == arrivals(5.0, 3.0, random.Random(1))
+    first, second = (neighbour_row("n = 16", FLOODS["n = 16"], 2.0) for _ in range(2))
+    assert first == second
+
+
+def test_the_summary_names_the_most_that_is_lost() -> None:
+    shares = {"alone": 0.99, "many calls": 0.985, "n = 16": 0.98}
+    rows = [
+        {"part": "neighbour", "load": load, "one_tenant": False, "attainment": share} for load, share in shares.items()
+    ]
+    rows += [{"part": "neighbour", "load": "many calls", "one_tenant": True, "attainment": 0.1}]
+    rows += [{"part": "large", "load": "", "ttft_p99_ms": 5.0}]
+    rows += [{"part": "large", "load": "", "ttft_p99_ms": 5.5, "large_longest_ms": 900.0}]
+    assert summary(rows) == {
+        "neighbour_alone_percent": 99.0,
+        "neighbour_most_lost_points": 1.0,
+        "small_ttft_p99_ratio": 1.1,
+        "large_longest_wait_ms": 900.0,
+    }
