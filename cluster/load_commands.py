@@ -122,9 +122,11 @@ def web(options: Common, address: str, record: Path | None, port: int, console: 
     if record is not None:
         command.append(f"--record={record.resolve()}")
     path = f"/{secrets.token_urlsafe(PATH_BYTES)}"
-    console.print(f"Locust's page: http://127.0.0.1:{port}{path}/ (Ctrl-C ends it)", highlight=False, soft_wrap=True)
     process = subprocess.Popen(command, env={**locust_environment(), "LOCUST_WEB_BASE_PATH": path})
     try:
+        console.print(
+            f"Locust's page: http://127.0.0.1:{port}{path}/ (Ctrl-C ends it)", highlight=False, soft_wrap=True
+        )
         return process.wait()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
