@@ -1,0 +1,127 @@
+"""Which piece of offloaded work runs next, and which is refused: deficit round robin on bytes, by tenant. Pure.
+
+    offer ──> waiting ──take──> running ──finished──> (gone)
+      └─ OverloadedError   └─ cancel, or the deadline passed when its turn came ──> (gone)
+
+A tenant with much waiting work delays another tenant by about one piece of work for each thread, not by all of it.
+Bytes count from `offer` until the work is gone, because its input stays in memory until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from disagg.proto.errors import OverloadedError
+
+QUANTUM_BYTES = 64 << 10
+"""What a tenant may take more in each round. Work up to this size runs at its tenant's first turn."""
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One piece of work, known by its identity."""
+
+    tenant: str
+    num_bytes: int
+    """Size of its input, which stands for the time that it takes."""
+    deadline: float | None = None
+    """It is not started later; `None` for never too late."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """What one tenant holds."""
+
+    waiting: dict[Work, None] = field(default_factory=dict)
+    """In order of arrival."""
+    credit: int = 0
+    num_bytes: int = 0
+    """Waiting and running."""
+
+
+class OffloadTurns:
+    """See the module docstring. One owner, one clock.
+
+    Args:
+        max_bytes: of all work that waits or runs.
+        max_tenant_bytes: of one tenant's work that waits or runs. A single larger piece is still taken when its tenant
+            holds nothing.
+    """
+
+    def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._lines: dict[str, _Line] = {}
+        self._ring: deque[str] = deque()
+        """Tenants with waiting work; the first one's turn is next."""
+        self.num_bytes = 0
+        """Of all work that waits or runs."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that have not been started."""
+        return sum(len(self._lines[tenant].waiting) for tenant in self._ring)
+
+    def offer(self, work: Work) -> None:
+        """Take `work` into its tenant's line. Raises `OverloadedError` where that would hold too many bytes."""
+        line = self._lines.get(work.tenant)
+        if line is not None and line.num_bytes + work.num_bytes > self._max_tenant_bytes:
+            raise OverloadedError(
+                f"{line.num_bytes} bytes of this key's prompts are worked on, at most {self._max_tenant_bytes}",
+                RETRY_AFTER_S,
+            )
+        if self.num_bytes and self.num_bytes + work.num_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"{self.num_bytes} bytes of prompts are worked on, at most {self._max_bytes}", RETRY_AFTER_S
+            )
+        if line is None:
+            line = self._lines[work.tenant] = _Line()
+        if not line.waiting:
+            line.credit = QUANTUM_BYTES
+            self._ring.append(work.tenant)
+        line.waiting[work] = None
+        line.num_bytes += work.num_bytes
+        self.num_bytes += work.num_bytes
+
+    def take(self, now: float) -> tuple[Work | None, list[Work]]:
+        """The work to start now, `None` if none waits; and the work that was dropped because its deadline passed."""
+        late: list[Work] = []
+        while self._ring:
+            tenant = self._ring[0]
+            line = self._lines[tenant]
+            work = next(iter(line.waiting))
+            if work.deadline is not None and work.deadline <= now:
+                late.append(work)
+                self.cancel(work)
+            elif work.num_bytes <= line.credit:
+                line.credit -= work.num_bytes
+                self._leave_line(work, line)
+                return work, late
+            else:
+                line.credit += QUANTUM_BYTES
+                self._ring.rotate(-1)
+        return None, late
+
+    def cancel(self, work: Work) -> bool:
+        """Drop `work` if it still waits. Returns whether it did."""
+        line = self._lines.get(work.tenant)
+        if line is None or work not in line.waiting:
+            return False
+        self._leave_line(work, line)
+        self.finished(work)
+        return True
+
+    def finished(self, work: Work) -> None:
+        """Work that `take` gave ended: its bytes are free again."""
+        line = self._lines[work.tenant]
+        line.num_bytes -= work.num_bytes
+        self.num_bytes -= work.num_bytes
+        if not line.num_bytes and not line.waiting:
+            del self._lines[work.tenant]
+
+    def _leave_line(self, work: Work, line: _Line) -> None:
+        del line.waiting[work]
+        if not line.waiting:
+            self._ring.remove(work.tenant)
