@@ -29,6 +29,11 @@ def refusal(
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
+    return queue_refusal(num_waiting, config)
+
+
+def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:
+    """The refusal of any request while too many wait."""
     if num_waiting >= config.max_queued:
         return OverloadedError(f"{num_waiting} requests are waiting", config.retry_after_s)
     return None

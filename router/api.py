@@ -42,6 +42,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of the tenant."""
     prepaid_tokens: int | None = None
     """What its call was charged for it; None where its call was not charged."""
+    tokenize_queue_s: float = 0.0
+    """For how long its prompt waited for the tokenizer."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -155,6 +157,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """Of the latest attempt."""
     arrival: float = 0.0
     """On the gateway's monotonic clock."""
+    tokenize_queue_s: float = 0.0
+    """From the arrival on, for how long its prompt waited for the tokenizer."""
     stages: dict[str, float] = {}
     """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
     outcome: str = RUNNING
@@ -282,6 +286,11 @@ class Router(Protocol):
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at
         once where it can see that the request cannot be served; then nothing is held."""
+        ...
+
+    def check_room(self) -> None:
+        """Raises what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
+        `UnavailableError`. Cheap; asked before a prompt is tokenized."""
         ...
 
     def view(self) -> ClusterView:

@@ -22,6 +22,7 @@ from disagg.proto.errors import (
     DeadlineError,
     DisaggError,
     LimitError,
+    OverloadedError,
     RequestCancelledError,
     UnavailableError,
     UnsamplableError,
@@ -29,7 +30,7 @@ from disagg.proto.errors import (
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
 from disagg.router import events, integrity
-from disagg.router.admission import predicted_miss, refusal
+from disagg.router.admission import predicted_miss, queue_refusal, refusal
 from disagg.router.api import ClusterView, RequestTrace
 from disagg.router.attempts import FAILURE_CODES, Attempts, blame, note_answer, note_prefilled
 from disagg.router.config import RouterConfig
@@ -120,6 +121,10 @@ class RouterCore:
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
         return self._fleet.quarantine.next_of(self._wakeups.earliest())
+
+    def room_refusal(self) -> OverloadedError | None:
+        """Why no request is taken now, whatever its prompt."""
+        return queue_refusal(len(self._waiting), self._config)
 
     def view(self, now: float) -> ClusterView:
         """The cluster now."""

@@ -223,6 +223,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
     return RequestTrace(
         request_id=request.request_id,
         arrival=arrival,
+        tokenize_queue_s=request.tokenize_queue_s,
         stages={"tokenize": now},
         tenant=request.tenant,
         trace_parent=request.trace_parent,

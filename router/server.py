@@ -187,6 +187,11 @@ class RouterServer:
             raise handle.error
         return handle
 
+    def check_room(self) -> None:
+        """See `api.Router`."""
+        if (error := self._core.room_refusal()) is not None:
+            raise error
+
     def view(self) -> ClusterView:
         """See `api.Router`."""
         missing = tuple(link.info for _, link in sorted(self._links.items()) if not link.is_up)

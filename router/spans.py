@@ -1,6 +1,7 @@
 """Where the time of a request went, as spans. Pure: made of a trace when somebody asks, and once at its end.
 
-    tokenize        arrival until the router has it
+    tokenize_queue  arrival until a thread tokenizes the prompt            large prompts only
+    tokenize        until the router has it
     route           until an attempt is placed; again after a lost attempt
     kv_alloc_wait   until the decode worker has reserved room                      pairs only
     prefill_queue   until the first step with some of the prompt
@@ -55,7 +56,10 @@ def durations_of(trace: RequestTrace) -> dict[str, float]:
 def _parts_of(trace: RequestTrace) -> list[_Part]:
     stages = trace.stages
     tokenized, end = stages.get("tokenize", trace.arrival), stages.get("end")
-    parts: list[_Part] = [("tokenize", None, trace.arrival, tokenized)]
+    began = min(trace.arrival + trace.tokenize_queue_s, tokenized)
+    parts: list[_Part] = [("tokenize", None, began, tokenized)]
+    if trace.tokenize_queue_s:
+        parts.insert(0, ("tokenize_queue", None, trace.arrival, began))
     waiting_since: float | None = tokenized
     for marks in trace.marks:
         parts.append(("route", None, marks.queued, marks.placed))

@@ -13,6 +13,7 @@ from disagg.router.histogram import Histogram
 
 PATHS = ("pd", "local", "colocated")
 SPAN_STAGES = (
+    "tokenize_queue",
     "tokenize",
     "route",
     "prefill_queue",

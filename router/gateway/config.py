@@ -61,10 +61,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
     max_prompt_bytes: int = 1 << 20
     """Longest text prompt, or roles and contents of a chat together, in bytes of UTF-8; checked before tokenizing."""
-    inline_prompt_bytes: int = 4 << 10
-    """Prompts up to this size are tokenized on the event loop, where that is cheaper than a thread's hand-over."""
-    num_tokenizer_threads: int = 2
-    """Threads that tokenize larger prompts."""
+    inline_prompt_bytes: int = 1 << 10
+    """Prompts up to this size are tokenized on the event loop, where that is cheaper than a thread's hand-over. A
+    kibibyte of text that is worst for the tokenizer takes 3 ms."""
+    num_tokenizer_threads: int = 3
+    """Threads that tokenize larger prompts. One tenant has all but one of them at a time."""
+    max_tokenizing_bytes: int = 64 << 20
+    """Of larger prompts that are tokenized or wait for it; further ones are refused."""
+    max_tenant_tokenizing_bytes: int = 16 << 20
+    """The same of one tenant's prompts."""
     max_concurrent_streams: int = 1024
     """Calls at a time on one client connection."""
     vllm_aliases: bool = True
@@ -91,6 +96,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_model_len",
             "max_prompt_bytes",
             "num_tokenizer_threads",
+            "max_tokenizing_bytes",
+            "max_tenant_tokenizing_bytes",
             "max_concurrent_streams",
             "max_connections",
         ):

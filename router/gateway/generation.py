@@ -1,7 +1,7 @@
 """One call's life in the gateway, from the client's wishes to text.
 
-    check ──> tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, mixed ──> finish of the last one
-                                    └─ an answer fails, the deadline, the consumer leaves ──> all are cancelled
+    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, mixed ──> finish
+                           an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
 
 Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
 generator asks for more tokens only when its consumer wants more, and the router's handle merges what came meanwhile:
@@ -11,10 +11,8 @@ flight.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -25,9 +23,10 @@ from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 from disagg.router.gateway.answer import Answer, Delta, Finish
-from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.auth import CALLER, Caller
 from disagg.router.gateway.charge import Charge, least_tokens
 from disagg.router.gateway.mixing import mixed
+from disagg.router.gateway.offload import Offload
 from disagg.router.gateway.request import BYTES_PER_ID, Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.sampling import answer_seed
 from disagg.router.gateway.text import TextStream
@@ -48,7 +47,7 @@ class Generator:
         router: where requests go.
         limits: what requests are checked against.
         fingerprint: of the workers' model; block hashes start from it.
-        executor: tokenizes prompts above `inline_prompt_bytes`; `None` tokenizes all on the event loop.
+        offload: tokenizes large prompts; `None` tokenizes all on the event loop.
         clock: monotonic seconds, the clock of the deadlines.
         mint_seed: 64 random bits.
         mint_id: a request id that was never used, for all answers of a call but the first.
@@ -64,8 +63,7 @@ class Generator:
         clock: Callable[[], float],
         mint_seed: Callable[[], int],
         mint_id: Callable[[], RequestId],
-        executor: Executor | None = None,
-        inline_prompt_bytes: int = 0,
+        offload: Offload | None = None,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -74,8 +72,7 @@ class Generator:
         self._clock = clock
         self._mint_seed = mint_seed
         self._mint_id = mint_id
-        self._executor = executor
-        self._inline_prompt_bytes = inline_prompt_bytes
+        self._offload = offload
 
     async def run(
         self, given: GenerationInput, call: Call, charge: Charge | None = None
@@ -116,11 +113,12 @@ class Generator:
         """The text of checked ids, special tokens left out."""
         return await self.offload(BYTES_PER_ID * len(token_ids), lambda: self.model.tokenizer.decode(token_ids))
 
-    async def offload(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Do `work`, whose input has `num_bytes`: at once if it is small, on a thread otherwise."""
-        if self._executor is None or num_bytes <= self._inline_prompt_bytes:
+    async def offload(self, num_bytes: int, work: Callable[[], T], deadline: float | None = None) -> T:
+        """Do `work`, whose input has `num_bytes`: at once if it is small, else on a thread when it is the caller's
+        turn. Raises as `Offload.run`."""
+        if self._offload is None:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
 
     def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
         """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
@@ -129,9 +127,17 @@ class Generator:
     async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""
         seed = self._mint_seed()
+        waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
+        came = self._clock() if waits else 0.0
+        max_tokens = self.limits.model.max_model_len - 1
+        if isinstance(checked.prompt, TextPrompt):
+            self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
+        if waits:
+            self._router.check_room()
 
         def prepare() -> RoutedRequest:
-            token_ids = _encode(checked.prompt, self.model.tokenizer)
+            queue_s = self._clock() - came if waits else 0.0
+            token_ids = _encode(checked.prompt, self.model.tokenizer, max_tokens)
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
             root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
@@ -148,9 +154,10 @@ class Generator:
                 tenant=call.caller.tenant,
                 limits=call.caller.limits,
                 prepaid_tokens=prepaid_tokens,
+                tokenize_queue_s=queue_s,
             )
 
-        routed = await self.offload(checked.prompt.num_bytes, prepare)
+        routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
         check_deadline(None if call.deadline is None else call.deadline - self._clock())
         return routed
 
@@ -176,11 +183,11 @@ def prefix_salt(tenant: str, cache_salt: str) -> bytes:
     return struct.pack("<I", len(name)) + name + cache_salt.encode()
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None = None) -> tuple[int, ...]:
     match prompt:
         case TextPrompt(text):
-            return tuple(tokenizer.encode_text(text))
+            return tuple(tokenizer.encode_text(text, max_tokens=max_tokens))
         case IdsPrompt(token_ids):
             return token_ids
         case ChatPrompt(turns):
-            return tuple(tokenizer.encode_chat(turns))
+            return tuple(tokenizer.encode_chat(turns, max_tokens))

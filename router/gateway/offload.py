@@ -25,7 +25,7 @@ class Offload:
     """Owner of the threads; lives on one event loop.
 
     Args:
-        num_threads: how many pieces of work run at a time.
+        num_threads: how many pieces of work run at a time; of one tenant, all but one.
         inline_bytes: work with an input up to this size runs on the event loop.
         max_bytes: of all inputs that wait or are worked on; beyond that work is refused.
         max_tenant_bytes: the same for one tenant.
@@ -42,7 +42,7 @@ class Offload:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inline_bytes = inline_bytes
-        self._turns = OffloadTurns(max_bytes, max_tenant_bytes)
+        self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1))
         self._clock = clock
         self._num_idle = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
@@ -59,6 +59,10 @@ class Offload:
         """Size of the inputs that wait or are worked on."""
         return self._turns.num_bytes
 
+    def is_inline(self, num_bytes: int) -> bool:
+        """Whether work with an input of this size runs on the event loop."""
+        return num_bytes <= self._inline_bytes
+
     async def run(self, work: Callable[[], T], *, tenant: str, num_bytes: int, deadline: float | None = None) -> T:
         """What `work` returns or raises.
 
@@ -72,7 +76,7 @@ class Offload:
             OverloadedError: if too many bytes wait, of the tenant or of all.
             DeadlineError: if the deadline passed before its turn.
         """
-        if num_bytes <= self._inline_bytes:
+        if self.is_inline(num_bytes):
             return work()
         entry = Work(tenant, num_bytes, deadline)
         self._turns.offer(entry)

@@ -3,7 +3,8 @@
     offer ──> waiting ──take──> running ──finished──> (gone)
       └─ OverloadedError   └─ cancel, or the deadline passed when its turn came ──> (gone)
 
-A tenant with much waiting work delays another tenant by about one piece of work for each thread, not by all of it.
+A tenant with much waiting work delays another tenant by one piece of work at most, not by all of it: a tenant never
+has all threads where there are several.
 Bytes count from `offer` until the work is gone, because its input stays in memory until then.
 """
 
@@ -39,6 +40,7 @@ class _Line:
     credit: int = 0
     num_bytes: int = 0
     """Waiting and running."""
+    num_running: int = 0
 
 
 class OffloadTurns:
@@ -48,21 +50,23 @@ class OffloadTurns:
         max_bytes: of all work that waits or runs.
         max_tenant_bytes: of one tenant's work that waits or runs. A single larger piece is still taken when its tenant
             holds nothing.
+        max_tenant_running: pieces of one tenant that run at a time.
     """
 
-    def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_tenant_bytes: int, max_tenant_running: int = 1) -> None:
+        self._max_tenant_running = max_tenant_running
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._lines: dict[str, _Line] = {}
         self._ring: deque[str] = deque()
-        """Tenants with waiting work; the first one's turn is next."""
+        """Tenants with waiting work that may run; the first one's turn is next."""
         self.num_bytes = 0
         """Of all work that waits or runs."""
 
     @property
     def num_waiting(self) -> int:
         """Pieces of work that have not been started."""
-        return sum(len(self._lines[tenant].waiting) for tenant in self._ring)
+        return sum(len(line.waiting) for line in self._lines.values())
 
     def offer(self, work: Work) -> None:
         """Take `work` into its tenant's line. Raises `OverloadedError` where that would hold too many bytes."""
@@ -78,9 +82,8 @@ class OffloadTurns:
             )
         if line is None:
             line = self._lines[work.tenant] = _Line()
-        if not line.waiting:
-            line.credit = QUANTUM_BYTES
-            self._ring.append(work.tenant)
+        if not line.waiting and line.num_running < self._max_tenant_running:
+            self._join_ring(work.tenant, line)
         line.waiting[work] = None
         line.num_bytes += work.num_bytes
         self.num_bytes += work.num_bytes
@@ -97,6 +100,7 @@ class OffloadTurns:
                 self.cancel(work)
             elif work.num_bytes <= line.credit:
                 line.credit -= work.num_bytes
+                line.num_running += 1
                 self._leave_line(work, line)
                 return work, late
             else:
@@ -110,18 +114,29 @@ class OffloadTurns:
         if line is None or work not in line.waiting:
             return False
         self._leave_line(work, line)
-        self.finished(work)
+        self._free(work, line)
         return True
 
     def finished(self, work: Work) -> None:
         """Work that `take` gave ended: its bytes are free again."""
         line = self._lines[work.tenant]
+        if line.num_running == self._max_tenant_running and line.waiting:
+            self._join_ring(work.tenant, line)
+        line.num_running -= 1
+        self._free(work, line)
+
+    def _free(self, work: Work, line: _Line) -> None:
         line.num_bytes -= work.num_bytes
         self.num_bytes -= work.num_bytes
-        if not line.num_bytes and not line.waiting:
+        if not line.num_running and not line.waiting:
             del self._lines[work.tenant]
+
+    def _join_ring(self, tenant: str, line: _Line) -> None:
+        line.credit = QUANTUM_BYTES
+        self._ring.append(tenant)
 
     def _leave_line(self, work: Work, line: _Line) -> None:
         del line.waiting[work]
-        if not line.waiting:
+        may_run = bool(line.waiting) and line.num_running < self._max_tenant_running
+        if not may_run and work.tenant in self._ring:
             self._ring.remove(work.tenant)

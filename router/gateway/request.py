@@ -17,8 +17,8 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth import ANONYMOUS, Caller
 from disagg.router.gateway.chat_template import ChatTurn
 
-BYTES_PER_ID = 4
-"""Of a token id, to tell small prompts from large ones."""
+BYTES_PER_ID = 1
+"""What an id counts as, to tell small work from large: no more work than a byte of text."""
 
 
 class Targets(NamedTuple):

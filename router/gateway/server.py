@@ -11,7 +11,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -37,6 +36,7 @@ from disagg.router.gateway.http.protocol import ConnectionLimits
 from disagg.router.gateway.http.server import HttpServer
 from disagg.router.gateway.interceptors import Authenticate
 from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.offload import Offload
 from disagg.router.gateway.probe import PairProbe
 from disagg.router.gateway.security import secure
 from disagg.router.gateway.service import InferenceService
@@ -117,7 +117,7 @@ class GatewayServer:
         self._http_port: int | None = None
         self._calls = _Calls()
         self._health = _Health()
-        self._executor: ThreadPoolExecutor | None = None
+        self._offload: Offload | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
 
@@ -145,8 +145,13 @@ class GatewayServer:
             ConfigError: if the address cannot be bound.
         """
         config = self.config
-        self._executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        generator = self._make_generator(self._executor)
+        self._offload = Offload(
+            config.num_tokenizer_threads,
+            inline_bytes=config.inline_prompt_bytes,
+            max_bytes=config.max_tokenizing_bytes,
+            max_tenant_bytes=config.max_tenant_tokenizing_bytes,
+        )
+        generator = self._make_generator(self._offload)
         interceptors = (self._calls, Authenticate(self._security.authenticator, self._audit), DecodeRequests())
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
@@ -158,7 +163,7 @@ class GatewayServer:
         except (RuntimeError, OSError) as error:
             port = config.port if isinstance(error, RuntimeError) else config.http_port
             await server.stop(None)
-            self._executor.shutdown()
+            self._offload.close()
             raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
         await server.start()
         self._server = server
@@ -174,7 +179,7 @@ class GatewayServer:
     async def stop(self, grace_s: float = DEFAULT_GRACE_S) -> None:
         """Take no new calls, give running ones `grace_s` seconds, cancel the rest. Idempotent."""
         server, self._server = self._server, None
-        if server is None or self._executor is None:
+        if server is None or self._offload is None:
             return
         await self._health.enter_graceful_shutdown()
         stops = [server.stop(grace_s)]
@@ -185,7 +190,7 @@ class GatewayServer:
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
-        self._executor.shutdown(cancel_futures=True)
+        self._offload.close()
 
     def _options(self) -> list[tuple[str, int]]:
         return [
@@ -203,7 +208,7 @@ class GatewayServer:
     def _address(self, port: int) -> str:
         return join_address(self.config.host, port)
 
-    def _make_generator(self, executor: ThreadPoolExecutor) -> Generator:
+    def _make_generator(self, offload: Offload) -> Generator:
         return Generator(
             self.model,
             self._router,
@@ -212,8 +217,7 @@ class GatewayServer:
             clock=time.monotonic,
             mint_seed=lambda: secrets.randbits(64),
             mint_id=_mint_id,
-            executor=executor,
-            inline_prompt_bytes=self.config.inline_prompt_bytes,
+            offload=offload,
         )
 
     def _make_http(self, generator: Generator) -> HttpServer:

@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.proto.errors import ConfigError, ContextLengthError, InvalidRequestError
 from disagg.router.gateway import checkpoint
 from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.token_pieces import TokenPieces, byte_alphabet
@@ -21,6 +21,8 @@ from disagg.router.gateway.token_pieces import TokenPieces, byte_alphabet
 FAKE_MODEL_PATH = "fake"
 FAKE_VOCAB_SIZE = 32_000
 FAKE_MAX_MODEL_LEN = 8192
+_FIRST_PREFIX_BYTES_PER_TOKEN = 8
+"""Text with more bytes for each token of the limit is looked at in prefixes before it is tokenized whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +50,38 @@ class Tokenizer:
         )
         self._template = template
         self._pieces = TokenPieces(backend)
+        self.max_bytes_per_token = self._pieces.max_bytes_per_token()
+        """No token stands for more bytes of text; `None` where the tokenizer sets no such limit."""
 
-    def encode_text(self, text: str, special: bool = True) -> list[int]:
+    def encode_text(self, text: str, special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of `text`, with the special tokens that the model's post-processor adds unless `special` is false.
-        Special tokens that are spelled out in the text become their ids."""
+        Special tokens that are spelled out in the text become their ids.
+
+        Raises:
+            ContextLengthError: naming `prompt.text`, where it is soon seen that there are more than `max_tokens`.
+        """
+        self._check_length("prompt.text", text, max_tokens)
         return self._encode(text, add_special_tokens=special)
 
-    def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
+    def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None) -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added.
 
         Raises:
             InvalidRequestError: if the model has no template or the template refuses the turns.
+            ContextLengthError: as `encode_text`, naming `chat.messages`.
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
-        return self._encode(self._template.render(turns), add_special_tokens=False)
+        text = self._template.render(turns)
+        self._check_length("chat.messages", text, max_tokens)
+        return self._encode(text, add_special_tokens=False)
+
+    def check_num_bytes(self, field: str, num_bytes: int, max_tokens: int) -> None:
+        """Raises `ContextLengthError` naming `field` if text of this size is always more than `max_tokens`."""
+        if self.max_bytes_per_token is not None and num_bytes > max_tokens * self.max_bytes_per_token:
+            raise ContextLengthError(
+                field, f"{num_bytes} bytes are more than {max_tokens} tokens, which is what the context has room for"
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
@@ -73,6 +92,25 @@ class Tokenizer:
         """What a token stands for, which may be a part of a character. Special tokens are their own names; an id
         without a token is nothing."""
         return self._pieces.bytes_of(token_id)
+
+    def _check_length(self, field: str, text: str, max_tokens: int | None) -> None:
+        """Raises `ContextLengthError` if `text` is more than `max_tokens`, where a part of the work shows it.
+
+        Tokens of a text are not those of its parts: how a cut part ends depends on what follows. So text is always
+        tokenized whole, and a prefix only serves to refuse: one that has more than twice the tokens of the limit.
+        """
+        if max_tokens is None:
+            return
+        self.check_num_bytes(field, len(text.encode()), max_tokens)
+        num_chars = _FIRST_PREFIX_BYTES_PER_TOKEN * (max_tokens + 1)
+        while num_chars < len(text):
+            if len(self._encode(text[:num_chars], add_special_tokens=False)) > 2 * max_tokens:
+                raise ContextLengthError(
+                    field,
+                    f"the first {num_chars} of {len(text)} characters are more than {2 * max_tokens} tokens"
+                    f", and the context has room for {max_tokens}",
+                )
+            num_chars *= 4
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a

@@ -148,6 +148,7 @@ class FakeRouter:
         """What every call is refused with."""
         self.admitted: list[CallDemand] = []
         self.given_back: list[tuple[str, int]] = []
+        self.no_room: DisaggError | None = None
         self.submitted: list[tuple[RoutedRequest, float]] = []
         self.handles: list[FakeHandle] = []
         self.arrived = asyncio.Event()
@@ -169,6 +170,10 @@ class FakeRouter:
         self.handles.append(FakeHandle(request.request_id, self.script(request)))
         self.arrived.set()
         return self.handles[-1]
+
+    def check_room(self) -> None:
+        if self.no_room is not None:
+            raise self.no_room
 
     def view(self) -> ClusterView:
         return self.cluster

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import Executor, Future
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import (
+    ContextLengthError,
     DeadlineError,
-    DisaggError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
@@ -25,12 +24,14 @@ from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatc
 from disagg.router.gateway.auth import Caller
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.offload import Offload
 from disagg.router.gateway.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Targets, TextPrompt
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import (
     EOS,
     FINGERPRINT,
     IM_END,
+    MAX_MODEL_LEN,
     MODEL_NAME,
     FakeHandle,
     FakeRouter,
@@ -63,22 +64,6 @@ class TickingClock(Clock):
     def __call__(self) -> float:
         self._now += 1
         return self._now
-
-
-class CountingExecutor(Executor):
-    """Does the work at once, and counts."""
-
-    def __init__(self) -> None:
-        self.num_jobs = 0
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.num_jobs += 1
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except DisaggError as error:
-            done.set_exception(error)
-        return done
 
 
 def make(model: ServedModel, router: FakeRouter, clock: Clock | None = None, **options: Any) -> Generator:
@@ -348,16 +333,47 @@ async def test_a_timeout_of_another_kind_is_not_the_deadline(model: ServedModel)
         await collect(make(model, router).run(asked(), until(150.0)))
 
 
-async def test_only_large_prompts_go_to_a_thread(model: ServedModel) -> None:
-    executor = CountingExecutor()
-    generator = make(model, FakeRouter(), executor=executor, inline_prompt_bytes=160)
-    await collect(generator.run(asked(), CALL))
-    assert executor.num_jobs == 0
-    await collect(generator.run(asked(prompt=IdsPrompt((*PROMPT, 7))), CALL))
-    assert executor.num_jobs == 1
-    with pytest.raises(InvalidRequestError, match="context"):
-        await collect(generator.run(asked(prompt=TextPrompt("qz" * 200)), CALL))
-    assert executor.num_jobs == 2
+@pytest.fixture
+def offload() -> Iterator[Offload]:
+    it = Offload(1, inline_bytes=40, max_bytes=1 << 20, max_tenant_bytes=1 << 20, clock=lambda: 0.0)
+    yield it
+    it.close()
+
+
+async def test_only_large_prompts_wait_for_a_thread(model: ServedModel, offload: Offload) -> None:
+    router = FakeRouter()
+    generator = make(model, router, TickingClock(), offload=offload)
+    await collect(generator.run(asked(), Call(request_id=ID)))
+    await collect(generator.run(asked(prompt=IdsPrompt((*PROMPT, 7))), Call(request_id=ID)))
+    assert [routed.tokenize_queue_s for routed, _ in router.submitted] == [0.0, 1.0]
+    assert offload.num_bytes == 0
+
+
+async def test_a_large_prompt_is_refused_before_it_waits_where_the_queue_is_full(
+    model: ServedModel, offload: Offload
+) -> None:
+    router = FakeRouter()
+    router.no_room = OverloadedError("4 requests are waiting", 1.0)
+    generator = make(model, router, offload=offload)
+    with pytest.raises(OverloadedError, match="4 requests are waiting"):
+        await collect(generator.run(asked(prompt=TextPrompt("hello" * 20)), CALL))
+    assert router.submitted == []
+    assert offload.num_bytes == 0
+
+
+async def test_text_that_can_never_fit_is_refused_by_its_size(model: ServedModel) -> None:
+    generator = make(model, FakeRouter())
+    longest = model.tokenizer.max_bytes_per_token
+    assert longest is not None
+    num_bytes = longest * (MAX_MODEL_LEN - 1) + 1
+    with pytest.raises(ContextLengthError, match=f"{num_bytes} bytes are more than {MAX_MODEL_LEN - 1} tokens"):
+        await collect(generator.run(asked(prompt=TextPrompt("a" * num_bytes)), CALL))
+
+
+async def test_text_with_far_too_many_tokens_is_refused_by_a_prefix(model: ServedModel) -> None:
+    generator = make(model, FakeRouter())
+    with pytest.raises(ContextLengthError, match="the first 1024 of 1100 characters are more than 254 tokens"):
+        await collect(generator.run(asked(prompt=TextPrompt("qz" * 550)), CALL))
 
 
 class EndsSilently(FakeHandle):

@@ -24,12 +24,32 @@ def order(it: OffloadTurns) -> list[str]:
 
 
 def test_one_tenants_work_runs_in_order_of_arrival() -> None:
-    it = turns()
+    it = OffloadTurns(32 * MIB, 16 * MIB, max_tenant_running=3)
     works = [Work("a", size) for size in (MIB, 10, 3 * QUANTUM_BYTES)]
     for work in works:
         it.offer(work)
 
     assert [it.take(0.0)[0] for _ in range(4)] == [*works, None]
+
+
+def test_a_tenant_has_so_many_running_and_no_more() -> None:
+    it = OffloadTurns(32 * MIB, 16 * MIB, max_tenant_running=2)
+    works = [Work("a", MIB) for _ in range(4)]
+    for work in works:
+        it.offer(work)
+    assert [it.take(0.0)[0] for _ in range(3)] == [works[0], works[1], None]
+    other = Work("b", MIB)
+    it.offer(other)
+    assert [it.take(0.0)[0] for _ in range(2)] == [other, None]
+
+    it.finished(works[1])
+
+    assert it.num_waiting == 2
+    assert it.cancel(works[2])
+    assert [it.take(0.0)[0] for _ in range(2)] == [works[3], None]
+    for work in (works[0], works[3], other):
+        it.finished(work)
+    assert (it.num_bytes, it.num_waiting) == (0, 0)
 
 
 def test_a_small_piece_passes_another_tenants_large_ones() -> None:

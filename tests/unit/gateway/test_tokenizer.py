@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
-from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.proto.errors import ConfigError, ContextLengthError, InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
+from disagg.router.gateway.token_pieces import TokenPieces
 from disagg.router.gateway.tokenizer import FAKE_VOCAB_SIZE, ModelInfo, ServedModel, fake_model, load_model
 from tests.support.gateway import (
     BOS,
@@ -195,3 +198,35 @@ def test_texts_and_chats_read_as_with_transformers(tmp_path: Path, monkeypatch: 
     rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.encode_chat(HELLO) == rendered
     assert ours.decode(rendered) == theirs.decode(rendered, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "longest"),
+    [
+        (None, 12),
+        (normalizers.NFC(), 48),
+        (normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), 12),
+        (normalizers.Strip(), None),
+        (normalizers.Replace("a", ""), None),
+    ],
+)
+def test_the_most_bytes_that_a_token_stands_for(normalizer: Any, longest: int | None) -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    assert TokenPieces(backend).max_bytes_per_token() == longest
+
+
+def test_a_token_that_takes_white_space_has_no_most_bytes() -> None:
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json())
+    backend.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    assert TokenPieces(backend).max_bytes_per_token() is None
+
+
+@given(text=st.text(max_size=400), limit=st.integers(1, 40))
+def test_a_limit_changes_no_ids_and_refuses_nothing_that_fits(model: ServedModel, text: str, limit: int) -> None:
+    whole = model.tokenizer.encode_text(text, special=False)
+    try:
+        assert model.tokenizer.encode_text(text, special=False, max_tokens=limit) == whole
+    except ContextLengthError:
+        assert len(whole) > limit

@@ -102,6 +102,7 @@ def test_the_spans_of_a_request_over_a_pair() -> None:
     ]
     stages = {stage: found.total for stage, found in view(it).tally.stages.items()}
     assert stages == {
+        "tokenize_queue": 0.0,
         "tokenize": 0.5,
         "route": 0.0,
         "kv_alloc_wait": 0.25,
@@ -113,6 +114,13 @@ def test_the_spans_of_a_request_over_a_pair() -> None:
         "decode": 0.875,
         "detokenize": 0.0,  # The text of the last tokens is made after the end.
     }
+
+
+def test_the_wait_for_the_tokenizer_is_a_span_of_its_own() -> None:
+    it = Scenario("p0", "d0")
+    it.now = 10.0
+    it.submit(msgspec.structs.replace(routed_request("r0", 64), tokenize_queue_s=0.375), arrival=9.5)
+    assert spans(it, "r0")[:2] == [("tokenize_queue", None, 9.5, 9.875), ("tokenize", None, 9.875, 10.0)]
 
 
 def test_what_a_worker_measured_never_reaches_beyond_what_the_gateway_saw() -> None:
@@ -265,7 +273,11 @@ def test_a_trace_knows_whose_the_request_is_and_where_it_came_from() -> None:
 def test_a_line_for_each_request_says_nothing_of_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
     it = alone()
     with caplog.at_level(logging.DEBUG, "disagg.router.journal"):
-        answer(it, msgspec.structs.replace(routed_request("r0", 64), trace_parent=f"00-{'a' * 32}-{'b' * 16}-01"), 0.5)
+        answer(
+            it,
+            msgspec.structs.replace(routed_request("r0", 64), trace_parent=f"00-{'a' * 32}-{'b' * 16}-01"),
+            0.5,
+        )
     (record,) = caplog.records
     assert record.getMessage() == "r0: length after 500.0 ms, 64 + 1 tokens, None -> d0"
     assert (vars(record)["request_id"], vars(record)["trace_id"]) == ("r0", "a" * 32)
