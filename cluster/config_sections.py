@@ -95,6 +95,9 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's engine has been in one step for so long: both. Must be longer than the longest honest step."""
     failpoints: bool = False
     """Whether workers fail on purpose where their environment says so (`DISAGG_FAILPOINTS`): for tests only."""
+    gateway_stuck_after_s: Seconds | None = 30.0
+    """A gateway's event loop has been in one turn for so long, though its process shows that it lives: it is killed,
+    and started again. A loop that is held for less is busy, not hung."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,9 @@ from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.launch import GatewayLaunch
 from disagg.cluster.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.router.gateway.beat_line import BeatLine
+from disagg.router.gateway.loop_times import LoopTimes
+from disagg.router.gateway.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.server import RouterServer
@@ -71,7 +74,9 @@ class GatewayHost:
     def _run(self) -> None:
         interrupt_nobody()
         try:
-            asyncio.run(self._main())
+            selector = TimedSelector()
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+                runner.run(self._main(selector.times))
         except BaseException as error:
             if self._ready.is_set():
                 logger.exception("the gateway died")
@@ -81,13 +86,14 @@ class GatewayHost:
         finally:
             self._ready.set()
 
-    async def _main(self) -> None:
-        launch = self._launch
+    async def _main(self, times: LoopTimes) -> None:
+        launch, watch = self._launch, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = RouterServer(launch.router, launch.gateway_id, list(launch.workers), self._secret)
         link = ControllerLink(launch.gateway_id, self._resolve, router, self._secret, launch.workers)
+        beats = BeatLine(launch.gateway_id, self._resolve, self._secret, watch.state)
         try:
-            gateway = await self._open(router, link)
+            gateway = await self._open(router, link, times)
         except Exception as error:
             logger.exception("the gateway could not start")
             await link.report_failure(describe(error))
@@ -96,16 +102,20 @@ class GatewayHost:
         try:
             freeze_start()
             self.address, self.http_address = gateway.address, gateway.http_address
+            watch.start()
             link.start(gateway.address, os.getpid(), self.http_address)
+            beats.start()
             self._ready.set()
             await self._stop.wait()
         finally:
             await gateway.stop()
+            await asyncio.to_thread(beats.stop)
             await link.stop()
+            watch.stop()
             await router.stop()
 
-    async def _open(self, router: RouterServer, link: ControllerLink) -> GatewayServer:
-        gateway = GatewayServer(self._launch.gateway, router, control=link.ask)
+    async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
+        gateway = GatewayServer(self._launch.gateway, router, control=link.ask, loop_times=times)
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from disagg.cluster.config_sections import RecoveryConfig
+from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.launcher import Launcher
 from disagg.router.vigil import SWEEP_S, Vigil, limit
 
@@ -45,6 +46,7 @@ class Supervisor:
 
     def __init__(self, config: RecoveryConfig, launcher: Launcher, on_hung: Callable[[Life, str], None]) -> None:
         self._vigil: Vigil[Life] = Vigil(limit(config.kill_after_s), limit(config.stuck_after_s))
+        self._gateway_stuck_after_s = limit(config.gateway_stuck_after_s)
         self._launcher = launcher
         self._on_hung = on_hung
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="supervisor")
@@ -64,11 +66,11 @@ class Supervisor:
 
     def watch(self, life: Life) -> None:
         """This life has a line to the controller."""
-        self._vigil.watch(life)
+        self._vigil.watch(life, self._gateway_stuck_after_s if life.name == GATEWAY else None)
 
-    def heard(self, life: Life, turn_s: float | None = None) -> None:
-        """It spoke, and its engine has been in its present turn for so long."""
-        self._vigil.heard(life, turn_s)
+    def heard(self, life: Life, turn_s: float | None = None, doing: str = "") -> None:
+        """It spoke, and its engine or event loop has been in its present turn for so long."""
+        self._vigil.heard(life, turn_s, doing)
 
     def forget(self, life: Life) -> None:
         """Its line broke. That it ended, or not, is seen otherwise."""
@@ -92,4 +94,4 @@ class Supervisor:
 
     def _watch_again(self, life: Life) -> None:
         if life in self._vigil:
-            self._vigil.watch(life)
+            self.watch(life)

@@ -105,7 +105,15 @@ class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
 
 
 class GatewayBeat(Message, frozen=True, kw_only=True, tag=True):
-    """The gateway lives. Sent again and again."""
+    """The gateway lives. Sent again and again: on the stream of its hello by its event loop, and, with all fields, on
+    a stream of their own by a thread."""
+
+    gateway_id: GatewayId = GatewayId("")
+    pid: int = 0
+    turn_s: float = 0.0
+    """For how long its event loop has been in its present turn."""
+    doing: str = ""
+    """What the loop was seen to do in it, for the log."""
 
 
 GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayBeat

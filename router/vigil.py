@@ -29,7 +29,9 @@ _LONGEST_SWEEP_S = 2 * SWEEP_S
 class _Watched:
     heard_at: float
     """In awake time."""
+    stuck_after_s: float
     turn_s: float = 0.0
+    doing: str = ""
     is_suspected: bool = False
 
 
@@ -51,27 +53,33 @@ class Vigil(Generic[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._watched
 
-    def watch(self, key: K) -> None:
-        """Someone is there and has just been heard. One that was watched before begins anew."""
-        self._watched[key] = _Watched(self._awake_s)
+    def watch(self, key: K, stuck_after_s: float | None = None) -> None:
+        """Someone is there and has just been heard. One that was watched before begins anew.
+
+        Args:
+            stuck_after_s: its own limit instead of the vigil's.
+        """
+        limit_s = self._stuck_after_s if stuck_after_s is None else stuck_after_s
+        self._watched[key] = _Watched(self._awake_s, limit_s)
 
     def forget(self, key: K) -> None:
         """Nobody waits for it any more. Does nothing for an unknown one."""
         self._watched.pop(key, None)
 
-    def heard(self, key: K, turn_s: float | None = None) -> bool:
+    def heard(self, key: K, turn_s: float | None = None, doing: str = "") -> bool:
         """It spoke. Returns whether that ends a suspicion. Unknown ones are ignored.
 
         Args:
             turn_s: for how long its engine has been in its present turn; None if it did not say.
+            doing: what the engine does in it, for the log.
         """
         watched = self._watched.get(key)
         if watched is None:
             return False
         watched.heard_at = self._awake_s
         if turn_s is not None:
-            watched.turn_s = turn_s
-        if not watched.is_suspected or watched.turn_s > self._stuck_after_s:
+            watched.turn_s, watched.doing = turn_s, doing
+        if not watched.is_suspected or watched.turn_s > watched.stuck_after_s:
             return False
         watched.is_suspected = False
         return True
@@ -92,8 +100,9 @@ class Vigil(Generic[K]):
         silence_s = self._awake_s - watched.heard_at
         if silence_s >= self._silent_after_s:
             return f"was silent for {silence_s:.1f} s"
-        if watched.turn_s > self._stuck_after_s:
-            return f"has been in one step for {watched.turn_s:.0f} s"
+        if watched.turn_s > watched.stuck_after_s:
+            doing = f" ({watched.doing})" if watched.doing else ""
+            return f"has been in one step for {watched.turn_s:.0f} s{doing}"
         return ""
 
 

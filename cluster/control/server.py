@@ -295,6 +295,9 @@ class Controller:
         if isinstance(hello, GatewayFailed):
             self._handle(events.GatewayStartFailed(hello.error))
             return
+        if isinstance(hello, GatewayBeat):
+            await self._read_gateway_beats(hello, requests)
+            return
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
         memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
@@ -319,6 +322,14 @@ class Controller:
                 self._supervisor.heard(life)
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
+
+    async def _read_gateway_beats(self, first: GatewayBeat, requests: AsyncIterator[bytes]) -> None:
+        """Beats of a gateway's thread; they count while its other stream stands."""
+        life = Life(GATEWAY, first.gateway_id, first.pid)
+        self._supervisor.heard(life, first.turn_s, first.doing)
+        async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
+            if isinstance(message, GatewayBeat):
+                self._supervisor.heard(life, message.turn_s, message.doing)
 
     async def _control(self, frame: bytes, context: Context) -> bytes:
         return encode(await self.control(await _decode(frame, ControlRequest, context)))

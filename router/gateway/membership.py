@@ -182,7 +182,7 @@ class ControllerLink:
             yield encode(message)
 
     async def _beat(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
-        """On the loop that serves clients, so that silence means that it serves nobody."""
+        """On the loop that serves clients; `BeatLine` beats from a thread, also while the loop is held."""
         while True:
             await asyncio.sleep(BEAT_S)
             outbox.put_nowait(GatewayBeat())

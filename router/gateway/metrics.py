@@ -23,9 +23,12 @@ from prometheus_client.registry import Collector
 
 from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
 from disagg.router.api import ClusterView
+from disagg.router.gateway.loop_times import LoopTimes
 from disagg.router.gateway.metrics_cluster import cluster_families
 from disagg.router.gateway.metrics_families import counter
+from disagg.router.gateway.metrics_loop import loop_families
 from disagg.router.gateway.metrics_vllm import vllm_families
+from disagg.router.gateway.offload import Offload
 
 Protocol = Literal["grpc", "http"]
 
@@ -37,9 +40,20 @@ class GatewayMetrics(Collector):
         view: the cluster now.
         model: name of the served model, a label of the `vllm:*` aliases.
         vllm_aliases: whether the names of vLLM are there too.
+        loop_times: of the gateway's event loop; `None` shows zeros.
     """
 
-    def __init__(self, view: Callable[[], ClusterView], model: str, *, vllm_aliases: bool = True) -> None:
+    def __init__(
+        self,
+        view: Callable[[], ClusterView],
+        model: str,
+        *,
+        vllm_aliases: bool = True,
+        loop_times: LoopTimes | None = None,
+    ) -> None:
+        self._loop_times = loop_times or LoopTimes()
+        self.offload: Offload | None = None
+        """Set when the gateway starts."""
         self._view = view
         self._model = model
         self._vllm_aliases = vllm_aliases
@@ -95,6 +109,7 @@ class GatewayMetrics(Collector):
             ("protocol", "reason"),
             sorted(self._refusals.items()),
         )
+        yield from loop_families(self._loop_times, self.offload)
         view = self._view()
         yield from cluster_families(view)
         if self._vllm_aliases:

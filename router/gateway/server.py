@@ -35,6 +35,7 @@ from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.protocol import ConnectionLimits
 from disagg.router.gateway.http.server import HttpServer
 from disagg.router.gateway.interceptors import Authenticate
+from disagg.router.gateway.loop_times import LoopTimes
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.offload import Offload
 from disagg.router.gateway.probe import PairProbe
@@ -93,6 +94,7 @@ class GatewayServer:
         router: where requests go.
         model: what is served, instead of reading `config.model_path`.
         control: asks the controller; without it operators can look, but change nothing.
+        loop_times: of the event loop, for the metrics; `None` where they are not taken.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -104,13 +106,16 @@ class GatewayServer:
         router: Router,
         model: ServedModel | None = None,
         control: Control = no_controller,
+        loop_times: LoopTimes | None = None,
     ) -> None:
         self.config = config
         self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
         self._router = router
         self._control = control
         self._security = secure(config)
-        self._metrics = GatewayMetrics(router.view, self.model.info.name, vllm_aliases=config.vllm_aliases)
+        self._metrics = GatewayMetrics(
+            router.view, self.model.info.name, vllm_aliases=config.vllm_aliases, loop_times=loop_times
+        )
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None
         self._port: int | None = None
@@ -151,6 +156,7 @@ class GatewayServer:
             max_bytes=config.max_tokenizing_bytes,
             max_tenant_bytes=config.max_tenant_tokenizing_bytes,
         )
+        self._metrics.offload = self._offload
         generator = self._make_generator(self._offload)
         interceptors = (self._calls, Authenticate(self._security.authenticator, self._audit), DecodeRequests())
         server = grpc.aio.server(interceptors=interceptors, options=self._options())

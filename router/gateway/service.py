@@ -20,6 +20,7 @@ from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.from_protobuf import read_request, read_turns
 from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
+from disagg.router.gateway.loop_watch import name_task
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.request import Call, GenerationInput, Prompt
 from disagg.router.gateway.stall import StalledError, StallWatch
@@ -120,6 +121,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can
         fail. The id and the span's `traceparent`."""
         request_id, trace_parent = self._mint_id(), ""
+        name_task(request_id)
         metadata = [(REQUEST_ID, str(request_id))]
         given = _firsts(context, LABEL, TRACE_METADATA)
         if label := read_label(given.get(LABEL)):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +22,12 @@ from disagg.cluster.processes import ProcessLauncher
 from disagg.engine.fake import fake_generate
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
-from disagg.proto.ids import WorkerId
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo
+from disagg.router.gateway.beat_line import BeatLine
+from disagg.router.gateway.loop_times import LoopTimes
+from disagg.router.gateway.loop_watch import LoopWatch, TimedSelector
+from disagg.router.gateway.membership import ControllerLink
 from tests.integration.test_processes import FAKE, PROMPT, wait_until
 from tests.support.secret import SECRET
 
@@ -140,6 +148,90 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
     finally:
         launcher.keep = False
         second.stop()
+
+
+class NotingLauncher(ProcessLauncher):
+    """Notes what is to be killed, and kills nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, SECRET)
+        self.noted: list[tuple[str, int]] = []
+        self.has_noted = threading.Event()
+
+    def kill(self, name: str, pid: int) -> None:
+        self.noted.append((name, pid))
+        self.has_noted.set()
+
+
+class HeldGateway:
+    """A gateway without clients, whose event loop is held from `hold` to `release`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready, self._held, self._end = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> HeldGateway:
+        self._thread.start()
+        assert self._ready.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.set()
+        self._end.set()
+        self._thread.join()
+
+    def hold(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._held.wait)
+
+    def _run(self) -> None:
+        selector = TimedSelector()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            runner.run(self._serve(selector.times))
+
+    async def _serve(self, times: LoopTimes) -> None:
+        self._loop = asyncio.get_running_loop()
+        gateway_id, watch = GatewayId("held"), LoopWatch(times)
+        link = ControllerLink(gateway_id, lambda: self._address, NoWorkers(), SECRET)
+        beats = BeatLine(gateway_id, lambda: self._address, SECRET, watch.state)
+        watch.start()
+        link.start("127.0.0.1:1", os.getpid())
+        beats.start()
+        self._ready.set()
+        await asyncio.to_thread(self._end.wait)
+        await asyncio.to_thread(beats.stop)
+        await link.stop()
+        watch.stop()
+
+
+class NoWorkers:
+    """Implements `membership.Workers`, and uses none."""
+
+    on_drained: Callable[[WorkerId, Incarnation], None]
+
+    async def add_worker(self, info: WorkerInfo) -> None: ...
+
+    async def remove_worker(self, worker_id: WorkerId) -> None: ...
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
+
+
+def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The silence that counts would have had it killed after one second, and for another reason."""
+    recovery = {"kill_after_s": 1.0, "gateway_stuck_after_s": 4.0}
+    launcher = NotingLauncher(tmp_path)
+    plan = plan_launch(parse_config({**FAKE, "recovery": recovery}))
+    with running(plan, launcher) as (controller, address), HeldGateway(address) as gateway:
+        assert wait_until(lambda: "held" in {record.gateway_id for record in controller.state().gateways})
+        gateway.hold()
+        assert launcher.has_noted.wait(60)
+    assert launcher.noted == [("gateway", os.getpid())]
+    (line,) = [message for message in caplog.messages if "killing it" in message]
+    assert f"gateway (process {os.getpid()}) has been in one step for 4 s (a callback in " in line
 
 
 def test_control_over_grpc(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ PURE = (
     "router/gateway/from_protobuf.py",
     "router/gateway/http/logprobs.py",
     "router/gateway/labels.py",
+    "router/gateway/loop_times.py",
     "router/gateway/offload_turns.py",
     "router/gateway/http/schema.py",
     "router/gateway/http/to_input.py",

@@ -29,6 +29,7 @@ from disagg.router.gateway.http.errors import (
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
+from disagg.router.gateway.loop_watch import name_task
 from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
 from disagg.router.gateway.traceparent import child_of
 
@@ -76,6 +77,7 @@ class HttpApp:
         if scope["type"] != "http":
             return
         request_id = self._mint_id()
+        name_task(request_id)
         exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode())])
         try:
             self._label(exchange, request_id)

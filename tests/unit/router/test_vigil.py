@@ -53,6 +53,33 @@ def test_who_speaks_again_is_trusted_and_may_be_suspected_again() -> None:
     assert it.pass_time(0.25) == [(0.25, "w", "was silent for 2.0 s")]
 
 
+def test_one_with_a_limit_of_its_own_is_stuck_after_that() -> None:
+    it = Driver()
+    it.vigil.watch("gateway", 30.0)
+    it.vigil.watch("worker")
+    found = []
+    for half_seconds in range(61):  # beats come from a thread
+        it.vigil.heard("gateway", half_seconds / 2, "request r1 in encode (text.py:7)")
+        it.vigil.heard("worker", half_seconds / 2)
+        found += it.pass_time(0.5)
+    assert [(key, why) for _, key, why in found] == [("worker", "has been in one step for 10 s")]
+    it.vigil.heard("gateway", 30.5, "request r1 in encode (text.py:7)")
+    assert [(key, why) for _, key, why in it.pass_time(0.5)] == [
+        ("gateway", "has been in one step for 30 s (request r1 in encode (text.py:7))")
+    ]
+
+
+def test_one_that_is_busy_for_longer_than_the_silence_that_counts_is_not_suspected() -> None:
+    it = Driver(silent_after_s=4.0, stuck_after_s=30.0)
+    it.vigil.watch("gateway")
+    found = []
+    for half_seconds in range(10):  # 4.6 s in one piece of work, then it waits
+        it.vigil.heard("gateway", half_seconds / 2 if half_seconds / 2 < 4.6 else 0.0)
+        found += it.pass_time(0.5)
+    assert found == []
+    assert it.pass_time(4.0) == [(3.5, "gateway", "was silent for 4.0 s")]
+
+
 def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
     it = Driver()
     it.vigil.watch("w")
