@@ -15,9 +15,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.router.gateway.template_limits import BoundedEnvironment, render
 
 
 class ChatTurn(NamedTuple):
@@ -34,7 +34,7 @@ class ChatTemplate:
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """Compile `source`. Raises `ConfigError` where it is not valid Jinja."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
@@ -42,7 +42,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.bounded_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
@@ -50,15 +50,26 @@ class ChatTemplate:
         """The text of the conversation up to where the assistant speaks.
 
         Raises:
-            InvalidRequestError: if the template refuses these turns, for example their order.
+            InvalidRequestError: if the template refuses these turns, for example their order, fails on them, or does
+                more work than a conversation of this size may cost.
         """
         messages = [turn._asdict() for turn in turns]
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            return render(
+                self._template,
+                len(turns),
+                sum(len(turn.content) for turn in turns),
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError("chat.messages", f"the model's chat template refuses them: {error}") from error
+        except Exception as error:  # a template is a program, and fails like one: ZeroDivisionError, RecursionError
+            why = f"{type(error).__name__}: {error}"
+            raise InvalidRequestError("chat.messages", f"the model's chat template fails on them: {why}") from error
 
 
 class _GenerationTag(Extension):

@@ -70,6 +70,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of larger prompts that are tokenized or wait for it; further ones are refused."""
     max_tenant_tokenizing_bytes: int = 16 << 20
     """The same of one tenant's prompts."""
+    special_tokens_in_chat: bool = False
+    """Read special tokens that are spelled out in the contents of a chat, such as `<|im_end|>`, as what they control.
+    Without, they are ordinary text there. Prompts that are no chats are always read with them."""
     max_concurrent_streams: int = 1024
     """Calls at a time on one client connection."""
     vllm_aliases: bool = True

@@ -109,7 +109,12 @@ class GatewayServer:
         loop_times: LoopTimes | None = None,
     ) -> None:
         self.config = config
-        self.model = model or load_model(config.model_path, config.model_name, config.max_model_len)
+        self.model = model or load_model(
+            config.model_path,
+            config.model_name,
+            config.max_model_len,
+            special_tokens_in_chat=config.special_tokens_in_chat,
+        )
         self._router = router
         self._control = control
         self._security = secure(config)

@@ -6,6 +6,7 @@ pure functions of the files, so several threads may tokenize at once.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from disagg.proto.errors import ConfigError, ContextLengthError, InvalidRequestError
 from disagg.router.gateway import checkpoint
 from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.literal_text import LiteralText
 from disagg.router.gateway.token_pieces import TokenPieces, byte_alphabet
 
 FAKE_MODEL_PATH = "fake"
@@ -40,7 +42,9 @@ class ModelInfo:
 class Tokenizer:
     """Text to ids and back."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, *, special_tokens_in_chat: bool = False
+    ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training run.
         backend.no_truncation()
         backend.no_padding()
@@ -49,6 +53,8 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._template = template
+        is_literal = template is not None and self.special_token_ids and not special_tokens_in_chat
+        self._literal = LiteralText(backend, secrets.token_hex(8)) if is_literal else None
         self._pieces = TokenPieces(backend)
         self.max_bytes_per_token = self._pieces.max_bytes_per_token()
         """No token stands for more bytes of text; `None` where the tokenizer sets no such limit."""
@@ -64,7 +70,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=special)
 
     def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None) -> list[int]:
-        """Ids of a rendered conversation. The template writes its special tokens itself, so none are added.
+        """Ids of a rendered conversation. The template writes its special tokens itself, so none are added. Special
+        tokens that are spelled out in a content stay text, unless the tokenizer was made to read them.
 
         Raises:
             InvalidRequestError: if the model has no template or the template refuses the turns.
@@ -72,9 +79,13 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
-        text = self._template.render(turns)
-        self._check_length("chat.messages", text, max_tokens)
-        return self._encode(text, add_special_tokens=False)
+        marked = None if self._literal is None else self._literal.protect(turns)
+        text = self._template.render(turns if marked is None else marked)
+        if self._literal is None or marked is None:
+            self._check_length("chat.messages", text, max_tokens)
+            return self._encode(text, add_special_tokens=False)
+        self._check_length("chat.messages", self._literal.restore(text), max_tokens)
+        return self._literal.encode(text)
 
     def check_num_bytes(self, field: str, num_bytes: int, max_tokens: int) -> None:
         """Raises `ContextLengthError` naming `field` if text of this size is always more than `max_tokens`."""
@@ -126,13 +137,16 @@ class ServedModel:
     tokenizer: Tokenizer
 
 
-def load_model(path: str, name: str, max_model_len: int | None = None) -> ServedModel:
+def load_model(
+    path: str, name: str, max_model_len: int | None = None, *, special_tokens_in_chat: bool = False
+) -> ServedModel:
     """Read a checkpoint folder.
 
     Args:
         path: the folder, or `fake` for the model without weights.
         name: what clients call the model.
         max_model_len: a limit in tokens below the checkpoint's own.
+        special_tokens_in_chat: read special tokens that are spelled out in the contents of a chat.
 
     Raises:
         ConfigError: if a file is missing or broken, or the limit exceeds the checkpoint's.
@@ -149,7 +163,8 @@ def load_model(path: str, name: str, max_model_len: int | None = None) -> Served
     )
     source = checkpoint.chat_template_source(folder)
     template = None if source is None else ChatTemplate(source, checkpoint.special_tokens(folder))
-    return ServedModel(info, Tokenizer(_read_backend(folder / "tokenizer.json"), template))
+    backend = _read_backend(folder / "tokenizer.json")
+    return ServedModel(info, Tokenizer(backend, template, special_tokens_in_chat=special_tokens_in_chat))
 
 
 def fake_model(name: str, max_model_len: int) -> ServedModel:

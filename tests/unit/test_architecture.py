@@ -78,6 +78,7 @@ PURE = (
     "router/gateway/labels.py",
     "router/gateway/loop_times.py",
     "router/gateway/offload_turns.py",
+    "router/gateway/template_limits.py",
     "router/gateway/http/schema.py",
     "router/gateway/http/to_input.py",
     "router/gateway/request.py",

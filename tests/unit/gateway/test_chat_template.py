@@ -47,12 +47,31 @@ def test_what_published_templates_use(source: str, text: str) -> None:
         ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{{ 1 // (messages | length - 4) }}", "fails on them: ZeroDivisionError"),
+        ("{{ range(100001) }}", "fails on them: OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails on them: RecursionError"),
+        ("{% for i in range(9999) %}{% endfor %}", "more than 1464 rounds of loops"),
+        ("{% for i in range(99) %}{% for j in range(99) %}{% set x = 1 %}{% endfor %}{% endfor %}", "1464 rounds"),
+        ("{{ 'ab' * 524289 }}", "a value of 1048578 parts, at most 1048576"),
+        ("{{ 1000000000 * [1] }}", "a value of 1000000000 parts"),
+        ("{{ 'a'.ljust(1000000000) }}", "a value of 1000000000 parts"),
+        ("{{ 9 ** 999 }}", "an exponent above 64"),
+        ("{{ '%999999999d' % 1 }}", "formatting with %"),
+        ("{{ '%*d' % (999999999, 1) }}", "formatting with %"),
+        ("{{ 'a' * 100000 }}", "the rendered text is too long"),
     ],
 )
 def test_a_refusal_is_the_clients_error(source: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         render(source)
     assert caught.value.field == "chat.messages"
+
+
+def test_what_is_below_the_limits_is_rendered() -> None:
+    assert (
+        render("{{ 'ab' * 3 }}{{ 2 ** 3 }}{{ 7 % 4 }}{{ '%5s%s' % (1, 2) }}{{ 'a'.ljust(3) }}|") == "ababab83    12a  |"
+    )
+    assert render("{% for i in range(1464) %}.{% endfor %}") == 1464 * "."
 
 
 def test_a_template_that_is_no_jinja() -> None:
