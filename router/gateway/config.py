@@ -11,9 +11,10 @@ from disagg.proto.errors import ConfigError
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Room in a gRPC message for everything but the prompt."""
-_MAX_BYTES_PER_PACKED_ID = 5
-_MIN_MESSAGE_BYTES = 4 << 20
-"""Larger messages are refused by gRPC, smaller ones by us with the field that is too long. gRPC's own default."""
+_MAX_BYTES_PER_ID = 8
+"""In JSON, with comma and space; five in a packed list of protobuf."""
+_MAX_OTHER_VALUES = 65_536
+"""In a body beside the ids of the longest prompt; 64 prompts of 1,024 ids have as many."""
 
 
 def is_loopback(host: str) -> bool:
@@ -73,6 +74,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     special_tokens_in_chat: bool = False
     """Read special tokens that are spelled out in the contents of a chat, such as `<|im_end|>`, as what they control.
     Without, they are ordinary text there. Prompts that are no chats are always read with them."""
+    max_undecoded_bytes: int = 64 << 20
+    """Of whole messages that wait to be decoded, one at a time; one tenant may have half of them. More is refused as
+    overload."""
     max_concurrent_streams: int = 1024
     """Calls at a time on one client connection."""
     vllm_aliases: bool = True
@@ -99,6 +103,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_model_len",
             "max_prompt_bytes",
             "num_tokenizer_threads",
+            "max_undecoded_bytes",
             "max_tokenizing_bytes",
             "max_tenant_tokenizing_bytes",
             "max_concurrent_streams",
@@ -116,5 +121,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def max_message_bytes(self, max_model_len: int) -> int:
         """The largest message that a client may send: the longest prompt in either form, and what goes with it."""
-        prompt_bytes = max(self.max_prompt_bytes, _MAX_BYTES_PER_PACKED_ID * max_model_len)
-        return max(prompt_bytes + _MESSAGE_OVERHEAD_BYTES, _MIN_MESSAGE_BYTES)
+        return max(self.max_prompt_bytes, _MAX_BYTES_PER_ID * max_model_len) + _MESSAGE_OVERHEAD_BYTES
+
+    def max_body_values(self, max_model_len: int) -> int:
+        """The most values that a JSON body may have: the ids of the longest prompt, and what goes with it."""
+        return max_model_len + _MAX_OTHER_VALUES

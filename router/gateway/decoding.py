@@ -4,20 +4,21 @@ are the client's mistake like any other: INVALID_ARGUMENT, naming the field wher
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.empty_pb2 import Empty
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.auth import CALLER
+from disagg.router.gateway.pieces import in_pieces
+from disagg.router.gateway.shape import SMALL_BYTES, count_fields, find_broken_text
 from disagg.router.gateway.status import answered
+from disagg.router.gateway.turns import Turns
 from disagg.v1 import inference_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -29,12 +30,16 @@ _METHODS: Final = {
 }
 """Our methods by their path, with the message that they take."""
 
-_LENGTH_DELIMITED: Final = 2
-"""The wire type of strings and messages."""
-
 
 class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Lets our methods, which all take one message, decode it themselves."""
+    """Lets our methods, which all take one message, decode it themselves.
+
+    Args:
+        turns: for large messages, see `decode`.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     async def intercept_service(
         self,
@@ -50,62 +55,41 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         wrap = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return wrap(_decoding(method, kind), response_serializer=handler.response_serializer)
+        return wrap(_decoding(method, kind, self._turns), response_serializer=handler.response_serializer)
 
 
-def _decoding(method: Any, kind: type[Message]) -> Any:
+def _decoding(method: Any, kind: type[Message], turns: Turns) -> Any:
     """The method as one that takes bytes."""
 
     async def call(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with answered(context):
-            request = decode(raw, kind)
+            request = await decode(raw, kind, turns)
         return await method(request, context)
 
     return call
 
 
-def decode(raw: bytes, kind: type[M]) -> M:
-    """The message of `kind` in `raw`. Raises `InvalidRequestError`."""
+async def decode(raw: bytes, kind: type[M], turns: Turns) -> M:
+    """The message of `kind` in `raw`. A large one waits for its turn, is counted in pieces, and then parsed in one: so
+    many that arrive at once are not parsed in the same turn of the event loop.
+
+    Raises:
+        InvalidRequestError: if it is none, or has too many fields.
+        OverloadedError: if too many bytes wait.
+    """
+    if len(raw) <= SMALL_BYTES:
+        return await _parse(raw, kind)
+    async with turns.of(CALLER.get().tenant, len(raw)):
+        await in_pieces(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR)))
+        return await _parse(raw, kind)
+
+
+async def _parse(raw: bytes, kind: type[M]) -> M:
+    descriptor = cast(Descriptor, kind.DESCRIPTOR)
     try:
         return kind.FromString(raw)
     except DecodeError:
-        descriptor = cast(Descriptor, kind.DESCRIPTOR)
-        field = find_broken_text(raw, descriptor)
+        field = await in_pieces(find_broken_text(raw, descriptor))
         if field is None:
             raise InvalidRequestError("request", f"is no {descriptor.full_name} message") from None
         raise InvalidRequestError(field.removeprefix("request."), "is not UTF-8") from None
-
-
-def find_broken_text(raw: bytes, kind: Descriptor) -> str | None:
-    """The path of the first string in `raw`, a message of `kind`, that is not UTF-8; None where there is none."""
-    try:
-        fields: Any = UnknownFieldSet(Empty.FromString(raw))  # the stubs do not know that it can be iterated
-    except DecodeError:
-        return None
-    seen: Counter[int] = Counter()
-    for field in fields:
-        known = kind.fields_by_number.get(field.field_number)
-        if known is None or field.wire_type != _LENGTH_DELIMITED:
-            continue
-        path = _path(known, seen[known.number])
-        seen[known.number] += 1
-        if known.type == FieldDescriptor.TYPE_STRING and not _is_utf8(field.data):
-            return path
-        if known.message_type is not None and (inner := find_broken_text(field.data, known.message_type)):
-            return f"{path}.{inner}"
-    return None
-
-
-def _path(field: FieldDescriptor, index: int) -> str:
-    """The field as our errors name it, see `validate`."""
-    if field.full_name == "disagg.v1.GenerateRequest.text":
-        return "prompt.text"
-    return f"{field.name}[{index}]" if field.is_repeated else field.name
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""A client's protobuf as the gateway's own types. Nothing is checked here."""
+"""A client's protobuf as the gateway's own types. Only lengths are checked here, before anything is copied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from google.protobuf.message import Message
 
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
+from disagg.router.gateway.tokenizer import ModelInfo
+from disagg.router.gateway.validate import check_num_ids, check_num_turns
+from disagg.router.gateway.values import check_length
 from disagg.v1 import inference_pb2 as pb
 
 _SAMPLING = (
@@ -23,12 +27,20 @@ _SAMPLING = (
 )
 
 
-def read_request(request: pb.GenerateRequest) -> GenerationInput:
-    """What `request` asks for."""
+def read_request(request: pb.GenerateRequest, model: ModelInfo) -> GenerationInput:
+    """What `request` asks for.
+
+    Raises:
+        ContextLengthError: if the prompt's ids alone are too many for `model`.
+        InvalidRequestError: if another list is too long, naming it.
+    """
     sampling, stopping = request.sampling, request.stopping
+    check_length(len(sampling.logit_bias), "sampling.logit_bias", MAX_LOGIT_BIASES, "tokens")
+    check_length(len(stopping.stop_token_ids), "stopping.stop_token_ids", MAX_STOP_IDS)
+    check_length(len(stopping.stop), "stopping.stop", MAX_STOP_STRINGS)
     return GenerationInput(
         model=request.model,
-        prompt=_read_prompt(request),
+        prompt=_read_prompt(request, model),
         **{name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)},
         logit_bias=dict(sampling.logit_bias),
         max_tokens=_optional(stopping, "max_tokens"),
@@ -42,15 +54,17 @@ def read_request(request: pb.GenerateRequest) -> GenerationInput:
 
 
 def read_turns(chat: pb.ChatMessages) -> tuple[ChatTurn, ...]:
-    """The turns of a conversation."""
+    """The turns of a conversation. Raises `InvalidRequestError` if they are too many."""
+    check_num_turns(len(chat.messages))
     return tuple(ChatTurn(message.role, message.content) for message in chat.messages)
 
 
-def _read_prompt(request: pb.GenerateRequest) -> Prompt | None:
+def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Prompt | None:
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text)
         case "token_ids":
+            check_num_ids(len(request.token_ids.ids), IdsPrompt.field, model)
             return IdsPrompt(tuple(request.token_ids.ids))
         case "chat":
             return ChatPrompt(read_turns(request.chat))

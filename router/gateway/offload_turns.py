@@ -51,9 +51,13 @@ class OffloadTurns:
         max_tenant_bytes: of one tenant's work that waits or runs. A single larger piece is still taken when its tenant
             holds nothing.
         max_tenant_running: pieces of one tenant that run at a time.
+        what: the work is on, for errors.
     """
 
-    def __init__(self, max_bytes: int, max_tenant_bytes: int, max_tenant_running: int = 1) -> None:
+    def __init__(
+        self, max_bytes: int, max_tenant_bytes: int, max_tenant_running: int = 1, what: str = "prompts"
+    ) -> None:
+        self._what = what
         self._max_tenant_running = max_tenant_running
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
@@ -73,12 +77,12 @@ class OffloadTurns:
         line = self._lines.get(work.tenant)
         if line is not None and line.num_bytes + work.num_bytes > self._max_tenant_bytes:
             raise OverloadedError(
-                f"{line.num_bytes} bytes of this key's prompts are worked on, at most {self._max_tenant_bytes}",
+                f"{line.num_bytes} bytes of this key's {self._what} are worked on, at most {self._max_tenant_bytes}",
                 RETRY_AFTER_S,
             )
         if self.num_bytes and self.num_bytes + work.num_bytes > self._max_bytes:
             raise OverloadedError(
-                f"{self.num_bytes} bytes of prompts are worked on, at most {self._max_bytes}", RETRY_AFTER_S
+                f"{self.num_bytes} bytes of {self._what} are worked on, at most {self._max_bytes}", RETRY_AFTER_S
             )
         if line is None:
             line = self._lines[work.tenant] = _Line()

@@ -15,7 +15,16 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.request import GenerationInput
 from disagg.router.gateway.tokenizer import ModelInfo
-from disagg.router.gateway.values import FloatRange, as_float32, check_float, check_ids, check_int, check_unicode, shown
+from disagg.router.gateway.values import (
+    FloatRange,
+    as_float32,
+    check_float,
+    check_ids,
+    check_int,
+    check_length,
+    check_unicode,
+    shown,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -61,8 +70,7 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
 
 def check_stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     """Stop strings, each once. Raises `InvalidRequestError` for too many, or for one that cannot be matched."""
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError("stopping.stop", f"at most {MAX_STOP_STRINGS}, not {len(stop)}")
+    check_length(len(stop), "stopping.stop", MAX_STOP_STRINGS)
     for i, text in enumerate(stop):
         field = f"stopping.stop[{i}]"
         if not 1 <= len(text) <= MAX_STOP_CHARS:
@@ -103,8 +111,7 @@ def _check_min_tokens(given: GenerationInput) -> int:
 def _check_stop_ids(given: GenerationInput, model: ModelInfo) -> tuple[int, ...]:
     """The client's, and the model's own unless they are to be ignored."""
     field = "stopping.stop_token_ids"
-    if len(given.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequestError(field, f"at most {MAX_STOP_IDS}, not {len(given.stop_token_ids)}")
+    check_length(len(given.stop_token_ids), field, MAX_STOP_IDS)
     own = () if given.ignore_eos else model.eos_token_ids
     return tuple(dict.fromkeys((*check_ids(given.stop_token_ids, field, model.vocab_size), *own)))
 
@@ -112,8 +119,7 @@ def _check_stop_ids(given: GenerationInput, model: ModelInfo) -> tuple[int, ...]
 def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """By token id."""
     field = "sampling.logit_bias"
-    if len(logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequestError(field, f"at most {MAX_LOGIT_BIASES} tokens, not {len(logit_bias)}")
+    check_length(len(logit_bias), field, MAX_LOGIT_BIASES, "tokens")
     for token_id in logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(field, f"there is no token {shown(token_id)} in a vocabulary of {vocab_size}")

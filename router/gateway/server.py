@@ -38,11 +38,13 @@ from disagg.router.gateway.interceptors import Authenticate
 from disagg.router.gateway.loop_times import LoopTimes
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.offload import Offload
+from disagg.router.gateway.offload_turns import OffloadTurns
 from disagg.router.gateway.probe import PairProbe
 from disagg.router.gateway.security import secure
 from disagg.router.gateway.service import InferenceService
 from disagg.router.gateway.tls import ServerTls
 from disagg.router.gateway.tokenizer import ServedModel, load_model
+from disagg.router.gateway.turns import Turns
 from disagg.router.gateway.validate import Limits
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
@@ -126,6 +128,8 @@ class GatewayServer:
         self._port: int | None = None
         self._http_port: int | None = None
         self._calls = _Calls()
+        undecoded_bytes = config.max_undecoded_bytes
+        self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
         self._health = _Health()
         self._offload: Offload | None = None
         self._server: grpc.aio.Server | None = None
@@ -163,7 +167,11 @@ class GatewayServer:
         )
         self._metrics.offload = self._offload
         generator = self._make_generator(self._offload)
-        interceptors = (self._calls, Authenticate(self._security.authenticator, self._audit), DecodeRequests())
+        interceptors = (
+            self._calls,
+            Authenticate(self._security.authenticator, self._audit),
+            DecodeRequests(self._decode_turns),
+        )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
         try:
@@ -234,7 +242,10 @@ class GatewayServer:
     def _make_http(self, generator: Generator) -> HttpServer:
         config, metrics = self.config, self._metrics
         limits = BodyLimits(
-            max_bytes=config.max_message_bytes(self.model.info.max_model_len), timeout_s=config.read_timeout_s
+            max_bytes=config.max_message_bytes(self.model.info.max_model_len),
+            timeout_s=config.read_timeout_s,
+            max_values=config.max_body_values(self.model.info.max_model_len),
+            turns=self._decode_turns,
         )
         app = HttpApp(
             Completions(generator, metrics, limits, _mint_id, time.monotonic, time.time),

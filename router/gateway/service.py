@@ -29,7 +29,7 @@ from disagg.router.gateway.to_protobuf import write_delta, write_finish, write_l
 from disagg.router.gateway.traceparent import HEADER as TRACE_METADATA
 from disagg.router.gateway.traceparent import child_of
 from disagg.router.gateway.validate import check_chat, check_model, check_targets, check_text
-from disagg.router.gateway.values import check_ids
+from disagg.router.gateway.values import check_ids, check_length
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -70,7 +70,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         request_id, trace_parent = await self._begin(context)
         async with answered(context, request_id):
             with self._metrics.counted("grpc"):
-                run = self._run(read_request(request), request_id, trace_parent, context)
+                run = self._run(self._read(request), request_id, trace_parent, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
                         await self._write(context, _response(event), watch)
@@ -81,7 +81,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         answer = pb.GenerateOnceResponse()
         async with answered(context, request_id):
             with self._metrics.counted("grpc"):
-                given = read_request(request.request)
+                given = self._read(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
                 async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
@@ -114,8 +114,12 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         async with answered(context):
             limits = self._generator.limits
             check_model(request.model, limits)
+            check_length(len(request.token_ids), "token_ids", limits.model.max_model_len)
             token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
             return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
+
+    def _read(self, request: pb.GenerateRequest) -> GenerationInput:
+        return read_request(request, self._generator.limits.model)
 
     async def _begin(self, context: Context) -> tuple[RequestId, str]:
         """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can

@@ -21,7 +21,7 @@ from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
 from disagg.router.gateway.sampling import check_sampling, check_stop_strings
 from disagg.router.gateway.tokenizer import ModelInfo
-from disagg.router.gateway.values import check_ids, check_int, check_unicode, shown
+from disagg.router.gateway.values import check_ids, check_int, check_length, check_unicode, shown
 
 MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 16
@@ -158,8 +158,7 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
     field = ChatPrompt.field
     if not turns:
         raise InvalidRequestError(field, "must not be empty")
-    if len(turns) > MAX_CHAT_MESSAGES:
-        raise InvalidRequestError(field, f"at most {MAX_CHAT_MESSAGES}, not {len(turns)}")
+    check_num_turns(len(turns))
     num_bytes = 0
     for i, turn in enumerate(turns):
         if turn.role not in ROLES:
@@ -169,6 +168,19 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
         num_bytes += len(turn.role) + check_unicode(turn.content, f"{field}[{i}].content")
     _check_num_bytes(num_bytes, field, limits)
     return ChatPrompt(tuple(turns))
+
+
+def check_num_turns(num_turns: int) -> None:
+    """Raises `InvalidRequestError` if a conversation has too many turns."""
+    check_length(num_turns, ChatPrompt.field, MAX_CHAT_MESSAGES)
+
+
+def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
+    """Raises `ContextLengthError` naming `field` if so many ids leave no room for an answer."""
+    if num_ids >= model.max_model_len:
+        raise ContextLengthError(
+            field, f"{num_ids} tokens leave no room for an answer in a context of {model.max_model_len}"
+        )
 
 
 def check_millis(field: str, value: str | bytes) -> float:
@@ -198,10 +210,7 @@ def _check_prompt_ids(token_ids: Sequence[int], model: ModelInfo) -> IdsPrompt:
     field = IdsPrompt.field
     if not token_ids:
         raise InvalidRequestError(field, "must not be empty")
-    if len(token_ids) >= model.max_model_len:
-        raise ContextLengthError(
-            field, f"{len(token_ids)} tokens leave no room for an answer in a context of {model.max_model_len}"
-        )
+    check_num_ids(len(token_ids), field, model)
     return IdsPrompt(check_ids(token_ids, field, model.vocab_size))
 
 

@@ -52,6 +52,12 @@ def check_int(value: int, field: str, low: int, high: int) -> int:
     return value
 
 
+def check_length(length: int, field: str, limit: int, what: str = "") -> None:
+    """Raises `InvalidRequestError` naming `field` if it has more than `limit` entries. `what` says of what."""
+    if length > limit:
+        raise InvalidRequestError(field, f"at most {limit}{what and ' '}{what}, not {length}")
+
+
 def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> tuple[int, ...]:
     """Ids below `vocab_size`. Raises `InvalidRequestError` naming the first wrong one, as `field[i]`."""
     ids = tuple(token_ids)

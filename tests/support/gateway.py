@@ -16,7 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, TokenBatch
+from disagg.router.gateway.offload_turns import OffloadTurns
 from disagg.router.gateway.tokenizer import ServedModel, load_model
+from disagg.router.gateway.turns import Turns
 from disagg.router.gateway.validate import Limits
 from disagg.router.limits import CallDemand
 
@@ -86,6 +88,11 @@ def served_model(folder: Path, max_model_len: int | None = None) -> ServedModel:
 def limits_of(model: ServedModel, max_prompt_bytes: int = 4096) -> Limits:
     """Its limits."""
     return Limits(model.info, max_prompt_bytes)
+
+
+def make_turns() -> Turns:
+    """With room for all that waits."""
+    return Turns(OffloadTurns(1 << 30, 1 << 30))
 
 
 class Wait:

@@ -20,11 +20,12 @@ from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.tokenizer import ServedModel
-from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
 
 CREATED = 1_700_000_000
 NOW = 1_700_000_100.5
 MAX_BODY_BYTES = 8192
+MAX_BODY_VALUES = 1000
 TRACE_BITS = (0x22 << 64) | 0x11
 
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
@@ -45,7 +46,7 @@ class TestApp:
         self.model = model
         self.metrics = GatewayMetrics(self.router.view, MODEL_NAME)
         self._ids = (RequestId(f"r{i}") for i in itertools.count())
-        limits = BodyLimits(max_bytes=MAX_BODY_BYTES, timeout_s=60.0)
+        limits = BodyLimits(max_bytes=MAX_BODY_BYTES, timeout_s=60.0, max_values=MAX_BODY_VALUES, turns=make_turns())
         generator = Generator(
             model,
             self.router,

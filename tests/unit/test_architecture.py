@@ -83,6 +83,7 @@ PURE = (
     "router/gateway/http/to_input.py",
     "router/gateway/request.py",
     "router/gateway/sampling.py",
+    "router/gateway/shape.py",
     "router/gateway/admin_answers.py",
     "router/gateway/auth.py",
     "router/gateway/text.py",

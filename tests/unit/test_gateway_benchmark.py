@@ -25,6 +25,7 @@ from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, 
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.gateway.decoding import decode
 from disagg.v1 import inference_pb2 as pb
+from tests.support.gateway import make_turns
 from tests.support.router import ROOT
 
 
@@ -274,7 +275,7 @@ def test_outcomes_add_up() -> None:
     assert outcomes.problems == ["a: taken", "afterwards: it died"]
 
 
-def test_broken_messages_do_not_decode() -> None:
+async def test_broken_messages_do_not_decode() -> None:
     """All but the well-formed ones with wrong values, which `validate` refuses."""
     kinds: dict[str, list[bytes]] = {}
     for bad in itertools.islice(bad_input_grpc.bad_messages(random.Random(3), MODEL), 2000):
@@ -283,4 +284,4 @@ def test_broken_messages_do_not_decode() -> None:
     assert len(kinds) == 8
     for raw in itertools.chain.from_iterable(kinds.values()):
         with pytest.raises(InvalidRequestError):
-            decode(raw, pb.GenerateRequest)
+            await decode(raw, pb.GenerateRequest, make_turns())

@@ -100,7 +100,7 @@ class Completions:
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         with self._metrics.counted("http"):
             call = self._call(exchange, request_id)
-            wanted = kind.read(await self._limits.read(exchange))
+            wanted = await self._limits.read(exchange, kind.read)
             self._check(wanted)
             with self._charged(wanted, call) as charge:
                 async with exchange.until_disconnect(), aclosing(self._run(wanted, call, charge)) as events:

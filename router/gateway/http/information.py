@@ -86,7 +86,7 @@ class Information:
 
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
-        body = decode(await self._limits.read(exchange), _TOKENIZE)
+        body = await self._limits.read(exchange, lambda raw: decode(raw, _TOKENIZE))
         self._check_model(body.model)
         token_ids = await self._encode(body)
         answer: dict[str, Any] = {
@@ -100,7 +100,7 @@ class Information:
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /detokenize`."""
-        body = decode(await self._limits.read(exchange), _DETOKENIZE)
+        body = await self._limits.read(exchange, lambda raw: decode(raw, _DETOKENIZE))
         self._check_model(body.model)
         token_ids = check_ids(body.tokens, "tokens", self._generator.model.info.vocab_size)
         await _send(exchange, {"prompt": await self._generator.detokenize(token_ids)})

@@ -1,10 +1,18 @@
-"""How large a body may be, and how slow."""
+"""How large a body may be, in bytes and in parts, and how slow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.http.exchange import Exchange
+from disagg.router.gateway.pieces import in_pieces
+from disagg.router.gateway.shape import SMALL_BYTES, count_json
+from disagg.router.gateway.turns import Turns
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +22,23 @@ class BodyLimits:
     max_bytes: int
     timeout_s: float
     """From the end of the head to the end of the body."""
+    max_values: int
+    """Of all its lists and objects together."""
+    turns: Turns
+    """For large bodies."""
 
-    async def read(self, exchange: Exchange) -> bytes:
-        """The body of `exchange`; for what is raised, see `Exchange.read_body`."""
-        return await exchange.read_body(self.max_bytes, self.timeout_s)
+    async def read(self, exchange: Exchange, decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of the body of `exchange`. A large one waits for its turn, is counted in pieces, and then
+        decoded in one: so many that arrive at once are not decoded in the same turn of the event loop.
+
+        Raises:
+            InvalidRequestError: for too many parts.
+            OverloadedError: if too many bytes wait.
+            DisaggError: whatever `Exchange.read_body` and `decode` raise.
+        """
+        body = await exchange.read_body(self.max_bytes, self.timeout_s)
+        if len(body) <= SMALL_BYTES:
+            return decode(body)
+        async with self.turns.of(CALLER.get().tenant, len(body)):
+            await in_pieces(count_json(body, self.max_values))
+            return decode(body)

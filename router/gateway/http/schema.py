@@ -7,13 +7,16 @@ of this API do. What would change the answer and is not supported is declared, s
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 
 T = TypeVar("T")
+
+ABSENT: Final = msgspec.Raw(b"null")
+"""Of fields that are only refused: what they hold is looked over and not built."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -63,22 +66,22 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
     # Not supported: these constrain the answer, so that ignoring them would give a wrong one.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    prompt_logprobs: Any = None
-    use_beam_search: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    truncate_prompt_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
+    response_format: msgspec.Raw = ABSENT
+    structured_outputs: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    json_schema: msgspec.Raw = ABSENT
+    regex: msgspec.Raw = ABSENT
+    ebnf: msgspec.Raw = ABSENT
+    prompt_logprobs: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    include_stop_str_in_output: msgspec.Raw = ABSENT
+    skip_special_tokens: msgspec.Raw = ABSENT
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -89,18 +92,18 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    echo: Any = None
-    chat_template: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    chat_template_kwargs: Any = None
-    documents: Any = None
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    echo: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    add_generation_prompt: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -112,9 +115,9 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
 
-    suffix: Any = None
-    add_special_tokens: Any = None
-    prompt_embeds: Any = None
+    suffix: msgspec.Raw = ABSENT
+    add_special_tokens: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

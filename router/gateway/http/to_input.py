@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import msgspec
+
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
-from disagg.router.gateway.http.schema import ChatBody, CompletionBody, GenerationBody, Message, StreamOptions
+from disagg.router.gateway.http.schema import ABSENT, ChatBody, CompletionBody, GenerationBody, Message, StreamOptions
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 
 MAX_PROMPTS: Final = 64
@@ -27,6 +29,8 @@ _NUM_SEEDS: Final = 1 << 64
 _MAX_KEY_CHARS: Final = 20
 """Of a token id as the key of an object."""
 
+_MAX_SMALL_BYTES: Final = 64
+"""Of JSON, in which a value may stand that asks for nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": (None, {"type": "text"}),
@@ -190,12 +194,13 @@ def _read_prompts(given: str | list[str | int | list[int]]) -> tuple[list[Prompt
     if not given:
         raise InvalidRequestError("prompt", "must not be empty")
     kind = type(given[0])
-    if (odd := next((i for i, item in enumerate(given) if type(item) is not kind), None)) is not None:
+    if kind is not int and len(given) > MAX_PROMPTS:
+        raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one call, not {len(given)}")
+    if set(map(type, given)) != {kind}:
+        odd = next(i for i, item in enumerate(given) if type(item) is not kind)
         raise InvalidRequestError(f"prompt[{odd}]", "all of a list must be texts, token ids, or lists of token ids")
     if kind is int:
         return [IdsPrompt(tuple(given))], ["prompt"]  # type: ignore[arg-type]  # all are ints
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one call, not {len(given)}")
     prompts = [TextPrompt(item) if isinstance(item, str) else IdsPrompt(tuple(item)) for item in given]  # type: ignore[arg-type]
     return list(prompts), [f"prompt[{i}]" for i in range(len(prompts))]
 
@@ -278,5 +283,14 @@ def _names(
 
 def _refuse_unsupported(body: GenerationBody, harmless: Mapping[str, tuple[Any, ...]]) -> None:
     for name, values in harmless.items():
-        if (given := getattr(body, name, None)) is not None and given not in values:
+        if (given := small_value(getattr(body, name, None))) is not None and given not in values:
             raise InvalidRequestError(name, "this is not supported yet")
+
+
+def small_value(given: object) -> object:
+    """What was given, of an unread field only where it is short: all values that ask for nothing are."""
+    if given is ABSENT:
+        return None
+    if not isinstance(given, msgspec.Raw) or memoryview(given).nbytes > _MAX_SMALL_BYTES:
+        return given
+    return msgspec.json.decode(given)

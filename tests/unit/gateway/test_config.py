@@ -44,5 +44,5 @@ def test_it_travels_as_json() -> None:
 
 def test_a_message_holds_the_longest_prompt_in_either_form() -> None:
     assert config(max_prompt_bytes=5 << 20).max_message_bytes(100) == (5 << 20) + (64 << 10)
-    assert config(max_prompt_bytes=1000).max_message_bytes(1_000_000) == 5_000_000 + (64 << 10)
-    assert config(max_prompt_bytes=1000).max_message_bytes(100) == 4 << 20
+    assert config(max_prompt_bytes=1000).max_message_bytes(1_000_000) == 8_000_000 + (64 << 10)
+    assert config(max_prompt_bytes=1000).max_message_bytes(100) == 1000 + (64 << 10)

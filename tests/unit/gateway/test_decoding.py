@@ -6,6 +6,7 @@ from google.protobuf.message import Message
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.decoding import decode
 from disagg.v1 import inference_pb2 as pb
+from tests.support.gateway import make_turns
 
 
 def broken(raw: bytes) -> bytes:
@@ -18,10 +19,10 @@ def chat(*turns: tuple[str, str]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in turns])
 
 
-def test_what_is_a_message_is_read() -> None:
+async def test_what_is_a_message_is_read() -> None:
     request = pb.GenerateRequest(model="m", text="é", stopping=pb.StopConditions(stop=["ü"]))
-    assert decode(request.SerializeToString(), pb.GenerateRequest) == request
-    assert decode(b"", pb.GenerateRequest) == pb.GenerateRequest()
+    assert await decode(request.SerializeToString(), pb.GenerateRequest, make_turns()) == request
+    assert await decode(b"", pb.GenerateRequest, make_turns()) == pb.GenerateRequest()
 
 
 @pytest.mark.parametrize(
@@ -37,22 +38,22 @@ def test_what_is_a_message_is_read() -> None:
         (pb.ExplainRequestRequest(request_id="XX"), "request_id"),
     ],
 )
-def test_a_text_that_is_not_utf8_is_named(message: Message, field: str) -> None:
+async def test_a_text_that_is_not_utf8_is_named(message: Message, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(broken(message.SerializeToString()), type(message))
+        await decode(broken(message.SerializeToString()), type(message), make_turns())
     assert (caught.value.field, str(caught.value)) == (field, f"{field}: is not UTF-8")
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x7fab", b"\x22\x02\x0a\x7f"])
-def test_what_is_no_message_is_said_to_be_none(raw: bytes) -> None:
+async def test_what_is_no_message_is_said_to_be_none(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(raw, pb.GenerateRequest)
+        await decode(raw, pb.GenerateRequest, make_turns())
     assert str(caught.value) == "request: is no disagg.v1.GenerateRequest message"
 
 
-def test_fields_that_nobody_knows_are_passed_over() -> None:
+async def test_fields_that_nobody_knows_are_passed_over() -> None:
     unknown = b"\xfa\x3f\x02\xff\xfe" + b"\x08\x01"  # field 1023; field 1 with another wire type
     broken_text = pb.GenerateRequest(text="XX").SerializeToString()
     with pytest.raises(InvalidRequestError, match=r"^prompt\.text: is not UTF-8$"):
-        decode(unknown + broken(broken_text), pb.GenerateRequest)
-    assert decode(unknown, pb.GenerateRequest).WhichOneof("prompt") is None
+        await decode(unknown + broken(broken_text), pb.GenerateRequest, make_turns())
+    assert (await decode(unknown, pb.GenerateRequest, make_turns())).WhichOneof("prompt") is None

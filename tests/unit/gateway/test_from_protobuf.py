@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.from_protobuf import read_request, read_turns
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 
 CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="robot", content="")])
+MODEL = ModelInfo(name="tiny", max_model_len=64, vocab_size=100, eos_token_ids=(2,))
 TURNS = (ChatTurn("user", "hi"), ChatTurn("robot", ""))
 
 
 def test_what_is_unset_stays_unset() -> None:
-    assert read_request(pb.GenerateRequest()) == GenerationInput(model="", prompt=None)
+    assert read_request(pb.GenerateRequest(), MODEL) == GenerationInput(model="", prompt=None)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def test_what_is_unset_stays_unset() -> None:
     ],
 )
 def test_the_prompts(request_: pb.GenerateRequest, prompt: Prompt) -> None:
-    assert read_request(request_).prompt == prompt
+    assert read_request(request_, MODEL).prompt == prompt
 
 
 def test_every_field_is_read() -> None:
@@ -52,7 +55,7 @@ def test_every_field_is_read() -> None:
         n=0,
         cache_salt="s",
     )
-    read = read_request(request)
+    read = read_request(request, MODEL)
     assert read == GenerationInput(
         model="m",
         prompt=TextPrompt("x"),
@@ -88,3 +91,22 @@ def test_no_field_of_the_protobuf_is_left_out() -> None:
 
 def test_turns() -> None:
     assert read_turns(CHAT) == TURNS
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 64)), "prompt.token_ids"),
+        (pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 4097)), "chat.messages"),
+        (pb.GenerateRequest(stopping=pb.StopConditions(stop=["a"] * 17)), "stopping.stop"),
+        (pb.GenerateRequest(stopping=pb.StopConditions(stop_token_ids=[1] * 65)), "stopping.stop_token_ids"),
+        (
+            pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 0.0))),
+            "sampling.logit_bias",
+        ),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_before_it_is_copied(request_: pb.GenerateRequest, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_request(request_, MODEL)
+    assert caught.value.field == field

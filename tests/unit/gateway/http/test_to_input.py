@@ -17,11 +17,15 @@ USER = {"role": "user", "content": "hi"}
 
 
 def chat(**fields: Any) -> Wanted:
-    return read_chat(msgspec.convert({"model": "m", "messages": [USER], **fields}, ChatBody))
+    return read_chat(
+        msgspec.json.decode(msgspec.json.encode({"model": "m", "messages": [USER], **fields}), type=ChatBody)
+    )
 
 
 def text(**fields: Any) -> Wanted:
-    return read_completion(msgspec.convert({"model": "m", "prompt": "hi", **fields}, CompletionBody))
+    return read_completion(
+        msgspec.json.decode(msgspec.json.encode({"model": "m", "prompt": "hi", **fields}), type=CompletionBody)
+    )
 
 
 def refusal(read: Any, **fields: Any) -> str:
