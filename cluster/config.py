@@ -96,8 +96,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     """Of the OpenAI-compatible HTTP server and of `/metrics`. `auto` is the one after `port`, or any free one where
     `port` is 0; 0 takes any free port; `null` serves no HTTP."""
     api_keys: Name | None = None
-    """File of the keys that are let in, one list of `{tenant, sha256 or key, admin}`; others must not be able to read
-    it. `disagg key new` makes keys. A path in this file is relative to its folder."""
+    """File of the keys that are let in, one list of `{tenant, sha256 or key, admin, limits}`; others must not be able
+    to read it. `disagg key new` makes keys. A path in this file is relative to its folder."""
     tls: TlsFiles | None = None
     """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS."""
     max_connections: Count = 4096

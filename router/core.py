@@ -433,7 +433,7 @@ class RouterCore:
 
     def _end_attempt(self, record: RequestRecord, now: float) -> None:
         self._out.extend(self._attempts.end(record, now))
-        self._tenants.stopped(record.tenant)
+        self._tenants.stopped(record.tenant, now)
 
     def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
         del self._requests[record.request_id]

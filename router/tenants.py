@@ -10,13 +10,16 @@ room for one that comes later, without anything being set apart for each.
 
 A tenant that asked lately is sure of as many places as it had requests at a time in the last `DEMAND_S` to twice that,
 up to its part of all places by weight. Others leave those free, so that long answers of one do not take what another
-needs from one second to the next.
+needs from one second to the next. Where places become free every `SOON_S` anyway, turns in the queue are enough, and
+nothing is left free.
 
 Owner: the router core.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 
 from disagg.proto.errors import LimitError
@@ -26,6 +29,9 @@ from disagg.router.queue import Share
 from disagg.router.token_bucket import TokenBucket
 
 DEMAND_S = 30.0
+SOON_S = 0.05
+_NUM_ENDS = 16
+"""Answers that ended last, over which it is seen how often a place becomes free."""
 
 
 class Tenant:
@@ -89,6 +95,8 @@ class Tenants:
         self._shared_out: int | None = None
         """The places of which tenants were made sure last; None where their demand changed since."""
         self._period_ends = 0.0
+        self._ends: deque[float] = deque((-math.inf,) * _NUM_ENDS, _NUM_ENDS)
+        self._now = 0.0
         share = config.tenant_place_share
         self._per_free_place = share / (1 - share) if share < 1 else None
         """Places that one may have for each that is free, so that alone it has that share."""
@@ -104,6 +112,7 @@ class Tenants:
 
     def note_time(self, now: float) -> None:
         """Forget what tenants asked for long ago."""
+        self._now = now
         if now < self._period_ends:
             return
         self._period_ends = now + DEMAND_S
@@ -164,8 +173,9 @@ class Tenants:
         self._num_running += 1
         self._keep(tenant)
 
-    def stopped(self, tenant: Tenant) -> None:
+    def stopped(self, tenant: Tenant, now: float) -> None:
         """One of its requests runs no longer."""
+        self._ends.append(now)
         tenant.num_running -= 1
         self._num_running -= 1
         self._keep(tenant)
@@ -184,7 +194,7 @@ class Tenants:
         if num_running < tenant.num_sure:
             return True
         num_left = num_places - self._num_running - 1
-        if num_left < self._num_kept - tenant.num_kept:
+        if num_left < self._num_kept - tenant.num_kept and self._now - self._ends[0] > SOON_S * _NUM_ENDS:
             return False
         return self._per_free_place is None or num_running < self._per_free_place * num_left
 
