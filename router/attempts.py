@@ -72,12 +72,12 @@ class Attempts:
         colocated, probe; no_room and no_slot left the request in the queue."""
 
     def try_start(
-        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[str] = ()
+        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId] = ()
     ) -> Dispatch | Blocked:
         """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
         see `Demand`; `kept` are workers that are kept for another request."""
         demand = self.demand(record, now, queued_ms)
-        avoided: Collection[str] = record.avoided(now)
+        avoided: Collection[WorkerId] = record.avoided(now)
         if kept:
             avoided = {*avoided, *kept}
         shortlists = self._fleet.shortlists(demand, record.block_hashes, avoided, now)

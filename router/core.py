@@ -167,7 +167,8 @@ class RouterCore:
             if request.pair is not None:  # an operator's probe: there and now, or not at all
                 dispatch, error = self._attempts.start_on(record, request.pair, now)
             else:
-                error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
+                if not tenant.is_unlimited:
+                    error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
                 if error is None and self._config.admission:
                     error = predicted_miss(record, self._fleet, self._waiting.queue, self._config, now)
         if error is not None:
@@ -183,7 +184,8 @@ class RouterCore:
         if request.deadline is not None:
             self._wakeups.add(request.deadline, request.request_id)
         if dispatch is None:
-            self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
+            if not tenant.is_unlimited:
+                self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
             tenant.num_boosted += record.is_boosted
             dispatch = self._waiting.add(record, now)
         else:
@@ -440,7 +442,8 @@ class RouterCore:
         if not record.is_probe:
             tenant = record.tenant
             tenant.num_boosted -= record.is_boosted
-            self._tenants.give_back(tenant.name, record.cost - record.num_used, now)
+            if tenant.tokens is not None:
+                self._tenants.give_back(tenant.name, record.cost - record.num_used, now)
             self._waiting.settle(record)
         self._wakeups.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0

@@ -290,7 +290,7 @@ class RequestQueue:
         return position < len(first)
 
     def _level_changed(self, share: Share) -> None:
-        if (lane := self._lanes.get(share)) is not None:
+        if self._lanes and (lane := self._lanes.get(share)) is not None:
             self._changed(lane)
 
     def _changed(self, lane: _Lane) -> None:

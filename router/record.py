@@ -81,6 +81,8 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     request: RoutedRequest
     tenant: Tenant
+    cost: int
+    """Tokens that it may take at most: what its tenant is charged."""
     arrival_order: int
     ledger: TokenLedger
     trace: RequestTrace
@@ -130,11 +132,6 @@ class RequestRecord(msgspec.Struct, gc=False):
     def num_tokens(self) -> int:
         """Known tokens: prompt and released ones."""
         return self.request.num_prompt_tokens + len(self.ledger.released)
-
-    @property
-    def cost(self) -> int:
-        """Tokens that it may take at most: what its tenant is charged."""
-        return self.request.num_prompt_tokens + self.request.sampling.max_tokens
 
     @property
     def num_used(self) -> int:
@@ -246,6 +243,7 @@ def new_record(
     return RequestRecord(
         request=request,
         tenant=tenant,
+        cost=request.num_prompt_tokens + request.sampling.max_tokens,
         arrival_order=arrival_order,
         ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
         trace=trace,

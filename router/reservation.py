@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from disagg.proto.ids import WorkerId
 from disagg.router.fleet import Fleet
 from disagg.router.placement import Demand
 from disagg.router.record import RequestRecord
@@ -35,9 +36,9 @@ class Reservation:
         self.holder: RequestRecord | None = None
         """For whom workers are kept."""
         self._decode: Worker | None = None
-        self._kept: frozenset[str] = frozenset()
+        self._kept: frozenset[WorkerId] = frozenset()
 
-    def kept_from(self, record: RequestRecord) -> Collection[str]:
+    def kept_from(self, record: RequestRecord) -> Collection[WorkerId]:
         """The workers that this request must not go to."""
         holder = self.holder
         if holder is None or record is holder or record.urgency[:2] < holder.urgency[:2]:

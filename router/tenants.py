@@ -39,6 +39,7 @@ class Tenant:
 
     __slots__ = (
         "earlier_peak",
+        "is_unlimited",
         "limits",
         "name",
         "num_boosted",
@@ -72,6 +73,10 @@ class Tenant:
     def set_limits(self, limits: TenantLimits, now: float) -> None:
         """New limits; a bucket whose size stays keeps what is in it."""
         self.limits = limits
+        self.is_unlimited = limits.is_sole and (
+            limits.requests_per_minute is limits.tokens_per_minute is limits.running is limits.queued is None
+        )
+        """Whether there is nothing to look at before it may have more."""
         self.share.weight = limits.weight
         self.requests = _bucket(self.requests, limits.requests_per_minute, now)
         self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now)
@@ -160,6 +165,8 @@ class Tenants:
         if prepaid is None:
             _take(tenant.requests, 1, now)
         self.note_time(now)
+        if tenant.limits.is_sole:
+            return
         num_asked = tenant.num_waiting + tenant.num_running + 1
         if num_asked > tenant.peak:
             tenant.peak = num_asked
@@ -171,18 +178,22 @@ class Tenants:
         """One of its requests was placed."""
         tenant.num_running += 1
         self._num_running += 1
-        self._keep(tenant)
+        if tenant.num_sure:
+            self._keep(tenant)
 
     def stopped(self, tenant: Tenant, now: float) -> None:
         """One of its requests runs no longer."""
         self._ends.append(now)
         tenant.num_running -= 1
         self._num_running -= 1
-        self._keep(tenant)
+        if tenant.num_sure:
+            self._keep(tenant)
 
     def may_run(self, name: str) -> bool:
         """Whether a tenant may have one more request running."""
         tenant = self._tenants[name]
+        if tenant.is_unlimited:
+            return True
         num_running, limits = tenant.num_running, tenant.limits
         if limits.running is not None and num_running >= limits.running:
             return False

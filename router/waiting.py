@@ -201,7 +201,8 @@ class Waiting:
         self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
 
     def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
-        queued_ms, kept = self._queued_ms(position), self._reservation.kept_from(record)
+        queued_ms = self._queued_ms(position) if position else 0.0
+        kept = () if self._reservation.holder is None else self._reservation.kept_from(record)
         result = self._attempts.try_start(record, now, queued_ms, kept)
         if isinstance(result, Dispatch):
             self._tenants.started(record.tenant)
@@ -212,7 +213,7 @@ class Waiting:
 
     def _may_run(self, record: RequestRecord) -> bool:
         """Whether the tenant of a new request may have one more running."""
-        if self._tenants.may_run(record.tenant.name):
+        if record.tenant.is_unlimited or self._tenants.may_run(record.tenant.name):
             return True
         self.queue.passes_over = True
         return False

@@ -24,7 +24,7 @@ CALLER = Caller("a", False, LIMITS)
 class Keyed:
     """Implements `Authenticator`: all are one tenant."""
 
-    def authenticate(self, authorization: str | None) -> Caller:
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return CALLER
 
 

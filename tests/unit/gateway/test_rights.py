@@ -10,6 +10,7 @@ from disagg.router.gateway.auth import ANONYMOUS, CALLER, PUBLIC, STRANGER, Call
 from disagg.router.gateway.config import GatewayConfig, TlsFiles
 from disagg.router.gateway.rights import Rights, is_local_peer, require_counts
 from disagg.router.gateway.security import check_files, secure
+from disagg.router.limits import NO_LIMITS
 from tests.support.certificates import Authority
 
 LOCAL, REMOTE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"
@@ -157,7 +158,7 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
     cert, key = authority.issue("server")
     tls = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
     authenticator = secure(config(api_keys=str(file), tls=tls)).authenticator
-    assert authenticator.authenticate(None, "team-a.example") == Caller("a", True)
+    assert authenticator.authenticate(None, "team-a.example")._replace(limits=NO_LIMITS) == Caller("a", True)
     for header, name in ((None, "other.example"), ("Bearer wrong-key-0000000", "team-a.example")):
         with pytest.raises(RefusedError, match=r"^a valid API key is needed"):
             authenticator.authenticate(header, name)

@@ -23,6 +23,8 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
     (errors.RequestCancelledError("gone"), 499, "CANCELLED", "cancelled", "gone"),
     (errors.RequestNotFoundError("none"), 404, "NOT_FOUND", "request_not_found", "none"),
     (errors.OverloadedError("busy", retry_after_s=1.5), 429, "RESOURCE_EXHAUSTED", "slow_down", "busy"),
+    (errors.LimitError("a", "running", "8 answers", 2.5), 429, "RESOURCE_EXHAUSTED", "rate_limit_exceeded",
+     "running: 8 answers; try again in 2.5 s"),
     (errors.UnavailableError("no D"), 503, "UNAVAILABLE", "no_decode_capacity", "no D"),
     (errors.UnavailableError("lost", code="kv_transfer_failed"), 503, "UNAVAILABLE", "kv_transfer_failed", "lost"),
     (errors.InternalError("bug"), 500, "INTERNAL", "server_error", "bug"),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from disagg.proto.block_hash import tenant_tag
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import BlocksStored, Load, StepUpdate
 from disagg.router.attempts import Blocked
 from disagg.router.config import RouterConfig
@@ -220,7 +221,7 @@ def test_only_what_may_have_made_room_looks_at_the_queue(monkeypatch: pytest.Mon
     looks: list[str] = []
     try_start = it.core._attempts.try_start
 
-    def counting(record: RequestRecord, now: float, queued_ms: float, kept: Collection[str]) -> Dispatch | Blocked:
+    def counting(record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId]) -> Dispatch | Blocked:
         looks.append(record.request_id)
         return try_start(record, now, queued_ms, kept)
 

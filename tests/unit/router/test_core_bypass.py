@@ -105,7 +105,12 @@ def test_what_was_kept_is_given_back(how: str) -> None:
         it.cancel("large")
         it.start(routed_request("s1", 60), "p0", "d1")
         return
-    {"lost": it.lost, "drain": it.drain, "suspected": it.suspected}[how]("d1")
+    if how == "lost":
+        it.lost("d1")
+    elif how == "drain":
+        it.drain("d1")
+    else:
+        it.suspected("d1")
     # Only d0 is left, which is kept from now on.
     assert it.submit(routed_request("s2", 60)) == []
     prefilled(it, "f0", "s0")

@@ -39,6 +39,7 @@ def wanted(name: str, num_tokens: int, ttft_s: float | None = None, *, priority:
 def retry_after_s(it: Scenario, name: str) -> float:
     error = it.errors[name]
     assert isinstance(error, OverloadedError)
+    assert error.retry_after_s is not None
     return error.retry_after_s
 
 
