@@ -102,6 +102,7 @@ class GatewayHost:
         try:
             freeze_start()
             self.address, self.http_address = gateway.address, gateway.http_address
+            times.forget()
             watch.start()
             link.start(gateway.address, os.getpid(), self.http_address)
             beats.start()

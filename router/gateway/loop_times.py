@@ -26,6 +26,11 @@ class LoopTimes:
         self._longest = [0.0, 0.0]
         """Of the window before the present one, and of the present one."""
 
+    def forget(self) -> None:
+        """Begin to count anew: what came before was the start of the process."""
+        self.num_long = [0] * len(LIMITS_S)
+        self.longest_s, self._longest = 0.0, [0.0, 0.0]
+
     def turn(self, seconds: float, now: float) -> None:
         """A turn ended that took longer than the first of `LIMITS_S`."""
         for i, limit_s in enumerate(LIMITS_S):

@@ -79,7 +79,7 @@ def _normalizer_shrinks_by(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _marks_spaces(step: dict[str, Any]) -> bool:
-    return step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _SPACE_MARK
+    return bool(step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _SPACE_MARK)
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> frozenset[str]:

@@ -13,6 +13,13 @@ def test_turns_above_each_limit_are_counted() -> None:
     assert it.longest_s == 0.3
 
 
+def test_what_was_before_can_be_forgotten() -> None:
+    it = LoopTimes()
+    it.turn(0.3, 1000.0)
+    it.forget()
+    assert (it.num_long, it.longest_s, it.recent_longest_s(1000.0)) == ([0, 0], 0.0, 0.0)
+
+
 def test_the_longest_of_the_last_window_or_two() -> None:
     it = LoopTimes()
     assert it.recent_longest_s(1000.0) == 0.0
