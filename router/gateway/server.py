@@ -116,6 +116,7 @@ class GatewayServer:
             config.model_name,
             config.max_model_len,
             special_tokens_in_chat=config.special_tokens_in_chat,
+            nonce=secrets.token_hex(8),
         )
         self._router = router
         self._control = control

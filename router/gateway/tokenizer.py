@@ -6,7 +6,6 @@ pure functions of the files, so several threads may tokenize at once.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,12 @@ class Tokenizer:
     """Text to ids and back."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, *, special_tokens_in_chat: bool = False
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        special_tokens_in_chat: bool = False,
+        nonce: str = "",
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training run.
         backend.no_truncation()
@@ -54,7 +58,7 @@ class Tokenizer:
         )
         self._template = template
         is_literal = template is not None and self.special_token_ids and not special_tokens_in_chat
-        self._literal = LiteralText(backend, secrets.token_hex(8)) if is_literal else None
+        self._literal = LiteralText(backend, nonce) if is_literal else None
         self._pieces = TokenPieces(backend)
         self.max_bytes_per_token = self._pieces.max_bytes_per_token()
         """No token stands for more bytes of text; `None` where the tokenizer sets no such limit."""
@@ -138,7 +142,7 @@ class ServedModel:
 
 
 def load_model(
-    path: str, name: str, max_model_len: int | None = None, *, special_tokens_in_chat: bool = False
+    path: str, name: str, max_model_len: int | None = None, *, special_tokens_in_chat: bool = False, nonce: str = ""
 ) -> ServedModel:
     """Read a checkpoint folder.
 
@@ -147,6 +151,7 @@ def load_model(
         name: what clients call the model.
         max_model_len: a limit in tokens below the checkpoint's own.
         special_tokens_in_chat: read special tokens that are spelled out in the contents of a chat.
+        nonce: nobody who writes messages may guess it; see `LiteralText`.
 
     Raises:
         ConfigError: if a file is missing or broken, or the limit exceeds the checkpoint's.
@@ -164,7 +169,7 @@ def load_model(
     source = checkpoint.chat_template_source(folder)
     template = None if source is None else ChatTemplate(source, checkpoint.special_tokens(folder))
     backend = _read_backend(folder / "tokenizer.json")
-    return ServedModel(info, Tokenizer(backend, template, special_tokens_in_chat=special_tokens_in_chat))
+    return ServedModel(info, Tokenizer(backend, template, special_tokens_in_chat=special_tokens_in_chat, nonce=nonce))
 
 
 def fake_model(name: str, max_model_len: int) -> ServedModel:
