@@ -229,7 +229,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nobody was harmed."""
+        """Whether no other request was changed and no step failed."""
         return not self.steps_failed and not self.innocents_changed
 
 
@@ -304,7 +304,7 @@ def fuzz(name: str, count: int, seed: int = 0, change: Callable[[Sampling], Samp
 
 
 def main() -> None:
-    """Fuzz each way; the exit status is 1 where anybody was harmed."""
+    """Fuzz each way; the exit status is 1 where an innocent request was changed or a step failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="settings to generate for each way")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,13 +1,13 @@
-"""The cached blocks that nobody holds, by tenant, and which of them goes first. Pure.
+"""The cached blocks without a holder, by tenant, and the order in which they are evicted. Pure.
 
-With one tenant the block that was given back first goes first. With several, one that fills the cache must not push out
-what the others use:
+With one tenant the order is LRU: the block that was released first is evicted first. With several, a tenant that fills
+the cache must not evict what the others use:
 
-    1. a tenant that used nothing of its own for `keep_s` goes first, the one that was idle for longest before others
+    1. a tenant that used none of its blocks for `keep_s` is evicted from first, the longest idle one before others
     2. then the tenant with the most blocks, while it has more than its share
-    3. where nobody has more, the block that was given back first, whosever it is
+    3. where no tenant has more, the block that was released first
 
-Within a tenant it is always the block that was given back first. A share is an equal part of what is cached, or
+Within a tenant the order is always LRU. A share is an equal part of what is cached, or
 `share` of all blocks of the worker. Every call takes O(1).
 """
 

@@ -4,7 +4,7 @@
 
 A physical block of k * 16 tokens is published once it is full and computed, under the chained hash of its last 16-token
 sub-block, which covers all tokens before it. It keeps that hash until it is evicted. Evictable blocks (published, held
-by nobody) of one tenant leave in the order in which they became evictable, which tenant's is said by `cached_blocks`; a
+by nobody) of one tenant leave in the order in which they became evictable, `cached_blocks` chooses the tenant; a
 sequence gives its blocks back last one first, so the tail of a chain goes before its head. All blocks of a chain are
 one tenant's.
 

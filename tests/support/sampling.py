@@ -2,7 +2,7 @@
 and KV that is lost or mixed up still gives other tokens.
 
 The logits of a row are one of a few random rows, chosen and turned by what is read back from the pages. So a row
-depends on its own context only, and an innocent request must have the same tokens whoever is in its batch.
+depends on its own context only, and an innocent request must have the same tokens whatever else is in its batch.
 """
 
 from __future__ import annotations

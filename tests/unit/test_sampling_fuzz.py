@@ -9,7 +9,7 @@ from benchmarks.sampling_fuzz import WAYS, fuzz
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_gateway_lets_through_harms_nobody(way: str) -> None:
+def test_accepted_settings_change_no_other_request(way: str) -> None:
     verdict = fuzz(way, 100)
     assert (verdict.steps_failed, verdict.innocents_changed, verdict.without_token) == (0, 0, 0)
     assert verdict.generated == 100
@@ -20,7 +20,7 @@ def test_what_the_gateway_lets_through_harms_nobody(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_settings_that_leave_no_token_harm_nobody_either(way: str) -> None:
+def test_settings_that_leave_no_token_end_their_own_request_only(way: str) -> None:
     """As a gateway with other limits would let them through."""
     verdict = fuzz(way, 40, seed=1, change=lambda it: msgspec.structs.replace(it, repetition_penalty=1e-38))
     assert (verdict.steps_failed, verdict.innocents_changed) == (0, 0)

@@ -45,7 +45,7 @@ def test_with_one_tenant_the_oldest_goes_first() -> None:
     assert len(cached) == 0
 
 
-def test_whoever_has_more_than_an_equal_part_goes_first() -> None:
+def test_a_tenant_with_more_than_an_equal_part_is_evicted_from_first() -> None:
     """Until all have as much; then the oldest of all."""
     cached = filled((B, 2), (A, 6))
     assert evicted(cached, 4) == [2, 3, 4, 5]
@@ -60,7 +60,7 @@ def test_of_two_that_have_too_much_both_give() -> None:
 
 
 def test_a_share_of_all_blocks_is_kept_from_others() -> None:
-    """Up to it the oldest of all goes first, whosever it is; beyond it the largest gives."""
+    """Up to it the oldest block of all is evicted; beyond it the largest tenant's."""
     assert evicted(filled((B, 2), (A, 10), share=0.1), 2) == [0, 1]
     assert evicted(filled((B, 2), (A, 12), share=0.1), 3) == [2, 3, 0]
 
@@ -170,7 +170,7 @@ def test_what_a_tenant_does_not_use_for_long_is_not_kept() -> None:
     assert serve(core, spec_of("b", "b1", 1), now=602.0) == 0
 
 
-def test_a_tenant_may_use_what_nobody_else_does() -> None:
+def test_a_tenant_may_use_what_no_other_one_does() -> None:
     """Alone it has the whole cache, and gives it up block by block."""
     core = make_core(50, token_budget=256)
     for number in range(10):
@@ -182,7 +182,7 @@ def test_a_tenant_may_use_what_nobody_else_does() -> None:
     assert serve(core, spec_of("a", "a9 again", 109)) == 64
 
 
-def test_blocks_of_one_chain_are_one_tenants_whoever_publishes_them() -> None:
+def test_blocks_of_one_chain_belong_to_one_tenant() -> None:
     """Else a block could go while one behind it stays, which could not be found."""
     core = make_core(50, token_budget=256)
     serve(core, spec_of("a", "short", 1, 4 * BLOCK + 1))

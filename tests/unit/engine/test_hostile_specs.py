@@ -105,7 +105,7 @@ LONG = make_spec("odd", make_prompt(50), max_tokens=4)
 @example(msgspec.structs.replace(LONG, sampling=Sampling(top_k=1 << 40)), "hold", (0, 50))
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(spec=specs(), way=st.sampled_from(["add", "hold", "reserve"]), gather=st.tuples(int64, int64))
-def test_an_odd_spec_harms_nobody(spec: SequenceSpec, way: str, gather: tuple[int, int]) -> None:
+def test_an_odd_spec_ends_its_own_attempt_only(spec: SequenceSpec, way: str, gather: tuple[int, int]) -> None:
     spec = decoder(SequenceSpec).decode(encode(spec))  # what the wire can carry
     core = make_core(runner=SampledRunner(40), token_budget=256)
     events = handle_all(core, Add(INNOCENT), *commands_of(spec, way)) + run(core)

@@ -91,15 +91,15 @@ def test_steps_with_prompts_or_of_too_many_sequences_are_the_decoders(folder: Pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_row_without_a_token_harms_no_other_row_of_a_captured_step(folder: Path, dtype: str) -> None:
+def test_a_row_without_a_token_changes_no_other_row_of_a_captured_step(folder: Path, dtype: str) -> None:
     """Nor of a replay, with the largest logits found in the capture and without."""
     runner = new_runner(folder, dtype)
     a, b, c = sequences(runner)
-    spoilt = make_sequence(a.token_ids, a.block_table, repetition_penalty=1e-38, logprobs=2)
+    bad = make_sequence(a.token_ids, a.block_table, repetition_penalty=1e-38, logprobs=2)
     asking = make_sequence(b.token_ids, b.block_table, logprobs=1)
     expected = runner.run(StepPlan(decodes=(last_token(asking), last_token(c))))
     for _ in range(2):
-        found = runner.run(StepPlan(decodes=tuple(map(last_token, (spoilt, asking, c)))))
+        found = runner.run(StepPlan(decodes=tuple(map(last_token, (bad, asking, c)))))
         assert found.token_ids == [NO_TOKEN, *expected.token_ids]
         assert found.logprobs == {1: expected.logprobs[0]}
         assert found.faults == {0: "request"}

@@ -374,7 +374,9 @@ def test_a_row_of_the_model_that_is_not_finite_gives_no_token(row: list[float], 
         {"min_tokens": 9, "stop_token_ids": (0, 1, 2)},
     ],
 )
-def test_a_row_that_its_request_spoils_gives_no_token(sampling: dict[str, Any], temperature: float) -> None:
+def test_a_row_that_its_request_leaves_nothing_finite_of_gives_no_token(
+    sampling: dict[str, Any], temperature: float
+) -> None:
     sequences = [
         sequence(temperature=temperature, top_k=1, frequency_penalty=0.1),
         sequence(output=(0,), temperature=temperature, **sampling),

@@ -208,7 +208,7 @@ def test_warm_up_draws_and_launches(
 def test_a_row_that_nothing_can_be_sampled_from(
     new_runner: Callable[..., TorchModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named when its step is read. The step behind it was computed from token 0 and harms no other row."""
+    """It is named when its step is read. The step behind it was computed from token 0 and changes no other row."""
     runner = new_runner()
     a, b, _ = sequences(runner)
     launcher = launcher_of(runner)

@@ -414,7 +414,7 @@ async def test_an_answer_of_one_token_ends_here_and_cancels_the_reservation(stre
         await until(it.idle)
 
 
-async def test_a_prompt_without_a_token_to_sample_is_told_once_and_by_its_cause(streams: list[PlayedStream]) -> None:
+async def test_a_prompt_without_a_token_to_sample_has_one_end_that_names_the_cause(streams: list[PlayedStream]) -> None:
     """Also where a chunk of it was to be gathered behind its step."""
     async with offered(spec_of("a"), streams) as (it, stream):
         await it.reserve(stream)

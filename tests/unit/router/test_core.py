@@ -325,7 +325,7 @@ def test_the_last_traces_are_kept() -> None:
     assert [trace.request_id if trace else None for trace in kept] == [None, "r1", "r2"]
 
 
-def test_workers_learn_whose_a_prompt_is_and_not_his_name() -> None:
+def test_workers_get_a_tag_of_the_tenant_and_not_its_name() -> None:
     """The same tag whatever the salt of the prefix, and in every attempt."""
     it = Scenario("p0", "d0")
     it.start(msgspec.structs.replace(routed_request("r0"), tenant="acme"), "p0", "d0")
