@@ -37,7 +37,8 @@ def penalize_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> None:
     rows = [row for row, sequence in enumerate(sequences) if penalizes(sequence.spec.sampling)]
     if not rows:
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found where a token is chosen
+    # What is not finite is found where a token is chosen.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if logits_RV.device.type == "cpu":
             _penalize_on_host(logits_RV.numpy(), sequences, rows)
         else:
