@@ -104,6 +104,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.model_path == "fake"
 
     @property
+    def num_places(self) -> int:
+        """Sequences in a batch: never more than a step has tokens, so that every decode gets its token in each."""
+        return min(self.max_num_seqs, self.token_budget)
+
+    def watermark_blocks(self, num_blocks: int) -> int:
+        """Of so many blocks those that admission leaves free."""
+        return int(num_blocks * self.watermark)
+
+    @property
     def num_staging_slots(self) -> int:
         """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
         return max(1, self.staging_bytes // self.chunk_bytes)

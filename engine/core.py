@@ -85,12 +85,12 @@ class EngineCore:
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
         self._swapper = Swapper(runner, swap.slot_tokens)
-        num_watermark_blocks = int(runner.num_blocks * config.watermark)
-        self._cached = CachedBlocks(runner.num_blocks, config.cached_share, config.cached_keep_s)
-        self._blocks = BlockManager(runner.num_blocks, runner.block_size, num_watermark_blocks, self._cached)
+        num_blocks = runner.num_blocks
+        self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
+        self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
         self._scheduler = Scheduler(
             self._blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_places,
             token_budget=config.token_budget,
             max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
             decode_reserve_tokens=config.decode_reserve_tokens,
@@ -336,6 +336,7 @@ class EngineCore:
             blocks_reserved=self._blocks.num_reserved,
             steps=self._steps.num_done,
             blocks_apart=self._blocks.num_apart,
+            num_preempted=scheduler.num_preempted,
         )
 
     def totals(self) -> EngineTotals:

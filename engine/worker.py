@@ -219,11 +219,13 @@ class Worker:
             kv_layout=runner.layout,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_places,
             token_budget=config.token_budget,
             max_model_len=self._max_model_len,
             tp=runner.tp,
             calibration=self._calibration,
+            decode_reserve_tokens=config.decode_reserve_tokens,
+            watermark_blocks=config.watermark_blocks(runner.num_blocks),
         )
 
     async def _tick_forever(self) -> None:

@@ -127,6 +127,7 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    """Sequences that it takes at a time; never more than a step has tokens."""
     token_budget: int
     max_model_len: int
     tp: int = 1
@@ -136,6 +137,10 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     start_id: str = ""
     """The start by the controller that it comes from; empty where no controller started it. A process that its launcher
     restarts by itself keeps it."""
+    decode_reserve_tokens: int = 0
+    """Output tokens whose blocks a sequence must find when it is admitted (less if its max_tokens is less)."""
+    watermark_blocks: int = 0
+    """KV blocks that admission leaves free."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):
@@ -314,6 +319,8 @@ class Load(Message, frozen=True, kw_only=True):
     """Engine steps since start."""
     blocks_apart: int = 0
     """Free, but between blocks of others: cached ones are given up before a new sequence gets these."""
+    num_preempted: int = 0
+    """Sequences that were preempted and wait, suspended ones included: while there are any, nothing is reserved."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):

@@ -16,10 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from disagg.proto import messages
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone
 from disagg.router.api import AttemptMarks, Path
+from disagg.router.books import marks_of
 from disagg.router.config import RouterConfig
 from disagg.router.draw import Draw
 from disagg.router.events import CancelOn, Dispatch
@@ -193,6 +195,12 @@ class Attempts:
         """An answer ended after so many tokens: what later ones are expected to have."""
         self._lengths.observe(num_tokens)
 
+    def refused(self, record: RequestRecord) -> bool:
+        """D had no room. Its books learn that; returns whether there is something there to wait for: with nothing else
+        on it, it would have no room later either."""
+        attempt = record.running
+        return self._fleet.refused(attempt.decode, attempt.key)
+
     def leave(self, attempt: Attempt, worker_id: WorkerId) -> None:
         """The worker owes the attempt nothing more."""
         attempt.live.remove(worker_id)
@@ -220,6 +228,7 @@ class Attempts:
         return Demand(
             num_tokens=record.num_tokens,
             reserve_tokens=min(left, self._config.decode_reserve_tokens),
+            most_output_tokens=left,
             output_tokens=max(1.0, min(left, self._lengths.value)),
             ttft_left_ms=ttft_left_ms,
             tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
@@ -232,7 +241,11 @@ class Attempts:
         fleet, turn = self._fleet, self._num_started
         key = AttemptKey(record.request.request_id, record.num_attempts)
         decode = choice.decode.worker
-        fleet.open(decode, key, decode_booking(demand, choice.decode, computes_prompt=choice.prefill is None), turn)
+        booking = decode_booking(demand, choice.decode, computes_prompt=choice.prefill is None)
+        num_matched = choice.decode.cached_tokens // HASH_BLOCK_TOKENS
+        booking.marks, booking.num_matched = marks_of(record.block_hashes, num_matched), num_matched
+        booking.shared_blocks = choice.decode.shared_blocks
+        fleet.open(decode, key, booking, turn)
         if choice.prefill is None:
             first, peer, live = decode, None, [decode.worker_id]
         else:

@@ -3,6 +3,10 @@
 One entry per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
 Closing an entry that is not open is a fault of ours and raises. When nothing runs, every total is zero.
 
+A cached prefix costs a worker nothing only while a sequence there holds it. Blocks that are cached and held by no
+sequence count as free, and are in use as soon as a sequence refers to them. So an account knows, by marks along their
+chains of hashes, which prefixes its bookings hold, and a booking leaves out no more than those.
+
 A booking, like every record that lives as long as a request, is nothing that the garbage collector walks through: it
 holds no other objects, or none that lead back to it, and a router has thousands of them.
 
@@ -11,11 +15,16 @@ Owner: the router's fleet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from disagg.proto.ids import AttemptKey, WorkerId
+from disagg.proto.ids import AttemptKey, BlockHash, WorkerId
+
+MARK_BLOCKS = 16
+"""A chain of hashes is marked after every so many blocks: few enough marks for the rate of placements. Of a prefix that
+is shared up to a block between two marks, the blocks behind the last mark count as not shared."""
 
 
 class Booking(msgspec.Struct, gc=False):
@@ -29,6 +38,12 @@ class Booking(msgspec.Struct, gc=False):
     """KV blocks, in the worker's own block size."""
     context: int = 0
     """Tokens that each decode step of the sequence attends to; grows with the answer. 0 where it does not decode."""
+    marks: tuple[BlockHash, ...] = ()
+    """Of the chain that the sequence holds; see `marks_of`."""
+    num_matched: int = 0
+    """Blocks of that chain that the worker had: where the last mark is, unless that is behind `MARK_BLOCKS` others."""
+    shared_blocks: int = 0
+    """KV blocks that are left out of `blocks`: other bookings held them."""
 
 
 class Account(msgspec.Struct, gc=False):
@@ -38,6 +53,8 @@ class Account(msgspec.Struct, gc=False):
     pairs: int = 0
     blocks: int = 0
     context: int = 0
+    held: dict[BlockHash, int] = {}
+    """Mark -> bookings that have it."""
     bookings: dict[AttemptKey, Booking] = {}
 
     @property
@@ -74,6 +91,9 @@ class Books:
         account.pairs += booking.pairs
         account.blocks += booking.blocks
         account.context += booking.context
+        held = account.held
+        for mark in booking.marks:
+            held[mark] = held.get(mark, 0) + 1
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> int:
         """The prompt is computed: give back the booking's tokens, keep the rest. Returns how many these were; 0 the
@@ -100,6 +120,12 @@ class Books:
         account.pairs -= booking.pairs
         account.blocks -= booking.blocks
         account.context -= booking.context
+        held = account.held
+        for mark in booking.marks:
+            if held[mark] == 1:
+                del held[mark]
+            else:
+                held[mark] -= 1
         return booking
 
     def entries(self) -> Iterator[tuple[WorkerId, AttemptKey]]:
@@ -127,4 +153,44 @@ class Books:
                     problems.append(
                         f"books of {worker_id}: {getattr(account, name)} {name}, but its bookings say {total}"
                     )
+            marks = Counter(mark for booking in account.bookings.values() for mark in booking.marks)
+            if marks != account.held:
+                problems.append(f"books of {worker_id}: the marks are not those of its bookings")
         return problems
+
+
+def marks_of(hashes: Sequence[BlockHash], num_matched: int) -> tuple[BlockHash, ...]:
+    """The marks of a chain of which a worker has `num_matched` blocks: where that prefix ends, and every
+    `MARK_BLOCKS`."""
+    marks = tuple(hashes[MARK_BLOCKS - 1 :: MARK_BLOCKS])
+    return (*marks, hashes[num_matched - 1]) if num_matched % MARK_BLOCKS else marks
+
+
+def num_left(booking: Booking, held: Mapping[BlockHash, int]) -> int:
+    """Of the chain of a booking that was closed how many blocks other bookings still hold."""
+    if not held:
+        return 0
+    marks, num_regular = booking.marks, len(booking.marks)
+    left = 0
+    if booking.num_matched % MARK_BLOCKS:
+        num_regular -= 1
+        left = booking.num_matched if marks[-1] in held else 0
+    while num_regular and num_regular * MARK_BLOCKS > left and marks[num_regular - 1] not in held:
+        num_regular -= 1
+    return max(left, num_regular * MARK_BLOCKS)
+
+
+def num_held(hashes: Sequence[BlockHash], num_matched: int, held: Mapping[BlockHash, int]) -> int:
+    """How many of the first `num_matched` blocks of a chain bookings hold, as far as their marks show it."""
+    if not num_matched or not held:
+        return 0
+    if hashes[num_matched - 1] in held:
+        return num_matched
+    low, high = 0, num_matched // MARK_BLOCKS
+    while low < high:  # A booking that has a mark has all before it.
+        middle = (low + high + 1) // 2
+        if hashes[middle * MARK_BLOCKS - 1] in held:
+            low = middle
+        else:
+            high = middle - 1
+    return low * MARK_BLOCKS

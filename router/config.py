@@ -49,7 +49,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Attempts of a request that may be lost with a whole worker, without progress in between; with it, twice as many.
     """
     max_refusals: int = 100
-    """How often workers may refuse a request before it fails."""
+    """How often in a row workers that have nothing else may refuse a request before it fails. Where others have the
+    room, it waits."""
     refusal_pause_s: float = 0.05
     """After its n-th refusal a request avoids the worker that refused for n times this long."""
     failure_pause_s: float = 0.2

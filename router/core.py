@@ -378,7 +378,8 @@ class RouterCore:
         if end.in_transfer:
             self.counters["pair_refused"] += 1
             self._attempts.failed(record, leg, end, now, at_once=True)
-        error = self._retries.after_refusal(record, worker_id, end)
+        can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
+        error = self._retries.after_refusal(record, worker_id, end, can_wait=can_wait)
         if error is None:
             pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
             for to_avoid in self._attempts.to_avoid(record.running, leg):

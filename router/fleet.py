@@ -205,7 +205,7 @@ class Fleet:
     def open(self, worker: Worker, key: AttemptKey, booking: Booking, turn: int) -> None:
         """Book for an attempt that is placed now, as placement number `turn`."""
         self.books.open(worker.worker_id, key, booking)
-        worker.note_booked(booking.tokens)
+        worker.note_booked(booking.tokens, booking.blocks)
         worker.last_turn = turn
         self._changed(worker)
 
@@ -223,8 +223,19 @@ class Fleet:
         worker = self._workers[worker_id]
         if booking.tokens:
             worker.note_returned(booking.tokens)
+        if booking.marks:
+            worker.note_closed(booking)
         self.num_releases += 1
         self._changed(worker)
+
+    def refused(self, worker_id: WorkerId, key: AttemptKey) -> bool:
+        """A decode worker had no room for an attempt. Returns whether there was another sequence on it."""
+        worker = self._workers[worker_id]
+        booking = worker.account.bookings.get(key)
+        if booking is None:  # It was to compute the prompt too, and waits for room itself: it never has any.
+            return False
+        worker.note_refused(booking.blocks)
+        return worker.num_sequences > 1 or worker.has_others
 
     def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
         """The worker was given this chain to compute."""

@@ -15,7 +15,7 @@ from disagg.router.prefix_match import PrefixMatch
 from disagg.router.quarantine import LeftOut
 from disagg.router.worker import Worker, decodes_only, has_both_roles, longest_sequence, prefills_only
 
-_Shape = tuple[int, int, int, int, int]
+_Shape = tuple[int, ...]
 
 
 class Kind:
@@ -42,7 +42,8 @@ class Kind:
             num_blocks = prefill_blocks
         elif decodes_only(info):
             pools = self._decodes
-        shape = (info.num_blocks, info.block_size, info.max_num_seqs, info.token_budget, info.max_model_len)
+        sizes = (info.num_blocks, info.block_size, info.max_num_seqs, info.token_budget, info.max_model_len)
+        shape = (*sizes, info.decode_reserve_tokens, info.watermark_blocks)
         pool = pools.get(shape)
         if pool is None:
             pool = pools[shape] = Pool(info, self._policy, self._watermark, num_blocks)

@@ -39,6 +39,8 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     """Known tokens: prompt, and output of earlier attempts."""
     reserve_tokens: int = 0
     """Output tokens to book blocks for."""
+    most_output_tokens: int = 0
+    """Output tokens that there can be."""
     output_tokens: float = 1.0
     """Output tokens that are expected; at least 1."""
     ttft_left_ms: float = math.inf
@@ -68,7 +70,11 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     cached_tokens: int = 0
     """Leading tokens of the request whose KV it has; always less than all of them."""
     num_blocks: int = 0
-    """KV blocks that the request would take of it in that role."""
+    """KV blocks that the request would write on it in that role."""
+    booked_blocks: int = 0
+    """KV blocks that are no longer free for others there: these, and cached ones that no sequence holds yet."""
+    shared_blocks: int = 0
+    """Cached ones that other sequences hold; on a worker that decodes."""
     as_decode: Weight | None = None
     """What speaks against it as the D of a pair, where that is known already."""
 
@@ -169,22 +175,24 @@ def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:
 
 
 def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
-    """KV blocks that a D has in use for the request: for its known tokens and for the reserve."""
-    return -(-min(demand.num_tokens + demand.reserve_tokens, info.max_model_len) // info.block_size)
+    """KV blocks that a D has in use for the request: for its known tokens and for the reserve, the larger one of the
+    router's and the worker's own."""
+    reserve_tokens = max(demand.reserve_tokens, min(demand.most_output_tokens, info.decode_reserve_tokens))
+    return -(-min(demand.num_tokens + reserve_tokens, info.max_model_len) // info.block_size)
 
 
 def prefill_booking(demand: Demand, candidate: Candidate) -> Booking:
     """What the request takes of the P of a pair."""
     cached = candidate.cached_tokens
     return Booking(
-        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.num_blocks
+        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.booked_blocks
     )
 
 
 def decode_booking(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Booking:
     """What the request takes of the worker that decodes; the uncached suffix too where it prefills."""
     if not computes_prompt:
-        return Booking(blocks=candidate.num_blocks, context=demand.num_tokens)
+        return Booking(blocks=candidate.booked_blocks, context=demand.num_tokens)
     booking = prefill_booking(demand, candidate)
     booking.context = demand.num_tokens
     return booking

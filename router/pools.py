@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
+from disagg.router.books import num_held
 from disagg.router.order import Order
 from disagg.router.placement import Candidate, Demand, Policy
 from disagg.router.prefix_match import PrefixMatch, WorkerSet
@@ -38,6 +39,9 @@ class Pool:
         policy: gives the rank.
         watermark: share of the blocks that is left free.
         num_blocks: KV blocks that a request has in use on a worker of this shape, those of cached tokens included.
+
+    Where requests decode, of a cached prefix only the blocks that other sequences hold are left out of what a request
+    takes: a decode worker refuses what it has no room for. A prefill worker lets it wait.
     """
 
     def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
@@ -50,7 +54,8 @@ class Pool:
         self.backlog_ms = 0.0
         """The sum of the members' backlogs."""
         self._policy = policy
-        self._room = info.num_blocks - int(info.num_blocks * watermark)
+        self._room = info.num_blocks - max(int(info.num_blocks * watermark), info.watermark_blocks)
+        self._decodes = "decode" in info.roles
         self._shape = info
         self._num_blocks = num_blocks
         self._by_rank = Order(self._rank)
@@ -128,9 +133,15 @@ class Pool:
             cached = 0 if matched is None else matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS
             if cached > most:
                 cached = most
-            num_blocks = all_blocks - cached // block_size
-            if (worker.used_blocks + num_blocks <= room and not worker.is_full) or not worker.num_sequences:
-                found.append(Candidate(worker, cached, num_blocks))
+            shared = cached
+            if cached and self._decodes:
+                assert matched is not None
+                shared = num_held(matched.hashes, cached // HASH_BLOCK_TOKENS, worker.account.held) * HASH_BLOCK_TOKENS
+            shared_blocks = shared // block_size
+            booked_blocks = all_blocks - shared_blocks
+            if worker.takes(booked_blocks, room) or worker.is_empty:
+                num_blocks = all_blocks - cached // block_size
+                found.append(Candidate(worker, cached, num_blocks, booked_blocks, shared_blocks))
         return found
 
     def _rank(self, worker: Worker) -> float:

@@ -184,7 +184,7 @@ class PrefixIndex:
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """How far along the chain each worker has its blocks; good until the index changes."""
-        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots)
+        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, hashes)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """How many leading blocks of the chain each worker has; workers with none are left out."""

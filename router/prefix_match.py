@@ -28,9 +28,13 @@ NUM_SHARDS = 256
 class PrefixMatch:
     """See the module docstring. Made by `PrefixIndex.find`."""
 
-    __slots__ = ("_ends", "_slots")
+    __slots__ = ("_ends", "_slots", "hashes")
 
-    def __init__(self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId]) -> None:
+    def __init__(
+        self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId], hashes: Sequence[BlockHash]
+    ) -> None:
+        self.hashes = hashes
+        """The chain that was asked for."""
         self._ends = ends
         self._slots = slots
 

@@ -103,6 +103,9 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_free: int = 0
     """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
+    """In a row; the pause after a refusal grows with them."""
+    num_vain_refusals: int = 0
+    """Of these, in a row, those by workers that had nothing else."""
     avoid_until: Mapping[WorkerId, float] = _NOBODY
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""

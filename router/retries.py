@@ -7,7 +7,8 @@
     moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
     free       a fault for which the worker is to blame and others are healthy: it counts for none of these, but for
                at most `max_attempts` of a request
-    refusal    not a fault; at most `max_refusals` of a request
+    refusal    not a fault; without a limit where the worker has other sequences, whose room comes back; by workers that
+               have nothing else at most `max_refusals` in a row
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
                furthest on a worker is not preempted, so that all of them come to an end
 
@@ -83,12 +84,18 @@ class Retries:
         if len(record.ledger.released) - record.running.num_before >= PROGRESS_TOKENS:
             record.num_failures = record.num_losses = record.num_free = 0
 
-    def after_refusal(self, record: RequestRecord, worker_id: WorkerId, end: End) -> UnavailableError | None:
-        """Count a refusal of its attempt, or begin to count anew where it was preempted; the error that ends the
-        request, or None if it is to be tried again."""
-        record.num_refusals = 0 if end.reason == "preempted" else record.num_refusals + 1
-        if record.num_refusals < self.config.max_refusals and not record.is_probe:
+    def after_refusal(
+        self, record: RequestRecord, worker_id: WorkerId, end: End, *, can_wait: bool
+    ) -> UnavailableError | None:
+        """Count a refusal of its attempt, or begin to count anew where it was preempted, or waiting helps (`can_wait`);
+        the error that ends the request, or None if it is to be tried again."""
+        is_preempted = end.reason == "preempted"
+        record.num_refusals = 0 if is_preempted else record.num_refusals + 1
+        record.num_vain_refusals = 0 if is_preempted or can_wait else record.num_vain_refusals + 1
+        if record.num_vain_refusals < self.config.max_refusals and not record.is_probe:
             return None
-        if end.reason == "preempted":
+        if is_preempted:
             return UnavailableError(f"preempted on {worker_id}: {end.detail}")
-        return UnavailableError(f"refused {record.num_refusals} times, the last time by {worker_id}: {end.detail}")
+        return UnavailableError(
+            f"refused {record.num_vain_refusals or 1} times, the last time by {worker_id}: {end.detail}"
+        )

@@ -12,11 +12,13 @@ Owner: the router's fleet.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
-from disagg.router.books import Account
+from disagg.router.books import Account, Booking, num_left
 from disagg.router.cost_model import StepModel
 from disagg.router.prefix_match import WorkerSet
 
@@ -63,7 +65,8 @@ class Worker:
     outstanding_pairs: float = 0.0
     """Query-key pairs of these tokens."""
     used_blocks: int = 0
-    """Booked, or reported as held, whichever is more."""
+    """Booked, and what the latest report showed beyond that: other routers' sequences, and answers that outgrew their
+    reserve."""
     free_tokens: int = 0
     """Room in the cache where there is nothing that anybody could want; what is written beyond it pushes out."""
     num_decodes: int = 0
@@ -80,6 +83,10 @@ class Worker:
     """Whether it takes another prompt."""
     is_full: bool = False
     """Whether it takes no other sequence."""
+    is_empty: bool = True
+    """Whether no sequence is booked or reported."""
+    refused_blocks: float = math.inf
+    """A request that takes so many blocks was refused since the latest report; those that take less may fit."""
 
     # The coefficients of its step times, as of the latest report.
     base_ms: float = 0.0
@@ -88,8 +95,14 @@ class Worker:
     decode_ms: float = 0.0
     context_ms: float = 0.0
 
-    _num_held_blocks: int = 0
-    """As reported."""
+    _num_blocks_beyond: int = 0
+    """Reported as held, and not booked at the report before."""
+    _num_blocks_unseen: int = 0
+    """Blocks booked since the last report, of which it may be that the worker had not heard."""
+    _num_others: int = 0
+    """Sequences that were reported, and not booked then."""
+    _has_preempted: bool = False
+    """Whether sequences that it preempted wait there. A decode worker refuses everything until they run again."""
     _num_computed: int = 0
     """Booked tokens that the worker has computed without saying so per request."""
     _num_unseen: int = 0
@@ -112,20 +125,45 @@ class Worker:
         self._take_load()
         self.refresh()
 
-    def note_booked(self, num_tokens: int) -> None:
-        """Prompt tokens were booked."""
+    def note_booked(self, num_tokens: int, num_blocks: int) -> None:
+        """Prompt tokens and KV blocks were booked."""
         self._num_unseen += num_tokens
+        self._num_blocks_unseen += num_blocks
+
+    def note_closed(self, booking: Booking) -> None:
+        """A booking was closed. What it shares with others stays in use; the next report shows it anyway."""
+        num_left_blocks = num_left(booking, self.account.held) * HASH_BLOCK_TOKENS // self.info.block_size
+        self._num_blocks_beyond += max(0, num_left_blocks - booking.shared_blocks)
 
     def note_returned(self, num_tokens: int) -> None:
         """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
         self._num_computed = max(0, min(self._num_computed - num_tokens, self.account.tokens))
         self._num_unseen = min(self._num_unseen, self.account.tokens)
 
+    def takes(self, num_blocks: int, room: int) -> bool:
+        """Whether it has a place and, of `room` blocks, these for one more sequence."""
+        return not self.is_full and num_blocks < self.refused_blocks and self.used_blocks + num_blocks <= room
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it reported sequences that are not booked here, or preempted ones."""
+        return self._num_others > 0 or self._has_preempted
+
+    def note_refused(self, num_blocks: int) -> None:
+        """It refused a sequence that was to take so many blocks: its books are wrong until it reports again."""
+        self.refused_blocks = min(self.refused_blocks, num_blocks)
+
     def take_report(self, report: WorkerReport) -> None:
         """Load and measured steps. Call `refresh` next."""
         self.load = load = report.load
         self._num_computed = max(0, self.account.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
         self._num_unseen = 0
+        num_seen = max(0, self.account.blocks - self._num_blocks_unseen)
+        self._num_blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
+        self._num_blocks_unseen = 0
+        self._num_others = max(0, load.num_running + load.num_waiting - len(self.account.bookings))
+        self._has_preempted = load.num_preempted > 0
+        self.refused_blocks = math.inf
         for sample in report.steps:
             self.model.observe(sample)
             self.is_measured = True
@@ -135,9 +173,10 @@ class Worker:
         """Bring up to date what follows from the books and the latest report."""
         account, info = self.account, self.info
         self.num_sequences = num_sequences = len(account.bookings)
-        self.is_full = num_sequences >= info.max_num_seqs
-        held = self._num_held_blocks
-        self.used_blocks = account.blocks if account.blocks > held else held
+        goes_first = self._has_preempted and not self.is_for_prompts
+        self.is_full = num_sequences + self._num_others >= info.max_num_seqs or goes_first
+        self.is_empty = not (num_sequences or self._num_others or self._has_preempted)
+        self.used_blocks = account.blocks + self._num_blocks_beyond
         self.outstanding_tokens = tokens = account.tokens - self._num_computed
         self.has_slot = tokens < self.slot_tokens
         if self.decodes:
@@ -158,7 +197,6 @@ class Worker:
     def _take_load(self) -> None:
         """Note what follows from the latest report alone."""
         load, info = self.load, self.info
-        self._num_held_blocks = load.blocks_active + load.blocks_reserved
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
         self.free_tokens = max(0, num_free - load.blocks_apart) * info.block_size
         coefficients = self.model.coefficients

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, StepSample, WorkerInfo
-from disagg.router.books import Booking
+from disagg.router.books import Booking, marks_of
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.draw import in_turn
@@ -24,6 +24,8 @@ class Busy:
     info: WorkerInfo
     cached: int = 0
     """Leading tokens of the request that it has; whole blocks."""
+    held: int = 0
+    """Of these, those that a sequence there holds."""
     tokens: int = 0
     """Outstanding prompt tokens."""
     seqs: int = 0
@@ -61,7 +63,8 @@ class Placing:
         for number in range(state.seqs):
             booking = Booking()
             if number == 0:
-                booking = Booking(tokens=state.tokens, blocks=state.used, context=state.context)
+                marks = marks_of(hashes[: state.held // 16], state.held // 16)
+                booking = Booking(tokens=state.tokens, blocks=state.used, context=state.context, marks=marks)
             self.fleet.open(worker, AttemptKey(RequestId(f"{info.worker_id}-{number}"), 0), booking, -1)
 
     def choose(self, *, without: Sequence[str] = (), **demand: float) -> Choice | None:

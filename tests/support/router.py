@@ -83,6 +83,8 @@ def worker_info(
     token_budget: int = 128,
     max_model_len: int = 1024,
     calibration: tuple[StepSample, ...] = (),
+    decode_reserve_tokens: int = 0,
+    watermark_blocks: int = 0,
 ) -> WorkerInfo:
     """A worker; its role follows from the first letter of its id (p, d, or c for both) unless given."""
     by_letter: dict[str, tuple[RoleName, ...]] = {"p": ("prefill",), "d": ("decode",), "c": ("prefill", "decode")}
@@ -100,6 +102,8 @@ def worker_info(
         token_budget=token_budget,
         max_model_len=max_model_len,
         calibration=calibration,
+        decode_reserve_tokens=decode_reserve_tokens,
+        watermark_blocks=watermark_blocks,
     )
 
 

@@ -131,9 +131,9 @@ def test_local_prefill_on_d() -> None:
     request = routed_request("r0", 64)
     it.holds("d0", request, 2)
     assert it.submit(request) == ["dispatch d0 r0/0 alone"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 32, "sequences": 1, "blocks": 3}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 32, "sequences": 1, "blocks": 5}
     assert it.update("d0", tokens_update("r0", 0, 0, 7)) == ["emit r0 [7]"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 1, "blocks": 3}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 1, "blocks": 5}
     assert it.update("d0", end_update("r0", 0, "stop", cached_tokens=32)) == ["finish r0 stop 1 cached=32"]
     trace = it.core.trace(request.request_id)
     assert trace is not None

@@ -20,6 +20,7 @@ from tests.support.router import (
     routed_request,
     tokens_update,
     worker_info,
+    worker_report,
 )
 
 # ---------------------------------------------------------------- refused
@@ -41,7 +42,9 @@ def test_a_refused_request_waits_a_little_where_there_is_no_other_d() -> None:
     assert it.core.next_wakeup() == 0.05
     # It waits for reasons of its own, so that others pass.
     assert it.submit("r1") == ["dispatch p0 r1/0 -> d0"]
-    assert it.at(0.05) == ["dispatch p0 r0/1 -> d0"]
+    # D is not asked again for as much before it has said what it holds.
+    assert it.at(0.05) == []
+    assert it.report(worker_report("d0", 0)) == ["dispatch p0 r0/1 -> d0"]
     assert it.update("d0", end_update("r0", 1, "refused")) == ["cancel p0 r0/1"]
     assert it.core.next_wakeup() == pytest.approx(0.15)
     assert it.at(0.16) == ["dispatch p0 r0/2 -> d0"]

@@ -50,7 +50,7 @@ def test_candidates_join_books_index_and_reports() -> None:
         P,
         48,
         10,
-        7,
+        12,  # Seven that were held before it was booked there, and its five.
     )
     assert (d0.worker.worker_id, d0.cached_tokens, d0.worker.outstanding_tokens, d0.worker.used_blocks) == (D, 0, 0, 6)
     assert it.shortlists(Demand(num_tokens=65), request.block_hashes, {D}, 0.0)[0].decodes == []

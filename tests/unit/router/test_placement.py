@@ -46,7 +46,10 @@ class TestEveryPolicy:
         # 64 + 16 tokens are 5 blocks.
         assert where(policy, "p0", busy("d0", seqs=1, used=59)) == "p0 d0"
         assert where(policy, "p0", busy("d0", seqs=1, used=60)) == "none"
-        assert where(policy, "p0", busy("d0", seqs=1, used=62, cached=48)) == "p0 d0"
+        # Cached blocks that no sequence holds are taken from what is free.
+        assert where(policy, "p0", busy("d0", seqs=1, used=60, cached=48)) == "none"
+        assert where(policy, "p0", busy("d0", seqs=1, used=62, cached=48, held=48)) == "p0 d0"
+        assert where(policy, "p0", busy("d0", seqs=1, used=63, cached=48, held=48)) == "none"
         assert where(policy, "p0", busy("d0", seqs=1, used=59), watermark=0.05) == "none"
         assert where(policy, "p0", busy("d0", seqs=1, used=56), watermark=0.05) == "p0 d0"
 
@@ -111,7 +114,7 @@ def test_bookings() -> None:
     demand = Demand(num_tokens=64, reserve_tokens=100)
     assert prefill_blocks(demand, p0.info) == 5
     assert [decode_blocks(demand, worker.info) for worker in (p0, short, large)] == [11, 6, 3]
-    candidate = Candidate(p0, 48, 7)
+    candidate = Candidate(p0, 48, 4, 7)
     assert prefill_booking(demand, candidate) == Booking(tokens=16, pairs=904, blocks=7)
     assert decode_booking(demand, candidate, computes_prompt=False) == Booking(blocks=7, context=64)
     assert decode_booking(demand, candidate, computes_prompt=True) == Booking(
