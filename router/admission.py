@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from disagg.proto.errors import ContextLengthError, DeadlineError, DisaggError, OverloadedError, UnavailableError
 from disagg.router.api import RoutedRequest
+from disagg.router.attempts import Attempts
 from disagg.router.config import RouterConfig
 from disagg.router.fleet import Fleet
 from disagg.router.forecast import forecast
@@ -12,6 +13,9 @@ from disagg.router.queue import RequestQueue
 from disagg.router.record import RequestRecord
 
 _MIN_RETRY_S = 0.05
+_MARGIN = 0.1
+"""Of the wait for a place to decode: answers and steps are not exactly as long as expected, and what is admitted and
+misses its target takes a place from one that would have met it."""
 
 
 def refusal(
@@ -40,7 +44,7 @@ def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | N
 
 
 def predicted_miss(
-    record: RequestRecord, fleet: Fleet, queue: RequestQueue, config: RouterConfig, now: float
+    record: RequestRecord, fleet: Fleet, queue: RequestQueue, attempts: Attempts, config: RouterConfig, now: float
 ) -> OverloadedError | None:
     """The refusal of a request that would miss its TTFT target; None if it has none, or should meet it, or nobody can
     tell yet. It may come back when what is too much of the wait should be over."""
@@ -50,7 +54,13 @@ def predicted_miss(
     expected = forecast(fleet, queue, position, record.block_hashes, record.num_tokens, now)
     if expected is None:
         return None
-    ttft_s = now - record.trace.arrival + (expected.wait_ms + expected.prefill_ms) / 1000
+    wait_ms = expected.wait_ms
+    decode_wait_ms = attempts.decode_wait_ms(record, position, now)
+    if decode_wait_ms:  # Those before it wait for the same: their prompts are computed when places open.
+        wait_ms = max(
+            wait_ms, decode_wait_ms * (1 + _MARGIN) + queue.work_before(position) / max(1, fleet.backlog()[1])
+        )
+    ttft_s = now - record.trace.arrival + (wait_ms + expected.prefill_ms) / 1000
     if ttft_s <= record.trace.ttft_slo_s:
         return None
     message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.trace.ttft_slo_s:g} s"

@@ -61,6 +61,8 @@ class Attempts:
     def __init__(self, config: RouterConfig, gateway_id: GatewayId, fleet: Fleet, policy: Policy, draw: Draw) -> None:
         self._lengths = RunningMean(config.expected_output_tokens)
         """Of output tokens."""
+        self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
+        """The same, of answers that were seen alone where there was one: for forecasts, which a wrong guess misleads."""
         self._reuse = RunningMean(0.0)
         """Of the share of a prompt that was cached where it was placed."""
         self._config = config
@@ -194,6 +196,12 @@ class Attempts:
     def answered(self, num_tokens: int) -> None:
         """An answer ended after so many tokens: what later ones are expected to have."""
         self._lengths.observe(num_tokens)
+        self._recent_lengths.observe(num_tokens)
+
+    def decode_wait_ms(self, record: RequestRecord, position: int, now: float) -> float:
+        """How long a request at a position of the queue waits for a place to decode."""
+        demand = self._demand(record, now)
+        return self._fleet.decode_wait_ms(demand, max(1.0, self._recent_lengths.value), position, now)
 
     def refused(self, record: RequestRecord) -> bool:
         """D had no room. Its books learn that; returns whether there is something there to wait for: with nothing else
@@ -242,6 +250,7 @@ class Attempts:
         key = AttemptKey(record.request.request_id, record.num_attempts)
         decode = choice.decode.worker
         booking = decode_booking(demand, choice.decode, computes_prompt=choice.prefill is None)
+        booking.known_tokens, booking.most_output_tokens = demand.num_tokens, demand.most_output_tokens
         num_matched = choice.decode.cached_tokens // HASH_BLOCK_TOKENS
         booking.marks, booking.num_matched = marks_of(record.block_hashes, num_matched), num_matched
         booking.shared_blocks = choice.decode.shared_blocks

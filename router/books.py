@@ -38,6 +38,10 @@ class Booking(msgspec.Struct, gc=False):
     """KV blocks, in the worker's own block size."""
     context: int = 0
     """Tokens that each decode step of the sequence attends to; grows with the answer. 0 where it does not decode."""
+    known_tokens: int = 0
+    """Where it decodes: what `context` was at first."""
+    most_output_tokens: int = 0
+    """Where it decodes: output tokens that there can be."""
     marks: tuple[BlockHash, ...] = ()
     """Of the chain that the sequence holds; see `marks_of`."""
     num_matched: int = 0

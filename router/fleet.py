@@ -13,7 +13,9 @@ Owner: the router core.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
@@ -23,6 +25,7 @@ from disagg.router.books import Booking, Books
 from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.kinds import Kind, longest_of
+from disagg.router.openings import wait_ms
 from disagg.router.placement import Candidate, Demand, Policy, Shortlist
 from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
@@ -30,6 +33,11 @@ from disagg.router.prefix_match import PrefixMatch
 from disagg.router.quarantine import LeftOut, Leg, Quarantine
 from disagg.router.worker import Worker, decodes_only, longest_sequence, prefills_only
 from disagg.router.worker_counts import WorkerCounts
+
+FORECAST_S = 0.02
+"""A forecast of places to decode is kept for so long."""
+MAX_FORECAST = 8
+"""Workers of a pool that it looks at; the others are taken to be like them."""
 
 
 class _InUse(NamedTuple):
@@ -83,6 +91,10 @@ class Fleet:
         self._longest_new: int | None = None
         self._num_places = 0
         """Of the workers that `_longest_new` is of."""
+        self._openings: dict[int, tuple[list[float], float]] = {}
+        """Blocks of a request (three digits of two) -> when workers can begin with such ones, and how long these keep
+        their places."""
+        self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest answer of the index, while it holds."""
         self._left_out: tuple[int, _InUse] | None = None
@@ -207,6 +219,7 @@ class Fleet:
         self.books.open(worker.worker_id, key, booking)
         worker.note_booked(booking.tokens, booking.blocks)
         worker.last_turn = turn
+        self._openings.clear()
         self._changed(worker)
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
@@ -294,6 +307,26 @@ class Fleet:
         many they are."""
         pools = list(self._computing_pools())
         return sum(pool.backlog_ms for pool in pools), sum(len(pool.members) for pool in pools)
+
+    def decode_wait_ms(self, demand: Demand, output_tokens: float, position: int, now: float) -> float:
+        """How long a request waits for a place to decode behind `position` others of its size, where answers have so
+        many tokens. What the places are is kept for `FORECAST_S`."""
+        if now >= self._openings_until:
+            self._openings.clear()
+            self._openings_until = now + FORECAST_S
+        pools = [pool for kind in self._kinds.values() for pool in kind.decoding_pools()]
+        if not pools:
+            return 0.0
+        num_workers = sum(len(pool.members) for pool in pools)
+        num_blocks = pools[0].num_blocks(demand)
+        size = num_blocks & -1 << max(0, num_blocks.bit_length() - 3)
+        known = self._openings.get(size)
+        if known is None:
+            found = [pool.openings(size, output_tokens, MAX_FORECAST) for pool in pools]
+            known = sorted(chain.from_iterable(each for each, _ in found)), max(ms for _, ms in found)
+            self._openings[size] = known
+        num_seen = sum(min(len(pool.members), MAX_FORECAST) for pool in pools)
+        return wait_ms(known[0], position * num_seen // num_workers, known[1])
 
     def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
         """Who has how much of the chain. Asked again for the same request at the same time, the index is not."""

@@ -54,6 +54,10 @@ class Kind:
         pools = [pool for pools in (self._prefills, self._wholes) for pool in pools.values() if pool.members]
         return pools or list(self._decodes.values())
 
+    def decoding_pools(self) -> list[Pool]:
+        """The pools whose workers decode."""
+        return [pool for pools in (self._decodes, self._wholes) for pool in pools.values() if pool.members]
+
     def shortlist(
         self,
         demand: Demand,

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.books import num_held
+from disagg.router.openings import openings
 from disagg.router.order import Order
 from disagg.router.placement import Candidate, Demand, Policy
 from disagg.router.prefix_match import PrefixMatch, WorkerSet
@@ -123,6 +125,17 @@ class Pool:
         """A member that has room, as one that has nothing of the request; else None."""
         found = self._with_room(demand, [worker], None) if demand.num_tokens < self.longest else []
         return found[0] if found else None
+
+    def openings(self, num_blocks: int, output_tokens: float, limit: int) -> tuple[list[float], float]:
+        """When the first `limit` members can begin with more sequences of so many blocks, see `openings`; and how long
+        a place is kept."""
+        workers = list(islice(self.members.values(), limit))
+        found = [when for worker in workers for when in openings(worker, num_blocks, self._room, output_tokens)]
+        return found, output_tokens * max((worker.around_ms for worker in workers), default=0.0)
+
+    def num_blocks(self, demand: Demand) -> int:
+        """KV blocks of a request there."""
+        return self._num_blocks(demand, self._shape)
 
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
         """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""

@@ -13,12 +13,13 @@ class RunningMean:
     """See the module docstring.
 
     Args:
-        prior: the mean before there is any value; counts as one.
+        prior: the mean before there is any value.
+        weight: as how many values it counts then; 0 or 1.
     """
 
-    def __init__(self, prior: float) -> None:
+    def __init__(self, prior: float, weight: int = 1) -> None:
         self.value = float(prior)
-        self._num_seen = 1
+        self._num_seen = weight
 
     def observe(self, value: float) -> None:
         """One more."""

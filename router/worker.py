@@ -95,11 +95,11 @@ class Worker:
     decode_ms: float = 0.0
     context_ms: float = 0.0
 
-    _num_blocks_beyond: int = 0
+    blocks_beyond: int = 0
     """Reported as held, and not booked at the report before."""
     _num_blocks_unseen: int = 0
     """Blocks booked since the last report, of which it may be that the worker had not heard."""
-    _num_others: int = 0
+    num_others: int = 0
     """Sequences that were reported, and not booked then."""
     _has_preempted: bool = False
     """Whether sequences that it preempted wait there. A decode worker refuses everything until they run again."""
@@ -133,7 +133,7 @@ class Worker:
     def note_closed(self, booking: Booking) -> None:
         """A booking was closed. What it shares with others stays in use; the next report shows it anyway."""
         num_left_blocks = num_left(booking, self.account.held) * HASH_BLOCK_TOKENS // self.info.block_size
-        self._num_blocks_beyond += max(0, num_left_blocks - booking.shared_blocks)
+        self.blocks_beyond += max(0, num_left_blocks - booking.shared_blocks)
 
     def note_returned(self, num_tokens: int) -> None:
         """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
@@ -147,7 +147,7 @@ class Worker:
     @property
     def has_others(self) -> bool:
         """Whether it reported sequences that are not booked here, or preempted ones."""
-        return self._num_others > 0 or self._has_preempted
+        return self.num_others > 0 or self._has_preempted
 
     def note_refused(self, num_blocks: int) -> None:
         """It refused a sequence that was to take so many blocks: its books are wrong until it reports again."""
@@ -159,9 +159,9 @@ class Worker:
         self._num_computed = max(0, self.account.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
         self._num_unseen = 0
         num_seen = max(0, self.account.blocks - self._num_blocks_unseen)
-        self._num_blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
+        self.blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
         self._num_blocks_unseen = 0
-        self._num_others = max(0, load.num_running + load.num_waiting - len(self.account.bookings))
+        self.num_others = max(0, load.num_running + load.num_waiting - len(self.account.bookings))
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
         for sample in report.steps:
@@ -174,9 +174,9 @@ class Worker:
         account, info = self.account, self.info
         self.num_sequences = num_sequences = len(account.bookings)
         goes_first = self._has_preempted and not self.is_for_prompts
-        self.is_full = num_sequences + self._num_others >= info.max_num_seqs or goes_first
-        self.is_empty = not (num_sequences or self._num_others or self._has_preempted)
-        self.used_blocks = account.blocks + self._num_blocks_beyond
+        self.is_full = num_sequences + self.num_others >= info.max_num_seqs or goes_first
+        self.is_empty = not (num_sequences or self.num_others or self._has_preempted)
+        self.used_blocks = account.blocks + self.blocks_beyond
         self.outstanding_tokens = tokens = account.tokens - self._num_computed
         self.has_slot = tokens < self.slot_tokens
         if self.decodes:

@@ -39,6 +39,7 @@ PURE = (
     "router/events.py",
     "router/fleet.py",
     "router/forecast.py",
+    "router/openings.py",
     "router/kinds.py",
     "router/least_squares.py",
     "router/ledger.py",

@@ -119,9 +119,9 @@ def test_what_the_books_permit_is_accepted(
     watermarks: tuple[float, float],
     gaps_s: list[float],
 ) -> None:
-    """With reports that are up to date the engine refuses nothing whose whole answer is reserved, whatever the two sides
-    leave free. Where answers outgrow their reserves, or holders of a shared prefix end, a block may be taken between the
-    report and the dispatch; then the request waits. Everything is answered."""
+    """With reports that are up to date the engine refuses nothing whose whole answer is reserved, whatever the two
+    sides leave free. Where answers outgrow their reserves, or prefixes are shared, it may refuse; then the request
+    waits. Everything is answered."""
     config = msgspec.structs.replace(NEVER, decode_reserve_tokens=reserves[0], watermark=watermarks[0])
     it = EngineWorld(
         config,
