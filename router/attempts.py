@@ -62,7 +62,7 @@ class Attempts:
         self._lengths = RunningMean(config.expected_output_tokens)
         """Of output tokens."""
         self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
-        """The same, of answers that were seen alone where there was one: for forecasts, which a wrong guess misleads."""
+        """The same, without the guess once an answer was seen: for forecasts, which a wrong guess misleads."""
         self._reuse = RunningMean(0.0)
         """Of the share of a prompt that was cached where it was placed."""
         self._config = config

@@ -3,6 +3,8 @@
     nobody waits before it     the backlog of the worker that would be looked at first
     others wait before it      (all backlogs + the prefills queued before it) / number of workers that prefill
 
+When a place to decode opens is `openings`' part; admission takes the later of the two.
+
 The second line is the queueing term: without it a router takes in whatever comes, and answers it minutes late.
 """
 

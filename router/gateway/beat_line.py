@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import open_blocking_channel
 from disagg.proto.control import BEAT_S, GatewayBeat
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import encode
-from disagg.proto.services import CHANNEL_OPTIONS, FOLLOW
+from disagg.proto.services import FOLLOW
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class BeatLine:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _send_beats(self) -> None:
-        with grpc.insecure_channel(self._resolve(), options=CHANNEL_OPTIONS) as channel:
+        with open_blocking_channel(self._resolve(), self._secret) as channel:
             with self._lock:
                 if self._stopped.is_set():
                     return

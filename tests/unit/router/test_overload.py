@@ -1,4 +1,4 @@
-"""Overload of the decode side in virtual time: what would miss its target is refused at once, what is taken in meets it."""
+"""Overload of the decode side in virtual time: what would miss its target is refused at once, the rest meets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TTFT_S, SECONDS = 0.5, 30.0
 
 
 class Offered:
-    """Requests of one size at a steady rate for `SECONDS`, to one worker; without a target where `has_target` is not."""
+    """Requests of one size at a steady rate, to one decode worker."""
 
     def __init__(
         self,
