@@ -128,7 +128,7 @@ class Settings:
         for name, text in self._fields().items():
             message: Message = request.sampling if hasattr(request.sampling, name) else request.stopping
             _set(request if name == "n" else message, name, text)
-        return read_request(request)
+        return read_request(request, self._limits.model)
 
 
 def _set(message: Any, name: str, text: str) -> None:

@@ -200,7 +200,7 @@ class Attempts:
 
     def decode_wait_ms(self, record: RequestRecord, position: int, now: float) -> float:
         """How long a request at a position of the queue waits for a place to decode."""
-        demand = self._demand(record, now)
+        demand = self.demand(record, now)
         return self._fleet.decode_wait_ms(demand, max(1.0, self._recent_lengths.value), position, now)
 
     def refused(self, record: RequestRecord) -> bool:

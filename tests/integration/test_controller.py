@@ -217,6 +217,8 @@ class NoWorkers:
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
 
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
+
 
 def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -27,6 +27,7 @@ from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.core import RouterCore
 from disagg.router.record import new_record, new_trace
+from disagg.router.tenants import Tenants
 from tests.support.engine import BLOCK
 from tests.support.placing import samples
 from tests.support.router import (
@@ -288,7 +289,9 @@ class EngineWorld:
 
     def occupy(self, name: str, request: RoutedRequest) -> None:
         """Another router's request has room there."""
-        record = new_record(request, new_trace(request, 0.0, 0.0, RouterConfig()), 0, RouterConfig())
+        config = RouterConfig()
+        tenant = Tenants(config, lambda: 1000).get(request.tenant, request.limits, 0.0)
+        record = new_record(request, new_trace(request, 0.0, 0.0, config), tenant, 0, config)
         spec = record.spec(AttemptKey(request.request_id, 0), GatewayId("g1"), self.now)
         (answer,) = self.decodes[name].core.handle(Reserve(spec), self.now)
         assert isinstance(answer, Reserved)

@@ -24,6 +24,8 @@ CALLER = Caller("a", False, LIMITS)
 class Keyed:
     """Implements `Authenticator`: all are one tenant."""
 
+    takes_certificates = False
+
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return CALLER
 

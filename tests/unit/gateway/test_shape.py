@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.shape import MAX_FIELDS, MAX_JSON_PARTS, count_fields, count_json, find_broken_text
 from disagg.v1 import inference_pb2 as pb
 
-GENERATE: Descriptor = pb.GenerateRequest.DESCRIPTOR
+GENERATE = cast(Descriptor, pb.GenerateRequest.DESCRIPTOR)
 MEBI = 1 << 20
 
 

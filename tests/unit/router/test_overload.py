@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -55,14 +57,14 @@ class Offered:
         return max((self.world.ended_at[name] - self.world.arrived_at[name] for name in self.refused), default=0.0)
 
 
-PLACES = {"num_tokens": 64, "max_tokens": 200, "num_blocks": 4096, "max_num_seqs": 8}
+PLACES: dict[str, Any] = {"num_tokens": 64, "max_tokens": 200, "num_blocks": 4096, "max_num_seqs": 8}
 """Eight places, each for 200 steps of 14 ms: 2.86 a second."""
-BLOCKS = {"num_tokens": 600, "max_tokens": 100, "num_blocks": 150, "max_num_seqs": 64}
+BLOCKS: dict[str, Any] = {"num_tokens": 600, "max_tokens": 100, "num_blocks": 150, "max_num_seqs": 64}
 """Three sequences of 44 blocks at a time."""
 
 
 @pytest.mark.parametrize(("kind", "capacity"), [(PLACES, 2.8), (BLOCKS, 2.5)])
-def test_ten_times_what_decode_workers_can_do(kind: dict[str, int], capacity: float) -> None:
+def test_ten_times_what_decode_workers_can_do(kind: dict[str, Any], capacity: float) -> None:
     """What can be done is taken in as a whole and in time. Of ten times as much, as many are answered in time, but for
     those that were taken in before the router had seen how long answers are."""
     most = Offered(capacity, **kind)
