@@ -180,7 +180,9 @@ def transport_name(config: ClusterConfig) -> TransportName:
     """The transport that `auto` stands for, or the one asked for."""
     if config.transfer.transport != "auto":
         return config.transfer.transport
-    return "gloo" if active_pools(config)[0][1].device == "cpu" else "nccl"
+    if active_pools(config)[0][1].device != "cpu":
+        return "nccl"
+    return "shm" if config.network.bind == "loopback" else "gloo"
 
 
 def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo]) -> GatewayConfig:

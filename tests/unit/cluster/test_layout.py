@@ -79,7 +79,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
     for worker in workers:
         assert (worker.model_path, worker.dtype, worker.max_model_len) == ("/m", "float32", 50)
         assert (worker.chunk_bytes, worker.staging_bytes, worker.lease_timeout_s) == (1024, 4096, 2.0)
-        assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "gloo")
+        assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "shm")
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -119,9 +119,13 @@ def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> N
     assert worker.block_size == expected
 
 
-@pytest.mark.parametrize(("device", "transport"), [("cpu", "gloo"), ("cuda:1", "nccl")])
-def test_auto_transport_follows_the_device(device: str, transport: str) -> None:
-    config = parse_config({"pools": {"prefill": {"device": device}, "decode": {"device": device}}})
+@pytest.mark.parametrize(
+    ("device", "bind", "transport"),
+    [("cpu", "loopback", "shm"), ("cpu", "node", "gloo"), ("cuda:1", "loopback", "nccl"), ("cuda:1", "node", "nccl")],
+)
+def test_auto_transport_follows_device_and_network(device: str, bind: str, transport: str) -> None:
+    pools = {"prefill": {"device": device}, "decode": {"device": device}}
+    config = parse_config({"pools": pools, "network": {"bind": bind}})
     assert layout.transport_name(config) == transport
 
 
