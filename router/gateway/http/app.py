@@ -39,6 +39,8 @@ _MAX_SHOWN_CHARS: Final = 256
 """Of a wrong path, as an error repeats it."""
 _OPEN_PATHS: Final = ("/livez",)
 """Answered without a key."""
+_NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
+"""A browser must not guess another type than the response names: answers hold text that clients chose."""
 
 Handler = Callable[[Exchange, RequestId], Awaitable[None]]
 
@@ -78,7 +80,7 @@ class HttpApp:
             return
         request_id = self._mint_id()
         name_task(request_id)
-        exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode())])
+        exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
         try:
             self._label(exchange, request_id)
             self._authenticate(exchange)

@@ -50,6 +50,18 @@ def script(app: TestApp, *texts: str, reason: Any = "stop", cached: int = 0) -> 
 # ---------------------------------------------------------------- answers
 
 
+async def test_every_response_forbids_guessing_its_type(app: TestApp) -> None:
+    script(app, "hel", "lo")
+    sent = [
+        await app.chat(),
+        await app.chat(stream=True),
+        await app.client.get("/livez"),
+        await app.client.get("/none"),
+    ]
+    assert [response.status_code for response in sent] == [200, 200, 200, 404]
+    assert [response.headers.get_list("x-content-type-options") for response in sent] == [["nosniff"]] * 4
+
+
 async def test_a_chat(app: TestApp) -> None:
     script(app, "hel", "lo", cached=3)
     response = await app.chat(temperature=0, max_tokens=9)
