@@ -277,7 +277,7 @@ def _wrong_routes(dice: Dice, bodies: Bodies) -> BadHttp:
 def _no_http(dice: Dice, bodies: Bodies) -> BadHttp:
     """Requests that break HTTP/1.1 itself (RFC 9112), or are something else."""
     good = json.dumps(bodies.valid["/v1/completions"]).encode()
-    host = b"host: x\r\ncontent-type: application/json\r\n"
+    host = b"host: localhost\r\ncontent-type: application/json\r\n"
     start = b"POST /v1/completions HTTP/1.1\r\n" + host
     end = b"content-length: %d\r\n\r\n" % len(good) + good
     chunks = b"transfer-encoding: chunked\r\n"
@@ -317,7 +317,7 @@ def _no_http(dice: Dice, bodies: Bodies) -> BadHttp:
 
 def post(route: str, body: bytes, *headers: str) -> bytes:
     """A well-formed request, whatever its body is."""
-    lines = [f"POST {route} HTTP/1.1", "host: x", "content-type: application/json", "connection: close"]
+    lines = [f"POST {route} HTTP/1.1", "host: localhost", "content-type: application/json", "connection: close"]
     return "\r\n".join([*lines, *headers, f"content-length: {len(body)}", "", ""]).encode("latin-1") + body
 
 

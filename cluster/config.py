@@ -100,6 +100,11 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     to read it. `disagg key new` makes keys. A path in this file is relative to its folder."""
     tls: TlsFiles | None = None
     """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS."""
+    allowed_hosts: tuple[Name, ...] = ()
+    """Names, without a port, under which a gateway on loopback without keys may be called over HTTP, beside those of
+    loopback."""
+    allowed_origins: tuple[Name, ...] = ()
+    """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys."""
     max_connections: Count = 4096
     """Connections at a time, of gRPC and of HTTP each; further ones are closed at once."""
     max_queued: Count = 1024

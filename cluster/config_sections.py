@@ -71,8 +71,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`transfer`: the hand-over of KV from prefill to decode workers."""
 
     transport: TransportName | Literal["auto"] = "auto"
-    """`auto` is nccl on CUDA; on CPU shm with `network.bind: loopback`, else gloo. `shm` is memory that processes of one
-    user share: faster than gloo, and no other user of the host can join; for workers on one host."""
+    """`auto` is nccl on CUDA; on CPU shm with `network.bind: loopback`, else gloo. `shm` is memory that processes of
+    one user share: faster than gloo, and no other user of the host can join; for workers on one host."""
     chunk_bytes: Bytes = 4 << 20
     """Largest payload of one KV message, and the size of a staging slot."""
     staging_bytes: Bytes = 64 << 20

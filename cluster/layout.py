@@ -196,6 +196,8 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
         http_port=config.gateway.chosen_http_port,
         api_keys=config.gateway.api_keys,
         tls=config.gateway.tls,
+        allowed_hosts=config.gateway.allowed_hosts,
+        allowed_origins=config.gateway.allowed_origins,
         max_connections=config.gateway.max_connections,
         max_model_len=min(info.max_model_len for info in infos),
         vllm_aliases=config.metrics.vllm_aliases,

@@ -382,6 +382,13 @@ class Fleet:
             left_out = self._in_use().left_out.alone | self._in_use().left_out.decodes
         return _emptiest(_in_service(workers, left_out))
 
+    def is_left_out(self, worker_id: WorkerId) -> bool:
+        """Whether a worker gets no new sequences to decode, because it failed again and again."""
+        if self.quarantine.is_clear:
+            return False
+        left_out = self._in_use().left_out
+        return worker_id in left_out.alone or worker_id in left_out.decodes
+
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
         """The same of those that could compute its prompt for this decode worker."""
         workers = list(self._kind(decode.info).computers(num_tokens, decode))

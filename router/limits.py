@@ -25,8 +25,6 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Requests with a tighter target for the first token are queued as if they had this one."""
     boosted: int | None = None
     """Requests at a time that are queued by a target of their own; further ones are queued as if they had none."""
-    kv_share: float | None = None
-    """The most of a worker's KV that its cached prefixes may keep from others."""
     is_sole: bool = True
     """Whether there is no other tenant. Else it gets a share of the queue and of the places to decode at most, so that
     there is always room for others."""

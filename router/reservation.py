@@ -53,9 +53,12 @@ class Reservation:
         return since is not None and now >= since + self._bypass_s
 
     def keep(self, record: RequestRecord, demand: Demand) -> None:
-        """Keep workers for the request. The decode worker stays the same, so that it empties. A prefill worker is kept
+        """Keep workers for the request. The decode worker stays the same, so that it empties, until
+        it is left out because it fails. A prefill worker is kept
         only while it alone is what lacks room: it would be idle until then."""
         self.holder = record
+        if self._decode is not None and self._fleet.is_left_out(self._decode.worker_id):
+            self._decode = None
         if self._decode is None:
             self._decode = self._fleet.emptiest_decode(demand.num_tokens)
         decode = self._decode

@@ -70,8 +70,6 @@ class LimitsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Requests with a tighter `x-slo-ttft-ms` are queued as if they had this one."""
     boosted: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Requests at a time that are queued by an `x-slo-ttft-ms` of their own."""
-    kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    """The most of a worker's KV that its cached prefixes may keep from others."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -187,7 +185,6 @@ def _limits(entry: LimitsEntry, is_sole: bool) -> TenantLimits:
         max_priority=entry.max_priority,
         min_ttft_s=entry.min_ttft_ms / 1000,
         boosted=entry.boosted,
-        kv_share=entry.kv_share,
         is_sole=is_sole,
     )
 

@@ -106,6 +106,9 @@ class Everybody:
         return self._caller
 
 
+_ONE_OF_SEVERAL: Final = TenantLimits(is_sole=False, max_priority=0)
+
+
 class CertificateNames:
     """Implements `Authenticator` for client certificates without a file of keys: the name is the tenant."""
 
@@ -115,7 +118,7 @@ class CertificateNames:
         """See `Authenticator`."""
         if not re.match(TENANT, certificate):
             raise RefusedError("certificate")
-        return Caller(certificate, False)
+        return Caller(certificate, False, _ONE_OF_SEVERAL)
 
 
 class ApiKey(NamedTuple):

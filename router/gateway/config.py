@@ -83,6 +83,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether `/metrics` shows the names of vLLM beside our own."""
     write_timeout_s: float = 60.0
     """How long a client may leave a message unread before its stream is given up."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, without a port, that HTTP requests may give in `Host` beside those of loopback. Looked at on loopback and
+    without keys only, where a web page's own name could lead here."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
     max_connections: int = 4096
     """Connections at a time, of each protocol; further ones are closed at once."""
     idle_timeout_s: float = 75.0

@@ -25,7 +25,7 @@ from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
 from disagg.router.gateway.audit import Audit
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, is_loopback
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.app import HttpApp
@@ -34,6 +34,7 @@ from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.protocol import ConnectionLimits
 from disagg.router.gateway.http.server import HttpServer
+from disagg.router.gateway.http.sites import Sites
 from disagg.router.gateway.interceptors import Authenticate
 from disagg.router.gateway.loop_times import LoopTimes
 from disagg.router.gateway.metrics import GatewayMetrics
@@ -255,6 +256,7 @@ class GatewayServer:
             _mint_id,
             _mint_trace_bits,
             self._audit,
+            _sites(config),
         )
         tls = self._security.tls
         connections = ConnectionLimits(
@@ -286,6 +288,16 @@ class GatewayServer:
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
+def _sites(config: GatewayConfig) -> Sites:
+    has_no_keys = config.api_keys is None and (config.tls is None or config.tls.client_ca is None)
+    return Sites(
+        checks_host=has_no_keys and is_loopback(config.host),
+        checks_origin=has_no_keys,
+        hosts=tuple(name.lower() for name in config.allowed_hosts),
+        origins=tuple(origin.lower().rstrip("/") for origin in config.allowed_origins),
+    )
 
 
 def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int:

@@ -33,6 +33,9 @@ from disagg.router.gateway.values import check_ids, check_length
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
+MAX_DETOKENIZED = 65_536
+"""Ids of one call, where the context is not longer."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -114,7 +117,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         async with answered(context):
             limits = self._generator.limits
             check_model(request.model, limits)
-            check_length(len(request.token_ids), "token_ids", limits.model.max_model_len)
+            check_length(len(request.token_ids), "token_ids", max(limits.model.max_model_len, MAX_DETOKENIZED))
             token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
             return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
 

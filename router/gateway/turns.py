@@ -59,5 +59,5 @@ class Turns:
     def _pass_on(self) -> None:
         work, _ = self._order.take(0.0)  # none of them has a deadline
         self._is_taken = work is not None
-        if work is not None:
-            self._waiting.pop(work).set_result(None)
+        if work is not None and not (turn := self._waiting.pop(work)).done():
+            turn.set_result(None)  # One that was cancelled just now passes the turn on itself.

@@ -265,8 +265,8 @@ async def test_a_bug_is_logged_and_not_told(folder: Path, caplog: pytest.LogCapt
 
 async def test_a_text_that_is_too_large(folder: Path) -> None:
     async with running(folder, FakeRouter()) as server, AsyncClient(server.address) as client:
-        with pytest.raises(InvalidRequestError, match=r"prompt\.text: at most 1048576 bytes, not 2097152"):
-            await client.generate("x" * (2 << 20), model=MODEL_NAME)
+        with pytest.raises(InvalidRequestError, match=r"prompt\.text: at most 1048576 bytes, not 1048577"):
+            await client.generate("x" * ((1 << 20) + 1), model=MODEL_NAME)
         with pytest.raises(DisaggError) as caught:
             await client.generate("x" * (5 << 20), model=MODEL_NAME)
     assert caught.value.grpc_code == "RESOURCE_EXHAUSTED"

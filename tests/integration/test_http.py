@@ -56,7 +56,8 @@ async def connect(server: GatewayServer) -> tuple[asyncio.StreamReader, asyncio.
 
 def request(body: Any, path: str = "/v1/chat/completions", headers: str = "") -> bytes:
     raw = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: h\r\n{headers}content-length: {len(raw)}\r\n\r\n".encode() + raw
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
 def tokens(server: GatewayServer, text: str) -> list[int]:
@@ -204,7 +205,7 @@ async def until_accepted(server: GatewayServer) -> None:
     status = b""
     while b"200" not in status:
         reader, writer = await connect(server)
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: h\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n")
         try:
             status = await reader.readline()
         except ConnectionResetError:
@@ -218,7 +219,8 @@ async def until_accepted(server: GatewayServer) -> None:
 async def test_a_large_body_is_refused_before_it_is_read(folder: Path) -> None:
     async with serving(folder, FakeRouter()) as server:
         reader, writer = await connect(server)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 99999999999\r\n\r\n{")
+        start = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(start + b"content-length: 99999999999\r\n\r\n{")
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
         writer.close()
@@ -251,7 +253,11 @@ async def test_requests_in_one_go_are_answered_in_turn(folder: Path) -> None:
     router = FakeRouter([[75]])
     async with serving(folder, router) as server:
         reader, writer = await connect(server)
-        writer.write(request(CHAT) + request(STREAM) + b"GET /livez HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+        writer.write(
+            request(CHAT)
+            + request(STREAM)
+            + b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+        )
         raw = await drained(reader)
         writer.close()
     assert raw.count(b"HTTP/1.1 200 OK") == 3

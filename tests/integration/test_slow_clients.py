@@ -80,7 +80,7 @@ async def read_answers(server: GatewayServer) -> None:
 
 async def metrics(server: GatewayServer) -> str:
     """What Prometheus would read."""
-    request = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    request = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     return (await exchange(server.http_address, request, WAIT_S)).body.decode()
 
 

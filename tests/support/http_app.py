@@ -18,6 +18,7 @@ from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.http.sites import Sites
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
@@ -40,7 +41,11 @@ class TestApp:
     __test__ = False
 
     def __init__(
-        self, model: ServedModel, router: FakeRouter | None = None, authenticator: Authenticator | None = None
+        self,
+        model: ServedModel,
+        router: FakeRouter | None = None,
+        authenticator: Authenticator | None = None,
+        sites: Sites | None = None,
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
@@ -63,9 +68,12 @@ class TestApp:
             self._mint_id,
             lambda: TRACE_BITS,
             Audit(self.metrics.count_refusal, lambda: 1000.0),
+            sites or Sites(),
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        self.client = httpx.AsyncClient(
+            transport=transport, base_url="http://gateway", headers={"content-type": "application/json"}
+        )
 
     async def chat(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
         """A chat with some fields changed."""
@@ -96,7 +104,10 @@ class AsgiCall:
             "type": "http",
             "method": "POST",
             "path": path,
-            "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
+            "headers": [
+                (key.encode(), value.encode())
+                for key, value in {"content-type": "application/json", **(headers or {})}.items()
+            ],
             "state": {},
         }
         if body is not None:

@@ -81,6 +81,7 @@ PURE = (
     "router/gateway/offload_turns.py",
     "router/gateway/template_limits.py",
     "router/gateway/http/schema.py",
+    "router/gateway/http/sites.py",
     "router/gateway/http/to_input.py",
     "router/gateway/request.py",
     "router/gateway/sampling.py",

@@ -125,7 +125,7 @@ def test_a_request_is_well_formed() -> None:
     head, _, body = raw.partition(b"\r\n\r\n")
     assert head.split(b"\r\n") == [
         b"POST /x HTTP/1.1",
-        b"host: gateway",
+        b"host: localhost",
         b"content-type: application/json",
         b"content-length: %d" % len(body),
         b"b: c",

@@ -28,6 +28,7 @@ from disagg.router.gateway.http.errors import (
 )
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.sites import Sites
 from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
 from disagg.router.gateway.loop_watch import name_task
 from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
@@ -39,6 +40,8 @@ _MAX_SHOWN_CHARS: Final = 256
 """Of a wrong path, as an error repeats it."""
 _OPEN_PATHS: Final = ("/livez",)
 """Answered without a key."""
+_PROBED_PATHS: Final = ("/livez", "/health", "/ping")
+"""Answered under any name of the host, as probes use them."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
 """A browser must not guess another type than the response names: answers hold text that clients chose."""
 
@@ -55,6 +58,7 @@ class HttpApp:
         mint_id: a request id that was never used.
         mint_trace_bits: 192 random bits, see `traceparent`.
         audit: is told of refused calls.
+        sites: which web sites' pages may call.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class HttpApp:
         mint_id: Callable[[], RequestId],
         mint_trace_bits: Callable[[], int],
         audit: Audit,
+        sites: Sites,
     ) -> None:
         self._audit = audit
+        self._sites = sites
         self.stopping = False
         """Set by the server before it cancels what still runs."""
         self._authenticator = authenticator
@@ -83,6 +89,8 @@ class HttpApp:
         exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
         try:
             self._label(exchange, request_id)
+            if scope["path"] not in _PROBED_PATHS:
+                self._sites.check(exchange.headers.get("host"), exchange.headers.get("origin"))
             self._authenticate(exchange)
             await self._find(scope)(exchange, request_id)
         except DisaggError as error:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.http.exchange import Exchange
+from disagg.router.gateway.http.sites import check_content_type
 from disagg.router.gateway.pieces import in_pieces
 from disagg.router.gateway.shape import SMALL_BYTES, count_json
 from disagg.router.gateway.turns import Turns
@@ -32,10 +33,12 @@ class BodyLimits:
         decoded in one: so many that arrive at once are not decoded in the same turn of the event loop.
 
         Raises:
+            ContentTypeError: if it is not announced as JSON.
             InvalidRequestError: for too many parts.
             OverloadedError: if too many bytes wait.
             DisaggError: whatever `Exchange.read_body` and `decode` raise.
         """
+        check_content_type(exchange.headers.get("content-type"))
         body = await exchange.read_body(self.max_bytes, self.timeout_s)
         if len(body) <= SMALL_BYTES:
             return decode(body)

@@ -184,7 +184,7 @@ def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None
 - tenant: a
   key: {KEY_B}
   limits: {{requests_per_minute: 60, tokens_per_minute: 9000, running: 4, queued: 8, weight: 2, max_priority: 1,
-           min_ttft_ms: 200, boosted: 3, kv_share: 0.5}}
+           min_ttft_ms: 200, boosted: 3}}
 - {{tenant: c, key: {KEY_B}-and-more}}
 """
     keys = load_keys(write(tmp_path, text))
@@ -197,7 +197,6 @@ def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None
         max_priority=1,
         min_ttft_s=0.2,
         boosted=3,
-        kv_share=0.5,
         is_sole=False,
     )
     callers = [keys.authenticate(f"Bearer {key}") for key in (KEY_A, KEY_B, f"{KEY_B}-and-more")]
@@ -226,7 +225,6 @@ def test_two_keys_of_a_tenant_say_the_same_limits(tmp_path: Path) -> None:
         ("{weight: 0}", "Expected float > 0.0 - at $[0].limits.weight"),
         ("{weight: .nan}", "Expected float > 0.0 - at $[0].limits.weight"),
         ("{min_ttft_ms: -1}", "Expected float >= 0.0 - at $[0].limits.min_ttft_ms"),
-        ("{kv_share: 1.5}", "Expected float <= 1.0 - at $[0].limits.kv_share"),
         ("{rpm: 5}", "Object contains unknown field rpm - at $[0].limits"),
     ],
 )

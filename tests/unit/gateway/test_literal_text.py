@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from disagg.router.gateway.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.literal_text import _any_of
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer, load_model
 from tests.support.gateway import EOS, IM_END, IM_START, MODEL_NAME, SPECIAL_TOKENS, write_checkpoint
 
@@ -73,3 +76,12 @@ def test_the_text_after_a_special_token_is_not_the_first_one() -> None:
     x = backend.token_to_id("<x>")
     assert it.encode_chat([ChatTurn("user", "b"), ChatTurn("user", "b")]) == [x, 2, x, 2]
     assert it.encode_chat([ChatTurn("user", "b<x>"), ChatTurn("user", "b")]) == [x, 2, 3, 4, 5, x, 2]
+
+
+def test_the_tree_of_words_finds_what_trying_one_after_the_other_finds() -> None:
+    dice = random.Random(3)
+    for _ in range(300):
+        words = sorted({"".join(dice.choices("ab|<", k=dice.randrange(1, 5))) for _ in range(8)}, key=len, reverse=True)
+        text = "".join(dice.choices("ab|<", k=60))
+        one_by_one = re.compile("|".join(map(re.escape, words)))
+        assert re.compile(_any_of(words)).findall(text) == one_by_one.findall(text)

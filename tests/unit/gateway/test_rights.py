@@ -10,7 +10,7 @@ from disagg.router.gateway.auth import ANONYMOUS, CALLER, PUBLIC, STRANGER, Call
 from disagg.router.gateway.config import GatewayConfig, TlsFiles
 from disagg.router.gateway.rights import Rights, is_local_peer, require_counts
 from disagg.router.gateway.security import check_files, secure
-from disagg.router.limits import NO_LIMITS
+from disagg.router.limits import NO_LIMITS, TenantLimits
 from tests.support.certificates import Authority
 
 LOCAL, REMOTE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"
@@ -137,7 +137,9 @@ def test_the_name_of_a_client_certificate_is_a_tenant_who_is_no_admin(tmp_path: 
     with_clients = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
     authenticator = secure(config(host="0.0.0.0", tls=with_clients)).authenticator
     assert authenticator.takes_certificates
-    assert authenticator.authenticate("Bearer x", "team-a") == Caller("team-a", False)
+    assert authenticator.authenticate("Bearer x", "team-a") == Caller(
+        "team-a", False, TenantLimits(is_sole=False, max_priority=0)
+    )
     for name in ("", "team a", "x" * 65):
         with pytest.raises(RefusedError, match=r"^the common name of your certificate is no tenant's name$"):
             authenticator.authenticate(None, name)

@@ -72,3 +72,23 @@ async def test_too_much_is_refused_and_leaves_nothing() -> None:
         assert turns.num_waiting == 0
     async with turns.of("a", 100):
         pass
+
+
+async def test_a_task_that_is_cancelled_as_the_turn_ends_harms_nobody_else() -> None:
+    turns = turns_for()
+    go = asyncio.Event()
+
+    async def work(name: str) -> str:
+        async with turns.of(name, 10):
+            await go.wait()
+        return name
+
+    first, second, third = (asyncio.create_task(work(name)) for name in ("first", "second", "third"))
+    await asyncio.sleep(0)
+    go.set()
+    second.cancel()  # before the first one, which is ready, gives its turn to it
+    assert await first == "first"
+    assert await third == "third"
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert turns.num_waiting == 0

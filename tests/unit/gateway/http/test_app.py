@@ -13,6 +13,7 @@ from disagg.proto.messages import Load, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, TokenBatch, WorkerView
 from disagg.router.gateway.auth import Caller, RefusedError
+from disagg.router.gateway.http.sites import Sites
 from disagg.router.gateway.request import Targets
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, FakeRouter, Wait
@@ -378,7 +379,16 @@ async def test_a_whole_answer_that_has_begun_is_cut_off_and_nothing_put_behind(a
         assert message is not None
         return message
 
-    await app.app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    await app.app(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [(b"content-type", b"application/json")],
+        },
+        receive,
+        send,
+    )
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
@@ -494,3 +504,21 @@ async def test_cached_prefixes_are_the_callers_own(model: ServedModel) -> None:
     await plain.chat(cache_salt="x")
     roots = {routed.root_hash for app in (salted, plain) for routed, _ in app.router.submitted}
     assert len(roots) == 3
+
+
+async def test_pages_of_other_sites_reach_nothing_but_probes(model: ServedModel) -> None:
+    it = TestApp(model, sites=Sites(checks_host=True, checks_origin=True))
+    for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+        refused = await it.chat(headers={"host": "127.0.0.1:8471", **headers})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_site")
+        assert (await it.client.get("/v1/models", headers=headers)).status_code == 403
+        assert (await it.client.get("/livez", headers=headers)).status_code == 200
+    assert it.router.submitted == []
+
+
+async def test_a_body_that_a_page_could_send_without_asking_is_refused(model: ServedModel) -> None:
+    it = TestApp(model)
+    body = b'{"model": "tiny", "prompt": "hi"}'
+    refused = await it.client.post("/v1/completions", content=body, headers={"content-type": "text/plain"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert it.router.submitted == []
