@@ -233,7 +233,7 @@ async def test_a_large_body_in_chunks_is_refused_while_it_comes(folder: Path) ->
             for _ in range(200):
                 yield b" " * (1 << 16)
 
-        response = await client.post("/v1/completions", content=endless())
+        response = await client.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
         assert error_of(response) == (400, "body", "invalid_value")
         assert (await client.get("/livez")).status_code == 200
 
