@@ -30,7 +30,7 @@ from disagg.router.placement import Candidate, Demand, Policy, Shortlist
 from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.prefix_match import PrefixMatch
-from disagg.router.quarantine import LeftOut, Leg, Quarantine
+from disagg.router.quarantine import NOTHING_LEFT_OUT, LeftOut, Leg, Quarantine
 from disagg.router.worker import Worker, decodes_only, longest_sequence, prefills_only
 from disagg.router.worker_counts import WorkerCounts
 
@@ -295,10 +295,7 @@ class Fleet:
 
     def fastest(self) -> Worker | None:
         """Of the workers that are there to compute prompts the one that would be looked at first."""
-        without: Collection[WorkerId] = ()
-        if not self.quarantine.is_clear:
-            left_out = self._in_use().left_out
-            without = left_out.prefills | left_out.alone
+        without = self._left_out_now.prefills | self._left_out_now.alone
         firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest(without)) is not None]
         return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
 
@@ -377,23 +374,17 @@ class Fleet:
         use."""
         local = self._may_prefill_locally
         workers = [worker for kind in self._kinds.values() for worker in kind.decoders(num_tokens, local)]
-        left_out: Collection[WorkerId] = ()
-        if not self.quarantine.is_clear:
-            left_out = self._in_use().left_out.alone | self._in_use().left_out.decodes
-        return _emptiest(_in_service(workers, left_out))
+        return _emptiest([worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers)
 
     def is_left_out(self, worker_id: WorkerId) -> bool:
         """Whether a worker gets no new sequences to decode, because it failed again and again."""
-        if self.quarantine.is_clear:
-            return False
-        left_out = self._in_use().left_out
-        return worker_id in left_out.alone or worker_id in left_out.decodes
+        return worker_id in self._left_out_now.alone or worker_id in self._left_out_now.decodes
 
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
         """The same of those that could compute its prompt for this decode worker."""
         workers = list(self._kind(decode.info).computers(num_tokens, decode))
-        left_out = self._in_use().left_out.prefills if not self.quarantine.is_clear else ()
-        return _emptiest(_in_service(workers, left_out))
+        left_out = self._left_out_now.prefills
+        return _emptiest([worker for worker in workers if worker.worker_id not in left_out] or workers)
 
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
@@ -424,6 +415,10 @@ class Fleet:
     @property
     def _may_prefill_locally(self) -> bool:
         return self._config.local_prefill == "auto"
+
+    @property
+    def _left_out_now(self) -> LeftOut:
+        return NOTHING_LEFT_OUT if self.quarantine.is_clear else self._in_use().left_out
 
     def _in_use(self) -> _InUse:
         """What there is and what of it is left out; made anew after a change of either."""
@@ -483,11 +478,6 @@ def _in_use(workers: Collection[Worker], quarantine: Quarantine) -> _InUse:
         longest(decodes - left_out.decodes),
         longest((decodes | wholes) - left_out.alone),
     )
-
-
-def _in_service(workers: Sequence[Worker], left_out: Collection[WorkerId]) -> Sequence[Worker]:
-    """Without those that are left out, unless these are all."""
-    return [worker for worker in workers if worker.worker_id not in left_out] or workers
 
 
 def _emptiest(workers: Iterable[Worker]) -> Worker | None:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from disagg.proto.errors import DisaggError
+from disagg.proto.errors import DisaggError, PermissionDeniedError
 
 
-class ForeignSiteError(DisaggError):
+class ForeignSiteError(PermissionDeniedError):
     """A page of another web site must not call this gateway."""
 
-    http_status = 403
-    grpc_code = "PERMISSION_DENIED"
     code = "foreign_site"
 
 

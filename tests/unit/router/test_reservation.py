@@ -1,0 +1,62 @@
+"""Which decode worker is kept for a large request that waits for room, while workers fail."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from disagg.proto.ids import WorkerId
+from disagg.router.fleet import Fleet
+from disagg.router.placement import Candidate, Demand
+from disagg.router.record import RequestRecord
+from disagg.router.reservation import Reservation
+
+
+class NamedWorker:
+    def __init__(self, name: str) -> None:
+        self.worker_id = WorkerId(name)
+
+
+class EmptiestFirst:
+    """The part of a fleet that a reservation asks: workers from the emptiest on, of which none has room."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.left_out: set[str] = set()
+
+    def emptiest_decode(self, num_tokens: int) -> NamedWorker:
+        return NamedWorker(next(name for name in self.names if name not in self.left_out))
+
+    def is_left_out(self, worker_id: WorkerId) -> bool:
+        return worker_id in self.left_out
+
+    def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:
+        return None
+
+
+class Waiter:
+    urgency = (0, True, 0.0, 0)
+
+
+def test_the_kept_worker_stays_the_same_until_it_is_left_out() -> None:
+    fleet = EmptiestFirst("d0", "d1")
+    reservation = Reservation(cast(Fleet, fleet), 0.5)
+    large, small = cast(RequestRecord, Waiter()), cast(RequestRecord, Waiter())
+    demand = Demand(num_tokens=1000, reserve_tokens=10, most_output_tokens=10)
+    reservation.keep(large, demand)
+    assert set(reservation.kept_from(small)) == {"d0"}
+    fleet.names = ("d1", "d0")  # now the other one is the emptiest
+    reservation.keep(large, demand)
+    assert set(reservation.kept_from(small)) == {"d0"}
+    fleet.left_out = {"d0"}
+    reservation.keep(large, demand)
+    assert set(reservation.kept_from(small)) == {"d1"}
+    assert set(reservation.kept_from(large)) == set()
+
+
+def test_nothing_is_kept_once_the_request_waits_no_longer() -> None:
+    reservation = Reservation(cast(Fleet, EmptiestFirst("d0")), 0.5)
+    large, small = cast(RequestRecord, Waiter()), cast(RequestRecord, Waiter())
+    reservation.keep(large, Demand(num_tokens=1000, reserve_tokens=10, most_output_tokens=10))
+    assert not reservation.release(small)
+    assert reservation.release(large)
+    assert set(reservation.kept_from(small)) == set()
