@@ -23,9 +23,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
 from disagg.engine.plan import Buffer
+from tests.support.secret import SECRET, checksum
 
 HOST = "127.0.0.1"
 PAIR = "benchmark"
@@ -181,7 +181,7 @@ def play_sender(transport: str, address: str, link: Connection) -> None:
         import torch
 
         torch.cuda.set_device(torch.cuda.device_count() - 1)
-    pair = make_connector(transport, HOST)(PAIR, address)
+    pair = make_connector(transport, HOST, SECRET)(PAIR, address)
     while (case := link.recv()) is not None:
         send = sending(pair, case)
         link.send(READY)
@@ -195,7 +195,7 @@ def two_processes(transport: str) -> Iterator[Measure]:
     """A pair of this process and a child."""
     context = multiprocessing.get_context("spawn")
     link, theirs = context.Pipe()
-    rendezvous = make_rendezvous(transport, HOST)  # type: ignore[arg-type]  # raises for a name that is none
+    rendezvous = make_rendezvous(transport, HOST, SECRET)  # type: ignore[arg-type]  # raises for a name that is none
     child = context.Process(target=play_sender, args=(transport, rendezvous.address, theirs), daemon=True)
     child.start()
     theirs.close()
@@ -225,9 +225,11 @@ def two_processes(transport: str) -> Iterator[Measure]:
 @contextmanager
 def one_process(transport: str) -> Iterator[Measure]:
     """A pair with both ends here, P's on a thread."""
-    rendezvous = make_rendezvous(transport, HOST)  # type: ignore[arg-type]
+    rendezvous = make_rendezvous(transport, HOST, SECRET)  # type: ignore[arg-type]
     ends: list[PairTransport] = []
-    joining = threading.Thread(target=lambda: ends.append(make_connector(transport, HOST)(PAIR, rendezvous.address)))
+    joining = threading.Thread(
+        target=lambda: ends.append(make_connector(transport, HOST, SECRET)(PAIR, rendezvous.address))
+    )
     joining.start()
     pair = rendezvous.accept(PAIR)
     joining.join()

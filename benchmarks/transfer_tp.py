@@ -46,6 +46,7 @@ from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.transport import OpenChannel
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
+from tests.support.secret import SECRET
 
 LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", bytes_per_token=32 << 10)
 CHUNK_BYTES = 4 << 20
@@ -63,11 +64,11 @@ def play_rank(transport: str, tp: Tp, side: Side, rank: int, link: Connection) -
     """A rank's process: forms its channels, then takes part in measurements until it is killed."""
     plan = plan_pair(LAYOUT, *tp)
     if (side, rank) == ("receiver", 0):
-        hosted: Rendezvous = make_rendezvous(transport, HOST)  # type: ignore[arg-type]  # raises for a name that is none
+        hosted: Rendezvous = make_rendezvous(transport, HOST, SECRET)  # type: ignore[arg-type]  # raises for a name that is none
         link.send(hosted.address)
         open_channel: OpenChannel = hosted.accept
     else:
-        open_channel = partial(_dial, make_connector(transport, HOST, side), link.recv())
+        open_channel = partial(_dial, make_connector(transport, HOST, SECRET, side), link.recv())
     channels = RankChannels(plan, side, rank, PAIR, open_channel)
     channels.open()
     run = _work(channels, plan, side, rank, chunks_of(transport))

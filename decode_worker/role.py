@@ -27,6 +27,7 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scattered,
 )
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.effects import ReceiveOver
 from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
 from disagg.engine.parallel.routes import plan_pair
@@ -61,7 +62,7 @@ class DecodeRole:
     async def start(self) -> None:
         """Open the rendezvous of the byte transport."""
         context = self._context
-        rendezvous = make_rendezvous(context.config.transport, context.config.host)
+        rendezvous = make_rendezvous(context.config.transport, context.config.host, context.cluster_secret)
         self._rendezvous = context.failpoints.rendezvous(rendezvous)
 
     async def stop(self) -> None:
@@ -96,6 +97,7 @@ class DecodeRole:
             transport=config.transport,
             host=config.host,
             store_address=rendezvous.address,
+            checksum=Checksum.of_secret(context.cluster_secret),
         )
         link = PrefillLink(
             context,

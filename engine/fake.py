@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.checksum import checksum, combined
+from disagg.engine.kv_transfer.checksum import UNKEYED, Checksum
 from disagg.engine.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
 from disagg.engine.parallel.shards import WHOLE, Shard
@@ -60,6 +60,7 @@ class FakeModelRunner:
 
     fingerprint = FAKE_FINGERPRINT
     launcher: Launcher | None = None
+    checksum: Checksum = UNKEYED
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class FakeModelRunner:
         Raises:
             ValueError: if `out` is too small.
         """
-        return combined(self.gather_part(block_table, start, end, out, peer_tp))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
@@ -166,7 +167,7 @@ class FakeModelRunner:
         checksums: list[int] = []
         for heads, words_2HT in _payloads(out, slices, end - start):
             words_2HT[...] = self._pages_2HNB[:, heads][:, :, blocks, offsets]
-            checksums.append(checksum(words_2HT.view(np.uint8).reshape(-1)))
+            checksums.append(self.checksum(words_2HT.view(np.uint8).reshape(-1)))
         return checksums
 
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:

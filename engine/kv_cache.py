@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint import ModelConfig
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import UNKEYED, Checksum
 from disagg.engine.parallel.parts import heads_to_receive, heads_to_send
 from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages
@@ -93,7 +93,9 @@ class KvCache:
         """Memory of the cache."""
         return self.tensor_NL2KBD.numel() * self.tensor_NL2KBD.element_size()
 
-    def gather_part(self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int) -> list[int]:
+    def gather_part(
+        self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int, checksum: Checksum = UNKEYED
+    ) -> list[int]:
         """See `parallel.runner.ShardRunner.gather_part`; `out` is a flat uint8 tensor."""
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
         checksums: list[int] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from disagg.engine.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
 from disagg.engine.kv_cache import KvCache, count_blocks, kv_layout
-from disagg.engine.kv_transfer.checksum import combined
+from disagg.engine.kv_transfer.checksum import UNKEYED, Checksum
 from disagg.engine.logprobs import sampled_logprobs
 from disagg.engine.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.model.batch import to_batch
@@ -59,6 +59,8 @@ class TorchModelRunner:
         ConfigError: the checkpoint, the device, the quantization, `share_weights`, the cache size, `max_model_len` or
             the number of ranks cannot work.
     """
+
+    checksum: Checksum = UNKEYED
 
     def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
@@ -189,7 +191,7 @@ class TorchModelRunner:
         Raises:
             ValueError: as `gather_part`.
         """
-        return combined(self.gather_part(block_table, start, end, out, peer_tp))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
@@ -201,7 +203,7 @@ class TorchModelRunner:
 
     def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
         """See `ShardRunner.gather_part`."""
-        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp)
+        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
 
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
         """See `ShardRunner.scatter_part`."""

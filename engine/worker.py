@@ -29,6 +29,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.engine_thread import Batch, EngineThread
 from disagg.engine.faulty import NO_FAILPOINTS, Failpoints
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.outbox import Outbox
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.link import Followers, NoFollowers, StartRanks
@@ -126,13 +127,18 @@ class Worker:
 
     def _make_engine(self) -> None:
         config = self.config
-        runner: ModelRunner = make_runner(config) if self._group is None else self._group.form()
+        runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
         warm_up(runner, config)
         self._calibration = calibrate(runner, config, time.monotonic)
         core = EngineCore(self.failpoints.runner(runner), config=config)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
+
+    def _make_runner(self) -> ModelRunner:
+        runner = make_runner(self.config)
+        runner.checksum = Checksum.of_secret(self.cluster_secret)
+        return runner
 
     def stop(self, grace_s: float = 2.0) -> None:
         """End everything; returns when threads, sockets and tasks are gone. Idempotent."""

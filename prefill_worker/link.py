@@ -20,6 +20,7 @@ import msgspec
 
 from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Add, Gather, Release
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
     DEADLINE,
@@ -143,7 +144,9 @@ class DecodeLink:
 
     async def _open(self, welcome: PairWelcome) -> None:
         config, layout = self._context.config, self._context.info.kv_layout
-        connect = self._context.failpoints.connector(make_connector(welcome.transport, config.host))
+        connect = self._context.failpoints.connector(
+            make_connector(welcome.transport, config.host, self._context.cluster_secret)
+        )
         end = PairEnd(
             plan=plan_pair(layout, self._context.info.tp, welcome.tp),
             side="sender",
@@ -151,6 +154,7 @@ class DecodeLink:
             transport=welcome.transport,
             host=config.host,
             store_address=welcome.store_address,
+            checksum=Checksum.of_secret(self._context.cluster_secret),
         )
         self._transport = await self._formed(
             lambda: form_pair(end, lambda name: connect(name, end.store_address), self._context.followers)

@@ -73,7 +73,7 @@ class PrefillRole:
     async def start(self) -> None:
         """Links are made when decode workers are named. What their transport needs is loaded now: that may take seconds
         in which this process answers nobody. Raises as `make_connector` does."""
-        make_connector(self._context.config.transport, self._context.config.host)
+        make_connector(self._context.config.transport, self._context.config.host, self._context.cluster_secret)
 
     async def stop(self) -> None:
         """Close all links."""

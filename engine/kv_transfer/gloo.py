@@ -1,7 +1,7 @@
 """Bytes between processes over TCP, by gloo: one process group of two ranks (0 is P, 1 is D) per pair, without a world.
 
-D hosts one TCPStore on a socket that it bound itself (left alone, a TCPStore listens on all interfaces); each pair
-meets under its own prefix there. Buffers are uint8 numpy arrays, wrapped without a copy.
+Each pair exchanges gloo's addresses at D's `MeetingPoint`, which takes processes of the cluster only; then both ranks
+prove themselves once more over gloo's own connection. Buffers are uint8 numpy arrays, wrapped without a copy.
 
 What gloo does not do by itself, and how it is done here:
 
@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
@@ -44,8 +45,10 @@ from disagg.engine.kv_transfer.transport import (
     nobody_waits,
     with_checksum,
 )
+from disagg.engine.meeting_point import MeetingPoint, MemberStore
 from disagg.engine.plan import Buffer
-from disagg.engine.process_groups import StoreHost, gloo_group, meet
+from disagg.engine.process_groups import gloo_group, meet
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 RANK_OF: dict[Side, int] = {"sender": 0, "receiver": 1}
@@ -62,70 +65,64 @@ OPERATION_TIMEOUT_S = 60.0
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-def meet_pair(pair_name: str, address: str, rank: int, timeout_s: float) -> Any:
-    """Wait in the store at `address` until the other rank is there too; the pair's own part of the store.
-
-    Raises:
-        TransportError: if it does not come in time, or there is no store.
-    """
-    try:
-        return meet(pair_name, address, rank, 2, timeout_s)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
-
-
-def check_open(store: StoreHost) -> None:
+def check_open(point: MeetingPoint) -> None:
     """Raises:
-    TransportError: if nobody can meet there any more.
+    TransportError: if no pair can meet there any more.
     """
-    if not store.is_open:
+    if not point.is_open:
         raise TransportError("the rendezvous is closed")
 
 
 class GlooRendezvous:
-    """D's meeting point."""
+    """See `Rendezvous`."""
 
-    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+    def __init__(self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
         self._host = host
+        self._secret = secret
         self._timeout_s = set_up_timeout_s
-        self._store = StoreHost(host)
+        self._point = MeetingPoint(host, secret)
 
     @property
     def address(self) -> str:
         """See `Rendezvous.address`."""
-        return self._store.address
+        return self._point.address
 
     def accept(self, pair_name: str) -> GlooTransport:
         """See `Rendezvous.accept`."""
-        check_open(self._store)
-        return _join(pair_name, self._store.address, self._host, "receiver", self._timeout_s)
+        check_open(self._point)
+        return _join(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
-        self._store.close()
+        self._point.close()
 
 
 class GlooConnector:
     """P's way to any D, or that of a rank of D to the ranks of P."""
 
-    def __init__(self, host: str, set_up_timeout_s: float = SET_UP_TIMEOUT_S, side: Side = "sender") -> None:
+    def __init__(
+        self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, side: Side = "sender"
+    ) -> None:
         self._host = host
+        self._secret = secret
         self._timeout_s = set_up_timeout_s
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> GlooTransport:
         """See `Connector`."""
-        return _join(pair_name, address, self._host, self._side, self._timeout_s)
+        return _join(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
 
 
-def _join(pair_name: str, address: str, host: str, side: Side, timeout_s: float) -> GlooTransport:
+def _join(
+    pair_name: str, address: str, secret: ClusterSecret, host: str, side: Side, timeout_s: float
+) -> GlooTransport:
     rank = RANK_OF[side]
-    store = meet_pair(pair_name, address, rank, timeout_s)
     try:
-        group = gloo_group(store, rank, 2, host, timeout_s)
-    except RuntimeError as error:
+        with meet(pair_name, address, secret, rank, 2, timeout_s) as store:
+            group = gloo_group(store, secret, pair_name, rank, 2, host, timeout_s)
+    except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return GlooTransport(group, 1 - rank)
+    return GlooTransport(group, store, 1 - rank, Checksum.of_secret(secret))
 
 
 @dataclass(slots=True)
@@ -290,8 +287,11 @@ def _empty() -> torch.Tensor:
 class GlooTransport:
     """See `PairTransport`."""
 
-    def __init__(self, group: Any, peer: int) -> None:
+    def __init__(self, group: Any, store: MemberStore, peer: int, checksum: Checksum) -> None:
         self._group: Any = group
+        self._store = store
+        """The group's C++ side calls it, and does not keep it alive."""
+        self._checksum = checksum
         self._peer = peer
         self._close_lock = threading.Lock()
         self._sends = _Sends(group, peer, "kv-send")
@@ -303,7 +303,7 @@ class GlooTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-        received = with_checksum(done, buffer, nbytes)
+        received = with_checksum(done, buffer, nbytes, self._checksum)
         self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
@@ -24,6 +25,7 @@ from disagg.engine.kv_transfer.transport import (
     with_checksum,
 )
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 
@@ -55,8 +57,9 @@ class _Channel:
 class LocalTransport:
     """One end of a channel: rank 0 is P, rank 1 is D."""
 
-    def __init__(self, channel: _Channel, rank: int) -> None:
+    def __init__(self, channel: _Channel, rank: int, checksum: Checksum) -> None:
         self._channel = channel
+        self._checksum = checksum
         self._outgoing = channel.directions[rank]
         self._incoming = channel.directions[1 - rank]
 
@@ -66,7 +69,7 @@ class LocalTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-        received = with_checksum(done, buffer, nbytes)
+        received = with_checksum(done, buffer, nbytes, self._checksum)
         self._meet(_Operation(buffer, nbytes, received, posted), self._incoming.recvs, self._incoming)
 
     def close(self) -> None:
@@ -116,7 +119,8 @@ class LocalRendezvous:
     _all: ClassVar[dict[str, LocalRendezvous]] = {}
     _numbers: ClassVar[itertools.count[int]] = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._secret = secret
         self._lock = threading.Lock()
         self._meetings: dict[str, _Meeting] = {}
         self._address = f"local-{next(self._numbers)}"
@@ -129,7 +133,7 @@ class LocalRendezvous:
 
     def accept(self, pair_name: str) -> LocalTransport:
         """See `Rendezvous.accept`."""
-        return self._meet(pair_name, 1)
+        return self._meet(pair_name, 1, self._secret)
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
@@ -140,7 +144,7 @@ class LocalRendezvous:
             meeting.both_here.abort()
 
     @classmethod
-    def connect(cls, pair_name: str, address: str, side: Side = "sender") -> LocalTransport:
+    def connect(cls, pair_name: str, address: str, *, secret: ClusterSecret, side: Side = "sender") -> LocalTransport:
         """P's end of a pair, or that of a rank of D beside the one whose rendezvous this is.
 
         Raises:
@@ -149,9 +153,9 @@ class LocalRendezvous:
         rendezvous = cls._all.get(address)
         if rendezvous is None:
             raise TransportError(f"no rendezvous {address!r} in this process")
-        return rendezvous._meet(pair_name, 0 if side == "sender" else 1)
+        return rendezvous._meet(pair_name, 0 if side == "sender" else 1, secret)
 
-    def _meet(self, pair_name: str, rank: int) -> LocalTransport:
+    def _meet(self, pair_name: str, rank: int, secret: ClusterSecret) -> LocalTransport:
         with self._lock:
             meeting = self._meetings.setdefault(pair_name, _Meeting())
         try:
@@ -161,12 +165,9 @@ class LocalRendezvous:
         finally:
             with self._lock:
                 self._meetings.pop(pair_name, None)
-        return LocalTransport(meeting.channel, rank)
+        return LocalTransport(meeting.channel, rank, Checksum.of_secret(secret))
 
 
-connect_local = LocalRendezvous.connect
-
-
-def local_connector(side: Side) -> Connector:
+def local_connector(secret: ClusterSecret, side: Side) -> Connector:
     """One side's way to the other."""
-    return functools.partial(connect_local, side=side)
+    return functools.partial(LocalRendezvous.connect, secret=secret, side=side)

@@ -3,7 +3,8 @@
 NOT VERIFIED: written from the documentation, on a machine without a GPU; no byte was moved by it yet (`make gpu-check`
 does). Importable everywhere.
 
-The pair meets as in `gloo.py`. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
+The pair meets as in `gloo.py`: NCCL's unique id, without which it takes no connection, goes to processes of the cluster
+only. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
 before `send`, and after `done`. NCCL has no tags and wants all calls of a device from one thread, so one thread posts
 the operations of all pairs in order and polls their completion. Each pair has a stream of its own: on a common one an
 operation would wait for those of other pairs, and workers that serve each other in another order for ever. A receive
@@ -35,7 +36,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.kv_transfer.gloo import RANK_OF, check_open, meet_pair
+from disagg.engine.kv_transfer.checksum import Checksum
+from disagg.engine.kv_transfer.gloo import RANK_OF, check_open
 from disagg.engine.kv_transfer.last_resort import return_or_exit
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
@@ -47,8 +49,10 @@ from disagg.engine.kv_transfer.transport import (
     nobody_waits,
     with_checksum,
 )
+from disagg.engine.meeting_point import MeetingPoint, MemberStore
 from disagg.engine.plan import Buffer
-from disagg.engine.process_groups import StoreHost
+from disagg.engine.process_groups import meet
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 _dist: Any = torch.distributed
@@ -63,29 +67,30 @@ def _require_nccl() -> None:
 
 
 class NcclRendezvous:
-    """D's meeting point; its store is the same as gloo's.
+    """See `Rendezvous`; its meeting point is the same as gloo's.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: ClusterSecret) -> None:
         _require_nccl()
-        self._store = StoreHost(host)
+        self._secret = secret
+        self._point = MeetingPoint(host, secret)
 
     @property
     def address(self) -> str:
         """See `Rendezvous.address`."""
-        return self._store.address
+        return self._point.address
 
     def accept(self, pair_name: str) -> NcclTransport:
         """See `Rendezvous.accept`."""
-        check_open(self._store)
-        return _join(pair_name, self._store.address, "receiver")
+        check_open(self._point)
+        return _join(pair_name, self._point.address, self._secret, "receiver")
 
     def close(self) -> None:
         """See `Rendezvous.close`."""
-        self._store.close()
+        self._point.close()
 
 
 class NcclConnector:
@@ -96,26 +101,27 @@ class NcclConnector:
         RuntimeError: without a CUDA device or NCCL.
     """
 
-    def __init__(self, host: str, side: Side = "sender") -> None:
+    def __init__(self, secret: ClusterSecret, side: Side = "sender") -> None:
         _require_nccl()
+        self._secret = secret
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> NcclTransport:
         """See `Connector`."""
-        return _join(pair_name, address, self._side)
+        return _join(pair_name, address, self._secret, self._side)
 
 
-def _join(pair_name: str, address: str, side: Side) -> NcclTransport:
+def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> NcclTransport:
     rank = RANK_OF[side]
-    store = meet_pair(pair_name, address, rank, SET_UP_TIMEOUT_S)
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        group = _new_group(store, rank)
-        group.eager_connect_single_device(device)
-        _exchange_a_byte(group, rank, device)
-    except RuntimeError as error:
+        with meet(pair_name, address, secret, rank, 2, SET_UP_TIMEOUT_S) as store:
+            group = _new_group(store, rank)
+            group.eager_connect_single_device(device)
+            _exchange_a_byte(group, rank, device)
+    except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return NcclTransport(group, 1 - rank, _device_thread(device.index))
+    return NcclTransport(group, store, 1 - rank, _device_thread(device.index), Checksum.of_secret(secret))
 
 
 _WATCHDOG_OFF = {
@@ -254,8 +260,11 @@ def _device_thread(device: int) -> _DeviceThread:
 class NcclTransport:
     """See `PairTransport`."""
 
-    def __init__(self, group: Any, peer: int, thread: _DeviceThread) -> None:
+    def __init__(self, group: Any, store: MemberStore, peer: int, thread: _DeviceThread, checksum: Checksum) -> None:
         self.group: Any = group
+        self._store = store
+        """The group's C++ side calls it, and does not keep it alive."""
+        self._checksum = checksum
         self.peer = peer
         self.closed = False
         self.stream: Any = thread.new_stream()
@@ -268,7 +277,7 @@ class NcclTransport:
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
         """See `PairTransport.recv`."""
-        received = with_checksum(done, buffer, nbytes)
+        received = with_checksum(done, buffer, nbytes, self._checksum)
         if self.group is not None:
             posted()
         self._thread.submit(_Operation(self, buffer[:nbytes], False, received))

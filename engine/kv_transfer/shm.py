@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.shm_hello import (
     HELLO_TIMEOUT_S,
     Hello,
@@ -46,6 +47,7 @@ from disagg.engine.kv_transfer.transport import (
     nobody_waits,
 )
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,15 @@ class ShmTransport:
     """
 
     def __init__(
-        self, send_link: socket.socket, send_ring: Buffer, recv_link: socket.socket, recv_ring: Buffer
+        self,
+        send_link: socket.socket,
+        send_ring: Buffer,
+        recv_link: socket.socket,
+        recv_ring: Buffer,
+        checksum: Checksum,
     ) -> None:
         self._sends = Lane(send_link, "kv-send", RingSender(send_link, send_ring), self._break)
-        self._recvs = Lane(recv_link, "kv-recv", RingReceiver(recv_link, recv_ring), self._break)
+        self._recvs = Lane(recv_link, "kv-recv", RingReceiver(recv_link, recv_ring, checksum), self._break)
 
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """See `PairTransport.send`."""
@@ -94,7 +101,8 @@ class ShmRendezvous:
         RuntimeError: if this machine is not a Linux.
     """
 
-    def __init__(self, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+    def __init__(self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+        self._checksum = Checksum.of_secret(secret)
         host = host_token()
         name = f"disagg-kv-{secrets.token_hex(16)}"
         self._address = f"{host}/{name}"
@@ -125,7 +133,7 @@ class ShmRendezvous:
             raise TransportError(f"nobody met {pair_name!r} at {self._address!r} in {self._timeout_s:g} s")
         try:
             ring = say(sender.connection, pair_name, "receiver")
-            return _as_receiver(ring, sender.take_descriptors())
+            return _as_receiver(ring, sender.take_descriptors(), self._checksum)
         except (OSError, TransportError) as error:
             raise TransportError(f"could not form the pair {pair_name!r}: {error}") from error
         finally:
@@ -230,7 +238,10 @@ class ShmConnector:
         RuntimeError: if this machine is not a Linux.
     """
 
-    def __init__(self, set_up_timeout_s: float = SET_UP_TIMEOUT_S, *, side: Side = "sender") -> None:
+    def __init__(
+        self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, *, side: Side = "sender"
+    ) -> None:
+        self._checksum = Checksum.of_secret(secret)
         self._host = host_token()
         self._timeout_s = set_up_timeout_s
         self._side: Side = side
@@ -249,13 +260,13 @@ class ShmConnector:
                 connection.connect(f"\0{name}")
                 check_user(connection)
                 if self._side == "sender":
-                    return _meet_as_sender(connection, pair_name)
-                return _meet_as_receiver(connection, pair_name)
+                    return _meet_as_sender(connection, pair_name, self._checksum)
+                return _meet_as_receiver(connection, pair_name, self._checksum)
         except (OSError, ValueError, TransportError) as error:
             raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
 
 
-def _meet_as_sender(connection: socket.socket, pair_name: str) -> ShmTransport:
+def _meet_as_sender(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
     with contextlib.ExitStack() as ours:
         out, theirs_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         back, theirs_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -266,20 +277,20 @@ def _meet_as_sender(connection: socket.socket, pair_name: str) -> ShmTransport:
         (their_ring,) = hear_from(connection, "receiver")
         recv_ring = peers_ring(their_ring)
         ours.pop_all()
-    return ShmTransport(out, ring, back, recv_ring)
+    return ShmTransport(out, ring, back, recv_ring, checksum)
 
 
-def _meet_as_receiver(connection: socket.socket, pair_name: str) -> ShmTransport:
+def _meet_as_receiver(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
     ring = say(connection, pair_name, "receiver")
-    return _as_receiver(ring, hear_from(connection, "sender"))
+    return _as_receiver(ring, hear_from(connection, "sender"), checksum)
 
 
-def _as_receiver(ring: Buffer, descriptors: list[int]) -> ShmTransport:
+def _as_receiver(ring: Buffer, descriptors: list[int], checksum: Checksum) -> ShmTransport:
     """The receiver's end, of what the sender brought."""
     their_ring, link_in, link_out = descriptors
     recv_link, send_link = socket.socket(fileno=link_in), socket.socket(fileno=link_out)
     try:
-        return ShmTransport(send_link, ring, recv_link, peers_ring(their_ring))
+        return ShmTransport(send_link, ring, recv_link, peers_ring(their_ring), checksum)
     except TransportError:
         recv_link.close()
         send_link.close()

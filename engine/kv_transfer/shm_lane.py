@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.transport import CLOSED, Received, TransportError
 from disagg.engine.plan import Buffer
 
@@ -210,16 +211,17 @@ class RingSender:
 class RingReceiver:
     """What a receiving lane does with an operation. One thread at a time."""
 
-    def __init__(self, link: socket.socket, ring: Buffer) -> None:
+    def __init__(self, link: socket.socket, ring: Buffer, checksum: Checksum) -> None:
         self._link = link
         self._ring = ring
+        self._seed = checksum.seed
         self._num_taken = 0
         """Slots that the sender does not know yet to be free."""
         self._next_slot = 0
 
     def __call__(self, operation: Operation) -> int:
         """Take all pieces out of the ring; their checksum, taken of our copy: the ring is the peer's."""
-        nbytes, end, seen = operation.nbytes, 0, xxhash.xxh3_64()
+        nbytes, end, seen = operation.nbytes, 0, xxhash.xxh3_64(seed=self._seed)
         while True:
             start, end = end, min(end + PIECE_BYTES, nbytes)
             self._hear(nbytes, end)

@@ -1,8 +1,8 @@
 """How the bytes of a pair move, as an interface, and the door to what carries it out.
 
-    D  make_rendezvous(name, host) ──> Rendezvous: its address goes to P in `PairWelcome`
+    D  make_rendezvous(name, host, secret) ──> Rendezvous: its address goes to P in `PairWelcome`
     D  rendezvous.accept(pair_name) ──> PairTransport      both block until the other side is there; so not on an
-    P  make_connector(name, host)(pair_name, address) ──> PairTransport                           event loop's thread
+    P  make_connector(name, host, secret)(pair_name, address) ──> PairTransport            event loop's thread
     P  send(buffer, n, done)   D  recv(buffer, n, done, posted)    any number under way; first in, first out
     both  close()                                                  everything under way is answered, not ok
 
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from disagg.engine.config import TransportName
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 Done = Callable[[bool, str], None]
@@ -33,7 +34,7 @@ Posted = Callable[[], None]
 perhaps before `recv` returns; not where the receive fails before. Must not raise and must not block."""
 
 
-def with_checksum(done: Received, buffer: Buffer, nbytes: int) -> Done:
+def with_checksum(done: Received, buffer: Buffer, nbytes: int, checksum: Checksum) -> Done:
     """Answers a receive of `nbytes` bytes into `buffer` with their checksum."""
     return lambda ok, error: done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
 
@@ -97,8 +98,9 @@ Connector = Callable[[str, str], PairTransport]
 """(pair_name, address of D's rendezvous) -> the pair's channel. Raises `TransportError` like `Rendezvous.accept`."""
 
 
-def make_rendezvous(name: TransportName, host: str) -> Rendezvous:
-    """D's end of a transport. It listens on `host` only.
+def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Rendezvous:
+    """D's end of a transport. It listens on `host` only, and takes processes that know `secret`; where memory is shared
+    (`shm`), those of its own user.
 
     Raises:
         ValueError: if there is no such transport.
@@ -110,23 +112,23 @@ def make_rendezvous(name: TransportName, host: str) -> Rendezvous:
         case "local":
             from disagg.engine.kv_transfer.local import LocalRendezvous
 
-            return LocalRendezvous()
+            return LocalRendezvous(secret)
         case "gloo":
             from disagg.engine.kv_transfer.gloo import GlooRendezvous
 
-            return GlooRendezvous(host)
+            return GlooRendezvous(host, secret)
         case "shm":
             from disagg.engine.kv_transfer.shm import ShmRendezvous
 
-            return ShmRendezvous()
+            return ShmRendezvous(secret)
         case "nccl":
             from disagg.engine.kv_transfer.nccl import NcclRendezvous
 
-            return NcclRendezvous(host)
+            return NcclRendezvous(host, secret)
     raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")
 
 
-def make_connector(name: str, host: str, side: Side = "sender") -> Connector:
+def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "sender") -> Connector:
     """P's end of the transport that D named; as `receiver`, the end of a rank of D that is not the one with the
     rendezvous. It binds to `host` only.
 
@@ -138,17 +140,17 @@ def make_connector(name: str, host: str, side: Side = "sender") -> Connector:
         case "local":
             from disagg.engine.kv_transfer.local import local_connector
 
-            return local_connector(side)
+            return local_connector(secret, side)
         case "gloo":
             from disagg.engine.kv_transfer.gloo import GlooConnector
 
-            return GlooConnector(host, side=side)
+            return GlooConnector(host, secret, side=side)
         case "shm":
             from disagg.engine.kv_transfer.shm import ShmConnector
 
-            return ShmConnector(side=side)
+            return ShmConnector(secret, side=side)
         case "nccl":
             from disagg.engine.kv_transfer.nccl import NcclConnector
 
-            return NcclConnector(host, side=side)
+            return NcclConnector(secret, side=side)
     raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")

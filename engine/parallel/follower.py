@@ -24,8 +24,9 @@ from typing import Final
 import numpy as np
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.handshake import NONCE_BYTES, answer_leader
-from disagg.engine.parallel.line import Line, LineError, connect
+from disagg.engine.handshake import NONCE_BYTES, answer
+from disagg.engine.kv_transfer.checksum import Checksum
+from disagg.engine.line import Line, LineError, connect
 from disagg.engine.parallel.link import RankTransports
 from disagg.engine.parallel.meeting import meet_ranks
 from disagg.engine.parallel.messages import (
@@ -66,8 +67,8 @@ GRACE_S = 1.0
 STOP_GRACE_S = 3.0
 """And when it was told to stop; rank 0 computes nothing any more then."""
 
-MakeTransports = Callable[[WorkerConfig, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
-"""(configuration, this rank's runner, (number, bytes) -> its part of a staging buffer) -> its transports."""
+MakeTransports = Callable[[ClusterSecret, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
+"""(the cluster's secret, this rank's runner, (number, bytes) -> its part of a staging buffer) -> its transports."""
 
 
 def serve_rank(
@@ -87,21 +88,21 @@ def serve_rank(
         logger.error("%s: %s", name, error)
         return EXIT_LOST
     try:
-        answer_leader(line, secret, config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
+        answer(line, secret, "rank line", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
     except LineError as error:
         logger.error("%s: rank 0 at %s did not take it: %s", name, leader_address, error)
         line.close()
         return EXIT_LOST
-    return Follower(config, shard, line, load).serve()
+    return Follower(config, shard, line, secret, load).serve()
 
 
 def shard_transports(
-    config: WorkerConfig, runner: ShardRunner, staging: Callable[[int, int], Buffer]
+    secret: ClusterSecret, runner: ShardRunner, staging: Callable[[int, int], Buffer]
 ) -> RankTransports:
     """The transports that every rank uses."""
     from disagg.engine.parallel.transport import ShardTransports  # with the libraries that carry bytes
 
-    return ShardTransports(runner.layout, runner.shard, staging)
+    return ShardTransports(runner.layout, runner.shard, staging, secret)
 
 
 class Follower:
@@ -112,6 +113,7 @@ class Follower:
         config: WorkerConfig,
         shard: Shard,
         line: Line,
+        secret: ClusterSecret,
         make_runner: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
         make_transports: MakeTransports = shard_transports,
         end_process: Callable[[int], object] = os._exit,
@@ -121,6 +123,7 @@ class Follower:
         self._config = config
         self._shard = shard
         self._line = line
+        self._secret = secret
         self._make_runner = make_runner
         self._make_transports = make_transports
         self._end_process = end_process
@@ -152,8 +155,9 @@ class Follower:
 
     def _serve(self) -> int:
         runner = self._make_runner(self._config, self._shard)
+        runner.checksum = Checksum.of_secret(self._secret)
         self._staging = StagingParts(runner.new_staging)
-        self._transports = self._make_transports(self._config, runner, self._staging)
+        self._transports = self._make_transports(self._secret, runner, self._staging)
         join = Join(
             rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
@@ -161,7 +165,8 @@ class Follower:
         while (order := self._orders.get()) is not None:
             match order:
                 case Begin():
-                    runner.join(meet_ranks(self._config, self._shard, order.collective_address), order.num_blocks)
+                    address = order.collective_address
+                    runner.join(meet_ranks(self._config, self._secret, self._shard, address), order.num_blocks)
                     logger.info("%s computes", self._name)
                 case Step():
                     runner.compute(decode_step(order))

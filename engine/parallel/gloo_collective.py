@@ -1,7 +1,7 @@
 """The ranks' exchange over TCP, by gloo: one process group of all ranks, without a world.
 
-    rank 0      store = process_groups.StoreHost(host), which listens on that address only; tells all store.address
-    all ranks   collective = make_collective(device, store_address, shard, host)      blocks until all are there
+    rank 0      point = MeetingPoint(host, secret), which listens on that address only; gives all point.address
+    all ranks   collective = make_collective(device, address, secret, shard, host)      blocks until all are there
 
 A rank that is lost fails the others' exchange at once where its connection ends, and after `OPERATION_TIMEOUT_S` where
 it stands still; rank 0 sees it sooner, on its line to that rank.
@@ -9,15 +9,19 @@ it stands still; rank 0 sees it sooner, on its line to that rank.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from disagg.engine.meeting_point import MemberStore
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.process_groups import gloo_group, meet
+from disagg.proto.cluster_secret import ClusterSecret
 
 _dist: Any = torch.distributed
 """Untyped: torch's stubs lack half of what is used here."""
@@ -26,40 +30,44 @@ SET_UP_TIMEOUT_S = 60.0
 """How long ranks wait for each other to meet; all have loaded their model by then."""
 OPERATION_TIMEOUT_S = 120.0
 """Ranks differ by what one of them is delayed within a step, so this is far beyond any honest wait."""
-STORE_PREFIX = "ranks"
+GROUP_NAME = "ranks"
 
 
-def make_collective(device: str, store_address: str, shard: Shard, host: str) -> Collective:
-    """Meet the other ranks in the store at `store_address`: gloo for CPU tensors, bound to `host`; NCCL for a GPU's.
+def make_collective(device: str, address: str, secret: ClusterSecret, shard: Shard, host: str) -> Collective:
+    """Meet the other ranks at the `MeetingPoint` at `address`: gloo for CPU tensors, bound to `host`; NCCL for a GPU's.
 
     Raises:
         RuntimeError: if they do not all come in time, or this machine lacks what the exchange needs.
     """
     if torch.device(device).type == "cpu":
-        return GlooCollective(store_address, shard, host)
+        return GlooCollective(address, secret, shard, host)
     from disagg.engine.parallel.nccl_collective import NcclCollective
 
-    return NcclCollective(store_address, shard, device)
+    return NcclCollective(address, secret, shard, device)
 
 
-def meet_all(store_address: str, shard: Shard, timeout_s: float) -> Any:
-    """Wait in the store until all ranks are there; their own part of the store.
+@contextlib.contextmanager
+def meet_all(address: str, secret: ClusterSecret, shard: Shard, timeout_s: float) -> Iterator[MemberStore]:
+    """Wait at the meeting point until all ranks are there; their store, until their group is made.
 
     Raises:
-        RuntimeError: if they do not all come in time, or there is no store.
+        RuntimeError: if they do not all come in time, or there is no meeting point.
     """
     try:
-        return meet(STORE_PREFIX, store_address, shard.rank, shard.size, timeout_s)
+        with meet(GROUP_NAME, address, secret, shard.rank, shard.size, timeout_s) as store:
+            yield store
     except (OSError, RuntimeError, ValueError) as error:
-        raise RuntimeError(f"the {shard.size} ranks did not all meet at {store_address!r}: {error}") from error
+        raise RuntimeError(f"the {shard.size} ranks did not all meet at {address!r}: {error}") from error
 
 
 class GroupCollective:
     """A `Collective` over a process group of all ranks."""
 
-    def __init__(self, shard: Shard, group: Any) -> None:
+    def __init__(self, shard: Shard, group: Any, store: MemberStore) -> None:
         self.shard = shard
         self._group = group
+        self._store = store
+        """The group's C++ side calls it, and does not keep it alive."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collective.all_reduce`; in place."""
@@ -95,14 +103,16 @@ class GlooCollective(GroupCollective):
 
     def __init__(
         self,
-        store_address: str,
+        address: str,
+        secret: ClusterSecret,
         shard: Shard,
         host: str,
         set_up_timeout_s: float = SET_UP_TIMEOUT_S,
         operation_timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> None:
-        store = meet_all(store_address, shard, set_up_timeout_s)
-        super().__init__(shard, gloo_group(store, shard.rank, shard.size, host, operation_timeout_s))
+        with meet_all(address, secret, shard, set_up_timeout_s) as store:
+            group = gloo_group(store, secret, GROUP_NAME, shard.rank, shard.size, host, operation_timeout_s)
+        super().__init__(shard, group, store)
 
 
 def _root_0() -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, LineFollowers, RankLostError
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Ranks, StartRanks
@@ -70,6 +71,7 @@ class Group:
         try:
             self._ranks = self._start_ranks(muster.address)
             local = make_runner(config, Shard(0, config.tp))
+            local.checksum = Checksum.of_secret(self._secret)
             joins = self.followers.wait_joined(COME_TIMEOUT_S, LOAD_TIMEOUT_S)
         finally:
             muster.close()
@@ -83,10 +85,10 @@ class Group:
             if join.fingerprint != local.fingerprint:
                 raise RankLostError(f"rank {join.rank} has loaded another model: {join.fingerprint}")
         num_blocks = min(local.num_blocks, *(join.num_blocks for join in joins))
-        self._place = open_meeting_place(self._config)
+        self._place = open_meeting_place(self._config, self._secret)
         address = NOWHERE if self._place is None else self._place.address
         self.followers.tell(Begin(num_blocks=num_blocks, collective_address=address))
-        self._collective = meet_ranks(self._config, local.shard, address)
+        self._collective = meet_ranks(self._config, self._secret, local.shard, address)
         local.join(self._collective, num_blocks)
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from disagg.engine.kv_transfer.checksum import combined
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Followers
 from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Question, ScatterPart
@@ -53,6 +52,7 @@ class GroupRunner:
         self.vocab_size = local.vocab_size
         self.fingerprint = local.fingerprint
         self.tp = followers.size
+        self.checksum = local.checksum
         self._numbers = itertools.count(1)
         self._freed: deque[int] = deque()
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
@@ -112,7 +112,7 @@ class GroupRunner:
             order,
             lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp) if 0 in senders else (),
         )
-        return combined(plan.in_order("sender", checksums))
+        return self.checksum.combined(plan.in_order("sender", checksums))
 
     def scatter(self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1) -> None:
         """See `ModelRunner.scatter`.

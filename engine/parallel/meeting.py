@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.shards import Shard
+from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
     from disagg.engine.parallel.collective import Collective
@@ -25,20 +26,20 @@ class MeetingPlace(Protocol):
         ...
 
 
-def open_meeting_place(config: WorkerConfig) -> MeetingPlace | None:
-    """Rank 0's store, which listens on `config.host` only; None where nobody needs to meet.
+def open_meeting_place(config: WorkerConfig, secret: ClusterSecret) -> MeetingPlace | None:
+    """Rank 0's meeting point, which listens on `config.host` only; None where no rank needs to meet another.
 
     Raises:
         OSError: if it cannot listen there.
     """
     if config.is_fake:
         return None
-    from disagg.engine.process_groups import StoreHost
+    from disagg.engine.meeting_point import MeetingPoint
 
-    return StoreHost(config.host)
+    return MeetingPoint(config.host, secret)
 
 
-def meet_ranks(config: WorkerConfig, shard: Shard, address: str) -> Collective | None:
+def meet_ranks(config: WorkerConfig, secret: ClusterSecret, shard: Shard, address: str) -> Collective | None:
     """Wait for all other ranks; None at `NOWHERE`.
 
     Raises:
@@ -48,4 +49,4 @@ def meet_ranks(config: WorkerConfig, shard: Shard, address: str) -> Collective |
         return None
     from disagg.engine.parallel.gloo_collective import make_collective
 
-    return make_collective(config.device, address, shard, config.host)
+    return make_collective(config.device, address, secret, shard, config.host)

@@ -17,6 +17,7 @@ import torch.distributed
 
 from disagg.engine.parallel.gloo_collective import OPERATION_TIMEOUT_S, SET_UP_TIMEOUT_S, GroupCollective, meet_all
 from disagg.engine.parallel.shards import Shard
+from disagg.proto.cluster_secret import ClusterSecret
 
 _dist: Any = torch.distributed
 
@@ -28,15 +29,15 @@ class NcclCollective(GroupCollective):
         RuntimeError: without a CUDA device or NCCL, or if the ranks do not all come in time.
     """
 
-    def __init__(self, store_address: str, shard: Shard, device: str) -> None:
+    def __init__(self, address: str, secret: ClusterSecret, shard: Shard, device: str) -> None:
         if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
             raise RuntimeError("ranks on GPUs need a CUDA device and a torch that was built with NCCL")
-        store = meet_all(store_address, shard, SET_UP_TIMEOUT_S)
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
-        super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options))
-        # The communicator is made now, not within the first step.
-        self._group.eager_connect_single_device(torch.device(device))
+        with meet_all(address, secret, shard, SET_UP_TIMEOUT_S) as store:
+            super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options), store)
+            # The communicator is made now, not within the first step.
+            self._group.eager_connect_single_device(torch.device(device))
 
     def close(self) -> None:
         """See `Collective.close`: the communicator is aborted, so that nothing hangs in it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.model.arrays import BatchArrays
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
@@ -25,6 +26,8 @@ class ShardRunner(ModelRunner, Protocol):
     it is complete as it is made, and `join` is not called. Owner: the engine thread."""
 
     shard: Shard
+    checksum: Checksum
+    """Of what is gathered; to be set before the first `gather`."""
 
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         """Take the exchange with the other ranks and the number of blocks, at most its own; once, before any step.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.engine.kv_transfer.checksum import combined
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.transport import (
     SET_UP_TIMEOUT_S,
     Done,
@@ -40,6 +40,7 @@ from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, Se
 from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
 
@@ -62,6 +63,7 @@ class PairEnd:
     transport: str
     host: str
     store_address: str
+    checksum: Checksum
 
     @property
     def peer_tp(self) -> int:
@@ -92,6 +94,7 @@ class GroupTransport:
 
     def __init__(self, end: PairEnd, open_channel: OpenChannel, followers: Followers) -> None:
         self._end = end
+        self._checksum = end.checksum
         self._followers = followers
         self._others = [rank for rank in end.plan.ranks(end.side) if rank != 0]
         """Other ranks with something to send or receive."""
@@ -203,7 +206,7 @@ class GroupTransport:
             return False, error, 0
         of_rank = dict(zip((0, *self._others), checksums, strict=True))
         try:
-            return True, "", combined(self._end.plan.in_order(self._end.side, of_rank))
+            return True, "", self._checksum.combined(self._end.plan.in_order(self._end.side, of_rank))
         except ValueError as fault:
             logger.error("%s: %s", self._end.pair_name, fault)
             return False, str(fault), 0
@@ -261,12 +264,16 @@ class ShardTransports:
         layout: of the whole model.
         shard: which rank of which worker this is.
         staging: (number, bytes) -> this rank's part of that staging buffer, which has at least so many.
+        secret: the cluster's.
     """
 
-    def __init__(self, layout: KvLayout, shard: Shard, staging: Callable[[int, int], Buffer]) -> None:
+    def __init__(
+        self, layout: KvLayout, shard: Shard, staging: Callable[[int, int], Buffer], secret: ClusterSecret
+    ) -> None:
         self._layout = layout
         self._shard = shard
         self._staging = staging
+        self._secret = secret
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
 
@@ -299,7 +306,7 @@ class ShardTransports:
     def _open(self, order: OpenPair, reply: Reply) -> None:
         own_tp, side = self._shard.size, order.side
         plan = plan_pair(self._layout, *((own_tp, order.peer_tp) if side == "sender" else (order.peer_tp, own_tp)))
-        connect = make_connector(order.transport, order.host, side)
+        connect = make_connector(order.transport, order.host, self._secret, side)
         channels = RankChannels(
             plan, side, self._shard.rank, order.pair_name, lambda name: connect(name, order.store_address)
         )

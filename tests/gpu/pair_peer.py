@@ -24,6 +24,7 @@ from disagg.engine.config import TransportName
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
 from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import Buffer
+from tests.support.secret import SECRET
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -121,7 +122,7 @@ def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
     name: TransportName = "nccl" if device.type == "cuda" else "gloo"
     runner = make_runner(Path(folder), device=device_name, max_num_seqs=2) if scenario == "hand-over" else None
     if side_name == "receiver":
-        rendezvous = make_rendezvous(name, HOST)
+        rendezvous = make_rendezvous(name, HOST, SECRET)
         print(rendezvous.address, flush=True)
         side = Side(rendezvous.accept(scenario), device)
         if scenario == "payloads":
@@ -132,7 +133,7 @@ def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
             found = wait_in_vain(side, 3.0)
         rendezvous.close()
     else:
-        side = Side(make_connector(name, HOST)(scenario, sys.stdin.readline().strip()), device)
+        side = Side(make_connector(name, HOST, SECRET)(scenario, sys.stdin.readline().strip()), device)
         print("connected", flush=True)
         if scenario == "payloads":
             found = send_payloads(side)

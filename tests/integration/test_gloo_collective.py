@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from disagg.engine.meeting_point import MeetingPoint
 from disagg.engine.parallel.collective import Collective
 from disagg.engine.parallel.gloo_collective import GlooCollective, make_collective
 from disagg.engine.parallel.shards import Shard
-from disagg.engine.process_groups import StoreHost
+from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +31,7 @@ def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def follow(address: str, exchanges: int, ending: str) -> None:
     """Rank 1's process: `exchanges` rounds of both kinds in every dtype, then its end."""
     torch.set_num_threads(1)
-    collective = make_collective("cpu", address, Shard(1, 2), HOST)
+    collective = make_collective("cpu", address, SECRET, Shard(1, 2), HOST)
     with torch.inference_mode():
         for dtype in DTYPES * exchanges:
             collective.all_reduce(numbers(1, dtype))
@@ -45,11 +46,11 @@ def follow(address: str, exchanges: int, ending: str) -> None:
 
 @contextlib.contextmanager
 def two_ranks(exchanges: int, ending: str) -> Iterator[Collective]:
-    store = StoreHost(HOST)
+    store = MeetingPoint(HOST, SECRET)
     child = multiprocessing.get_context("spawn").Process(target=follow, args=(store.address, exchanges, ending))
     child.start()
     try:
-        collective: Collective = GlooCollective(store.address, Shard(0, 2), HOST, operation_timeout_s=ENDED_S)
+        collective: Collective = GlooCollective(store.address, SECRET, Shard(0, 2), HOST, operation_timeout_s=ENDED_S)
         yield collective
     finally:
         child.kill()
@@ -88,10 +89,10 @@ def failure(collective: Collective) -> str:
 
 
 def test_ranks_that_do_not_all_come_are_named() -> None:
-    store = StoreHost(HOST)
+    store = MeetingPoint(HOST, SECRET)
     with pytest.raises(RuntimeError, match=f"the 3 ranks did not all meet at '{store.address}'"):
-        GlooCollective(store.address, Shard(2, 3), HOST, set_up_timeout_s=0.2)
+        GlooCollective(store.address, SECRET, Shard(2, 3), HOST, set_up_timeout_s=0.2)
     address = store.address
     store.close()
     with pytest.raises(RuntimeError, match=f"the 2 ranks did not all meet at '{address}'"):
-        GlooCollective(address, Shard(1, 2), HOST, set_up_timeout_s=5.0)
+        GlooCollective(address, SECRET, Shard(1, 2), HOST, set_up_timeout_s=5.0)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport
 from disagg.engine.kv_transfer.transport import PairTransport, TransportError
-from disagg.engine.process_groups import StoreHost
+from disagg.engine.meeting_point import MeetingPoint
 from tests.support import transport_peer
+from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
 
 SIZES = [1, 2, 7, 4095, 4097, 65_537, 1_000_003, (4 << 20) - 1]
@@ -35,7 +35,7 @@ Peer = functools.partial(transport_peer.Peer, "gloo")
 def rendezvous() -> Iterator[GlooRendezvous]:
     """One on loopback; afterwards no thread of a channel and no socket is left."""
     before = set(threading.enumerate())
-    rendezvous = GlooRendezvous(HOST)
+    rendezvous = GlooRendezvous(HOST, SECRET)
     yield rendezvous
     rendezvous.close()
     assert set(threading.enumerate()) <= before
@@ -178,7 +178,7 @@ def test_many_rounds_leave_no_descriptor(rendezvous: GlooRendezvous) -> None:
         name = f"round-{number}"
         thread = threading.Thread(target=lambda: ends.update(d=rendezvous.accept(name)))
         thread.start()
-        ends["p"] = GlooConnector(HOST)(name, rendezvous.address)
+        ends["p"] = GlooConnector(HOST, SECRET)(name, rendezvous.address)
         thread.join()
         answers = Answers()
         ends["p"].send(content(1, 5000), 5000, answers)
@@ -233,23 +233,23 @@ def test_nobody_there_is_an_error_that_says_so() -> None:
     with socket.create_server((HOST, 0)) as taken:
         free_port = taken.getsockname()[1]
     with pytest.raises(TransportError, match="pair-1"):
-        GlooConnector(HOST)("pair-1", f"{HOST}:{free_port}")
+        GlooConnector(HOST, SECRET)("pair-1", f"{HOST}:{free_port}")
     with pytest.raises(TransportError, match="nonsense"):
-        GlooConnector(HOST)("pair-1", "nonsense")
+        GlooConnector(HOST, SECRET)("pair-1", "nonsense")
 
 
 def test_a_peer_that_does_not_come_is_waited_for_only_so_long() -> None:
-    rendezvous = GlooRendezvous(HOST, set_up_timeout_s=0.2)
-    with pytest.raises(TransportError, match="nobody met 'pair-1'"):
+    rendezvous = GlooRendezvous(HOST, SECRET, set_up_timeout_s=0.2)
+    with pytest.raises(TransportError, match=r"'pair-1' .*\['here/0'\] did not come in 0\.2 s"):
         rendezvous.accept("pair-1")
-    with pytest.raises(TransportError, match="nobody met 'pair-2'"):
-        GlooConnector(HOST, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
+    with pytest.raises(TransportError, match=r"'pair-2' .*\['here/1'\] did not come in 0\.2 s"):
+        GlooConnector(HOST, SECRET, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
     rendezvous.close()
 
 
 def test_operations_may_take_longer_than_the_set_up() -> None:
-    rendezvous = GlooRendezvous(HOST, set_up_timeout_s=2.0)
-    connector = GlooConnector(HOST, set_up_timeout_s=2.0)
+    rendezvous = GlooRendezvous(HOST, SECRET, set_up_timeout_s=2.0)
+    connector = GlooConnector(HOST, SECRET, set_up_timeout_s=2.0)
     ends: dict[str, GlooTransport] = {}
     thread = threading.Thread(target=lambda: ends.update(d=rendezvous.accept("pair-1")))
     thread.start()
@@ -268,7 +268,7 @@ def test_operations_may_take_longer_than_the_set_up() -> None:
 
 
 def test_a_closed_rendezvous_takes_nobody() -> None:
-    rendezvous = GlooRendezvous(HOST)
+    rendezvous = GlooRendezvous(HOST, SECRET)
     rendezvous.close()
     with pytest.raises(TransportError, match="closed"):
         rendezvous.accept("pair-1")
@@ -276,4 +276,4 @@ def test_a_closed_rendezvous_takes_nobody() -> None:
 
 def test_an_address_that_is_not_ours_is_an_os_error() -> None:
     with pytest.raises(OSError, match="address"):
-        StoreHost("192.0.2.1")
+        MeetingPoint("192.0.2.1", SECRET)

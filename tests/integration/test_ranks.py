@@ -23,10 +23,10 @@ from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.handshake import HandshakeError, answer
+from disagg.engine.line import Line, LineError, SocketLine, connect
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
-from disagg.engine.parallel.handshake import HandshakeError, answer_leader
-from disagg.engine.parallel.line import Line, LineError, SocketLine, connect
 from disagg.engine.parallel.link import Ranks
 from disagg.engine.parallel.messages import Begin, Failed
 from disagg.engine.parallel.muster import Muster
@@ -161,7 +161,7 @@ def muster(size: int = 3) -> Iterator[tuple[Muster, dict[int, Line]]]:
 def join(address: str, rank: int, secret: ClusterSecret = SECRET, worker: str = "decode-0") -> SocketLine:
     line = connect(address, WAIT_S)
     try:
-        answer_leader(line, secret, worker, rank, NONCE)
+        answer(line, secret, "rank line", worker, rank, NONCE)
     except LineError:
         line.close()
         raise
@@ -239,6 +239,7 @@ class ThreadRanks:
             self._config,
             shard,
             line,
+            SECRET,
             make_runner=self._make,
             make_transports=lambda *_: NoTransports(),
             end_process=self.statuses.append,

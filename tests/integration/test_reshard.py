@@ -20,16 +20,17 @@ import numpy as np
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
+from disagg.engine.line import SocketLine, connect
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import LineFollowers
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.line import SocketLine, connect
 from disagg.engine.parallel.messages import Begin
 from disagg.engine.parallel.routes import plan_pair
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.proto.handover import Side
 from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, arrived, fake_rank, fill
+from tests.support.secret import SECRET, checksum
 
 HEADS, TP = 4, 2
 CHUNKS = [(3, 9), (9, 10), (10, 21)]
@@ -47,7 +48,7 @@ def be_follower(name: str, port: int, pipe: Connection) -> None:
     if name == "p":
         fill(runner)
     line = connect(f"{HOST}:{port}", WAIT_S)
-    Follower(worker_config(name), runner.shard, line, make_runner=lambda *_: runner).serve()
+    Follower(worker_config(name), runner.shard, line, SECRET, make_runner=lambda *_: runner).serve()
     pipe.send(runner._pages_2HNB)
 
 
@@ -85,14 +86,16 @@ class Led:
 
 def pair_end(side: Side, address: str) -> PairEnd:
     plan = plan_pair(fake_rank(HEADS, Shard()).layout, TP, TP)
-    return PairEnd(plan=plan, side=side, pair_name="pair-1", transport="gloo", host=HOST, store_address=address)
+    return PairEnd(
+        plan=plan, side=side, pair_name="pair-1", transport="gloo", host=HOST, store_address=address, checksum=checksum
+    )
 
 
 def be_p(address: str, pipe: Connection) -> None:
     """P's rank 0: gathers and tells the checksum, sends when it may and tells the answer."""
     led = Led("p")
     end = pair_end("sender", address)
-    dial = make_connector("gloo", HOST)
+    dial = make_connector("gloo", HOST, SECRET)
     transport = form_pair(end, lambda name: dial(name, address), led.followers)
     pipe.send(led.process.pid)
     while (command := pipe.recv()) is not None:
@@ -132,7 +135,7 @@ class Bench:
 
 @contextmanager
 def running_pair() -> Iterator[Bench]:
-    rendezvous = make_rendezvous("gloo", HOST)
+    rendezvous = make_rendezvous("gloo", HOST, SECRET)
     pipe, other = SPAWN.Pipe()
     p: BaseProcess = SPAWN.Process(target=be_p, args=(rendezvous.address, other))
     p.start()

@@ -24,12 +24,12 @@ from disagg.client import AsyncClient
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.engine.fake import fake_generate
-from disagg.engine.kv_transfer.checksum import checksum
 from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransport
 from disagg.engine.kv_transfer.shm_hello import Hello
 from disagg.engine.kv_transfer.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
 from disagg.engine.kv_transfer.transport import CLOSED, TransportError, make_connector, make_rendezvous
 from tests.support import transport_peer
+from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content
 from tests.support.workers import wait_until_workers_idle
 
@@ -58,7 +58,7 @@ def num_rings() -> int:
 def rendezvous() -> Iterator[ShmRendezvous]:
     """One of this host; afterwards no thread, descriptor or memory of a channel is left."""
     threads, descriptors = set(threading.enumerate()), num_descriptors()
-    rendezvous = ShmRendezvous()
+    rendezvous = ShmRendezvous(SECRET)
     yield rendezvous
     rendezvous.close()
     assert set(threading.enumerate()) <= threads
@@ -70,14 +70,14 @@ def both(rendezvous: ShmRendezvous, name: str = "pair-1") -> tuple[ShmTransport,
     ends: list[ShmTransport] = []
     thread = threading.Thread(target=lambda: ends.append(rendezvous.accept(name)))
     thread.start()
-    p = ShmConnector()(name, rendezvous.address)
+    p = ShmConnector(SECRET)(name, rendezvous.address)
     thread.join()
     return p, ends[0]
 
 
 def test_chunks_of_odd_sizes_both_ways() -> None:
     before = num_descriptors()
-    rendezvous = ShmRendezvous()
+    rendezvous = ShmRendezvous(SECRET)
     peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
     answers, order = Answers(), []
     targets = [np.full(size + 3, 0xEE, np.uint8) for size in SIZES]
@@ -116,7 +116,7 @@ def test_a_rank_of_d_meets_a_sender_at_the_rendezvous_of_rank_0(rendezvous: ShmR
         ends: dict[str, ShmTransport] = {}
 
         def join(side: Any, name: str = name, ends: dict[str, ShmTransport] = ends) -> None:
-            ends[side] = ShmConnector(side=side)(name, rendezvous.address)
+            ends[side] = ShmConnector(SECRET, side=side)(name, rendezvous.address)
 
         thread = threading.Thread(target=join, args=(first,))
         thread.start()
@@ -233,20 +233,20 @@ def test_a_sender_that_is_far_ahead_waits_for_the_receiver(rendezvous: ShmRendez
 def test_another_host_is_named(rendezvous: ShmRendezvous) -> None:
     name = rendezvous.address.partition("/")[2]
     with pytest.raises(TransportError, match=r"'elsewhere/.*is on another host"):
-        ShmConnector()("pair-1", f"elsewhere/{name}")
+        ShmConnector(SECRET)("pair-1", f"elsewhere/{name}")
 
 
 def test_nobody_there_is_an_error_that_says_so(rendezvous: ShmRendezvous) -> None:
     host = rendezvous.address.partition("/")[0]
     with pytest.raises(TransportError, match=r"nobody met 'pair-1'.*refused"):
-        ShmConnector()("pair-1", f"{host}/disagg-kv-nobody")
+        ShmConnector(SECRET)("pair-1", f"{host}/disagg-kv-nobody")
 
 
 def test_another_user_is_sent_away(rendezvous: ShmRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(TransportError, match=f"belongs to user {user}, not to {user + 1}"):
-        ShmConnector()("pair-1", rendezvous.address)
+        ShmConnector(SECRET)("pair-1", rendezvous.address)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_peer_that_does_not_come_is_waited_for_only_so_long(rendezvous: ShmRen
     with pytest.raises(TransportError, match="nobody met 'pair-1'"):
         rendezvous.accept("pair-1")
     with pytest.raises(TransportError, match="nobody met 'pair-2'"):
-        ShmConnector(set_up_timeout_s=0.2)("pair-2", rendezvous.address)
+        ShmConnector(SECRET, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
     while not rendezvous._arrived:
         time.sleep(0.001)
     rendezvous._timeout_s = ANSWER_S
@@ -296,7 +296,7 @@ def test_a_name_is_used_once(rendezvous: ShmRendezvous) -> None:
     while not rendezvous._arrived:
         time.sleep(0.001)
     with pytest.raises(TransportError, match="nobody met 'pair-1'"):
-        ShmConnector()("pair-1", rendezvous.address)
+        ShmConnector(SECRET)("pair-1", rendezvous.address)
     rendezvous.close()
     first.join(ANSWER_S)
     assert not first.is_alive()
@@ -304,7 +304,7 @@ def test_a_name_is_used_once(rendezvous: ShmRendezvous) -> None:
 
 def _fails(pair_name: str, address: str) -> None:
     with pytest.raises(TransportError, match="nobody met"):
-        ShmConnector()(pair_name, address)
+        ShmConnector(SECRET)(pair_name, address)
 
 
 def test_a_rendezvous_that_closes_wakes_whoever_waits(rendezvous: ShmRendezvous) -> None:
@@ -339,9 +339,9 @@ def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: ShmRendezvous
 
 
 def test_the_door_to_it() -> None:
-    rendezvous = make_rendezvous("shm", "127.0.0.1")
+    rendezvous = make_rendezvous("shm", "127.0.0.1", SECRET)
     assert isinstance(rendezvous, ShmRendezvous)
-    assert isinstance(make_connector("shm", "127.0.0.1"), ShmConnector)
+    assert isinstance(make_connector("shm", "127.0.0.1", SECRET), ShmConnector)
     rendezvous.close()
 
 

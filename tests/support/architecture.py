@@ -53,6 +53,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/weight_file.py",
         "engine/weights.py",
         "engine/kv_transfer/gloo.py",
+        "engine/meeting_point.py",
         "engine/kv_transfer/nccl.py",
         "engine/parallel/collective.py",
         "engine/parallel/gloo_collective.py",

@@ -28,7 +28,7 @@ from disagg.engine.commands import (
     Scattered,
     TokenSampled,
 )
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.effects import (
     ClosePair,
     GatherChunk,
@@ -105,7 +105,7 @@ class SenderShell:
             case Gathered(key, seq, ok, digest):
                 gather = self._gathers.pop((key, seq))
                 assert self.slots_in_use.pop(gather.slot) == (key, seq)
-                assert digest == (checksum(self._buffers[gather.slot][: gather.nbytes]) if ok else 0)
+                assert digest == (UNKEYED(self._buffers[gather.slot][: gather.nbytes]) if ok else 0)
                 self._carry_out(machine.on_gathered(key, seq, ok, gather.nbytes, digest))
             case Ended(key, _, reason):
                 pair.ends[key].append(("p", reason))
@@ -256,5 +256,5 @@ class ReceiverShell:
 
     def _on_received(self, effect: ReceiveBytes, ok: bool) -> None:
         assert self.slots_in_use.pop(effect.slot) == (effect.key, effect.seq)
-        digest = checksum(self._buffers[effect.slot][: effect.nbytes])
+        digest = UNKEYED(self._buffers[effect.slot][: effect.nbytes])
         self._carry_out(self.machine.on_received(effect.key, effect.seq, ok, digest))

@@ -17,17 +17,19 @@ import msgspec
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake import FakeModelRunner
+from disagg.engine.line import LineError
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import LineFollowers
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.line import LineError
 from disagg.engine.parallel.link import RankTransports, Reply
 from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportOrder
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE
+from tests.support.secret import SECRET, checksum
 
 WAIT_S = 20.0
 """How long a test waits for another thread before it fails."""
@@ -119,7 +121,7 @@ def start_rank(runner: FakeModelRunner, line: MemoryLine, grace_s: float = WAIT_
     config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size)
     transports = NoTransports()
 
-    def make_transports(_: WorkerConfig, __: ShardRunner, ___: Callable[[int, int], Buffer]) -> RankTransports:
+    def make_transports(_: ClusterSecret, __: ShardRunner, ___: Callable[[int, int], Buffer]) -> RankTransports:
         return transports
 
     ends: list[int] = []
@@ -129,7 +131,7 @@ def start_rank(runner: FakeModelRunner, line: MemoryLine, grace_s: float = WAIT_
         "end_process": ends.append,
         "grace_s": grace_s,
     }
-    follower = Follower(config, runner.shard, line, **{**arguments, **changes})
+    follower = Follower(config, runner.shard, line, SECRET, **{**arguments, **changes})
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(follower.serve()), name="follower")
     thread.start()
@@ -165,6 +167,7 @@ def fake_group(
         make(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
         for rank in range(size)
     ]
+    runners[0].checksum = checksum
     ranks, ends = [], []
     for rank in range(1, size):
         own, other = memory_lines()

@@ -27,6 +27,7 @@ from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.proto.handover import Side
+from tests.support.secret import SECRET, checksum
 
 U32 = npt.NDArray[np.uint32]
 HOST = "127.0.0.1"
@@ -38,7 +39,9 @@ D_TABLE = [1, 10, 3, 8, 5, 6]
 
 
 def fake_rank(num_kv_heads: int, shard: Shard) -> FakeModelRunner:
-    return FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, 64, num_kv_heads=num_kv_heads, shard=shard)
+    runner = FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, 64, num_kv_heads=num_kv_heads, shard=shard)
+    runner.checksum = checksum
+    return runner
 
 
 def noise(num_kv_heads: int) -> U32:
@@ -116,7 +119,9 @@ class RankedWorker:
         self.others: list[PlayedFollower] = []
         for runner in self.ranks[1:]:
             staging = StagingParts(runner.new_staging)
-            self.others.append(PlayedFollower(runner, ShardTransports(runner.layout, runner.shard, staging), staging))
+            self.others.append(
+                PlayedFollower(runner, ShardTransports(runner.layout, runner.shard, staging, SECRET), staging)
+            )
         self.played = PlayedFollowers(self.others)
         self.followers: Followers = self.played if tp > 1 else NoFollowers()
         self.faults: list[BaseException] = []
@@ -183,10 +188,11 @@ class Pair:
             transport=self.transport,
             host=HOST,
             store_address=self.rendezvous.address,
+            checksum=checksum,
         )
 
     def form_p(self, pair_name: str = "pair") -> PairTransport:
-        connect, address = make_connector(self.transport, HOST), self.rendezvous.address
+        connect, address = make_connector(self.transport, HOST, SECRET), self.rendezvous.address
         end = self.end("sender", pair_name)
         return form_pair(end, lambda name: connect(name, address), self.p.followers)
 
@@ -225,7 +231,7 @@ def formed_pair(num_kv_heads: int, p_tp: int, d_tp: int, transport: Any = "local
     p, d = RankedWorker(num_kv_heads, p_tp), RankedWorker(num_kv_heads, d_tp)
     for runner in p.ranks:
         fill(runner)
-    pair = Pair(p, d, make_rendezvous(transport, HOST), transport)
+    pair = Pair(p, d, make_rendezvous(transport, HOST, SECRET), transport)
     pair.form()
     try:
         yield pair

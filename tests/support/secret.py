@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 
 SECRET = ClusterSecret(bytes(range(NUM_BYTES)))
 OTHER_SECRET = ClusterSecret(bytes(reversed(range(NUM_BYTES))))
+checksum = Checksum.of_secret(SECRET)
+"""What the workers of the cluster compute."""

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous, make_connector
+from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"
 ANSWER_S = 20.0
@@ -66,7 +67,7 @@ class Answers:
 
 def _play(transport_name: str, address: str, pair_name: str, script: Script, link: Connection) -> None:
     """P's process."""
-    transport = make_connector(transport_name, HOST)(pair_name, address)
+    transport = make_connector(transport_name, HOST, SECRET)(pair_name, address)
     answers = Answers()
     steps: dict[str, Callable[[Any], None]] = {
         "send": functools.partial(_send, transport, answers, link),

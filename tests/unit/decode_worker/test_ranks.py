@@ -10,13 +10,14 @@ import pytest
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import Release, Scatter, Scattered
-from disagg.engine.kv_transfer.local import connect_local
+from disagg.engine.kv_transfer.local import LocalRendezvous
 from disagg.engine.kv_transfer.transport import Done, Posted, Received, nobody_waits
 from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello
 from disagg.proto.ids import Incarnation
 from tests.support.roles import LAYOUT, info_of, key_of, until
+from tests.support.secret import SECRET
 from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
 
 
@@ -102,7 +103,9 @@ async def test_a_wider_prefill_worker_is_met_rank_by_rank() -> None:
         peer = it.peer(tp=2)
         assert peer.welcome.tp == 1
         name, address = peer.welcome.pair_name, peer.welcome.store_address
-        peer.transport = await call_on_thread("connect", lambda: connect_local(f"{name}/0-0", address))
+        peer.transport = await call_on_thread(
+            "connect", lambda: LocalRendezvous.connect(f"{name}/0-0", address, secret=SECRET)
+        )
         await until(lambda: peer.link._transport)
         it.reserved(peer)
         peer.announce(0)

@@ -29,8 +29,7 @@ from disagg.engine.commands import (
     Scatter,
     Scattered,
 )
-from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.local import LocalTransport, connect_local
+from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
 from disagg.engine.kv_transfer.transport import TransportError
 from disagg.proto import handover
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Offer, PairHello
@@ -47,6 +46,7 @@ from tests.support.roles import (
     spec_of,
     until,
 )
+from tests.support.secret import SECRET, checksum
 
 C = TypeVar("C")
 A = RequestId("a")
@@ -69,7 +69,7 @@ class Peer:
     async def connect(self) -> None:
         welcome = self.welcome
         self.transport = await call_on_thread(
-            "connect", lambda: connect_local(welcome.pair_name, welcome.store_address)
+            "connect", lambda: LocalRendezvous.connect(welcome.pair_name, welcome.store_address, secret=SECRET)
         )
         await until(lambda: self.link._transport)
 
@@ -356,7 +356,9 @@ async def test_a_stream_that_is_lost_before_the_peer_came_leaves_nothing() -> No
         await until(lambda: not it.role._links)
         assert it.idle()
         welcome = peer.welcome
-        late = await call_on_thread("connect", lambda: connect_local(welcome.pair_name, welcome.store_address))
+        late = await call_on_thread(
+            "connect", lambda: LocalRendezvous.connect(welcome.pair_name, welcome.store_address, secret=SECRET)
+        )
         await until(lambda: late._channel.closed)  # D's end was opened for nobody, and is closed
 
 

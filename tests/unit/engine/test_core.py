@@ -23,7 +23,7 @@ from disagg.engine.commands import (
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FakeModelRunner, fake_logprobs
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import Load, Sampling, SequenceSpec
@@ -255,7 +255,7 @@ class TestEveryCommandInEveryState:
             ok = end <= num_computed
             gathered = handle_all(core, Gather(KEY, 3, 0, end, out))
             np.testing.assert_array_equal(out, kv_of(PROMPT, 0, end) if ok else new_buffer(end))
-            assert gathered == [Gathered(KEY, 3, ok, checksum(out) if ok else 0)]
+            assert gathered == [Gathered(KEY, 3, ok, UNKEYED(out) if ok else 0)]
 
     @pytest.mark.parametrize("state", ["waiting", "running", "held", "suspended"])
     def test_scatter_is_for_reserved_sequences(self, state: str) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from disagg.engine.fake import FakeModelRunner, fake_generate, fake_logprobs
-from disagg.engine.kv_transfer.checksum import checksum, combined
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.slices import head_slices
 from disagg.engine.parallel.steps import decode_step, encode_step
@@ -205,7 +205,7 @@ def move(source: list[FakeModelRunner], target: list[FakeModelRunner], tables: t
         part = runner.new_staging(sum(e.num_heads for e in slices if e.sender == sender) * head_bytes)
         checksums = runner.gather_part(tables[0], 3, 40, part, len(target))
         pieces = np.split(part, np.cumsum([e.num_heads * head_bytes for e in slices if e.sender == sender]))[:-1]
-        assert checksums == [checksum(piece) for piece in pieces]
+        assert checksums == [UNKEYED(piece) for piece in pieces]
         parts.append(iter(pieces))
     arrived: list[list[Buffer]] = [[] for _ in target]
     for each in slices:
@@ -245,14 +245,14 @@ def test_a_worker_of_one_rank_gathers_and_scatters_whole() -> None:
     sequence = sequence_on([1, 0, 2])
     prefill(source, sequence, 0, 40)
     buffer = source.new_staging(40 * source.layout.bytes_per_token)
-    assert source.gather([1, 0, 2], 0, 40, buffer) == checksum(buffer)
+    assert source.gather([1, 0, 2], 0, 40, buffer) == UNKEYED(buffer)
     np.testing.assert_array_equal(buffer.view(np.uint32).reshape(2, 2, 40)[0, 0], PROMPT)
     target.scatter([1, 0, 2], 0, 40, buffer)
     assert prefill(target, sequence, 39, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
     halves = source.new_staging(40 * source.layout.bytes_per_token)
     parts = source.gather_part([1, 0, 2], 0, 40, halves, 2)
-    assert parts == [checksum(half) for half in np.split(halves, 2)]
-    assert source.gather([1, 0, 2], 0, 40, halves, 2) == combined(parts)
+    assert parts == [UNKEYED(half) for half in np.split(halves, 2)]
+    assert source.gather([1, 0, 2], 0, 40, halves, 2) == UNKEYED.combined(parts)
 
 
 @pytest.mark.parametrize("damage", ["exchanged", "one lost"])

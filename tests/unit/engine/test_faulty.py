@@ -16,8 +16,7 @@ from disagg.engine.commands import Add
 from disagg.engine.failpoints import parse
 from disagg.engine.fake import FakeModelRunner
 from disagg.engine.faulty import NO_FAILPOINTS, Failpoints
-from disagg.engine.kv_transfer.checksum import checksum
-from disagg.engine.kv_transfer.local import LocalRendezvous
+from disagg.engine.kv_transfer.local import LocalRendezvous, local_connector
 from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.mailbox import Mailbox
 from disagg.engine.plan import StepPlan
@@ -33,6 +32,7 @@ from tests.support.engine import (
     token_ids_of,
 )
 from tests.support.queueing import QueueingRunner
+from tests.support.secret import SECRET, checksum
 
 DATA = np.arange(64, dtype=np.uint8)
 
@@ -41,9 +41,12 @@ def failpoints(text: str) -> Failpoints:
     return Failpoints.of_plan(parse(text), "w")
 
 
+CONNECT = local_connector(SECRET, "sender")
+
+
 def joined(p: Failpoints, d: Failpoints) -> tuple[PairTransport, PairTransport]:
     """Both ends of a channel, each with the failpoints of its worker."""
-    rendezvous = LocalRendezvous()
+    rendezvous = LocalRendezvous(SECRET)
     ends: dict[str, Any] = {}
 
     def accept() -> None:
@@ -51,7 +54,7 @@ def joined(p: Failpoints, d: Failpoints) -> tuple[PairTransport, PairTransport]:
 
     thread = threading.Thread(target=accept)
     thread.start()
-    ends["p"] = p.connector(LocalRendezvous.connect)("pair", rendezvous.address)
+    ends["p"] = p.connector(CONNECT)("pair", rendezvous.address)
     thread.join()
     rendezvous.close()
     return ends["p"], ends["d"]
@@ -91,10 +94,10 @@ def test_the_environment_alone_turns_nothing_on(caplog: pytest.LogCaptureFixture
 
 
 def test_without_failpoints_nothing_is_wrapped() -> None:
-    rendezvous, runner = LocalRendezvous(), FakeModelRunner(4, 16, 64)
+    rendezvous, runner = LocalRendezvous(SECRET), FakeModelRunner(4, 16, 64)
     seen: list[object] = []
     assert NO_FAILPOINTS.rendezvous(rendezvous) is rendezvous
-    assert NO_FAILPOINTS.connector(LocalRendezvous.connect) == LocalRendezvous.connect
+    assert NO_FAILPOINTS.connector(CONNECT) == CONNECT
     assert NO_FAILPOINTS.runner(runner) is runner
     append = seen.append
     assert NO_FAILPOINTS.sending(append) is append
@@ -178,9 +181,9 @@ def test_a_late_answer_comes_when_its_time_is_over_or_the_channel_closes() -> No
 
 def test_a_pair_that_fails_to_form() -> None:
     faulty = failpoints("pair.setup=fail(times=1)")
-    rendezvous = LocalRendezvous()
+    rendezvous = LocalRendezvous(SECRET)
     with pytest.raises(TransportError, match=r"failpoint: pair\.setup=fail"):
-        faulty.connector(LocalRendezvous.connect)("pair", rendezvous.address)
+        faulty.connector(CONNECT)("pair", rendezvous.address)
     with pytest.raises(TransportError, match="failpoint"):
         failpoints("pair.setup=fail").rendezvous(rendezvous).accept("pair")
     assert faulty.rendezvous(rendezvous).address == rendezvous.address

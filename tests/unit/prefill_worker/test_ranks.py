@@ -14,6 +14,7 @@ from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Of
 from disagg.proto.ids import RequestId
 from tests.support.reshard import Answer
 from tests.support.roles import PlayedStream, key_of, settle, spec_of, until
+from tests.support.secret import SECRET
 from tests.unit.prefill_worker.test_role import Bench, bench
 
 
@@ -29,7 +30,7 @@ async def form(it: Bench, stream: PlayedStream) -> list[Any]:
     """A pair with a D of two ranks, both of which hold the one KV head; their channels."""
     welcome = it.welcome(tp=2)
     stream.welcome.set_result(welcome)
-    accept = make_connector("local", "127.0.0.1", "receiver")
+    accept = make_connector("local", "127.0.0.1", SECRET, "receiver")
     return [
         await call_on_thread("accept", lambda: accept(f"{welcome.pair_name}/0-{rank}", it.rendezvous.address))  # noqa: B023
         for rank in range(2)

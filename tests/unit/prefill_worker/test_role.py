@@ -46,6 +46,7 @@ from tests.support.roles import (
     spec_of,
     until,
 )
+from tests.support.secret import SECRET
 
 PEER = peer_of(info_of("d", "decode"))
 A = RequestId("a")
@@ -66,7 +67,7 @@ class Bench:
     def __init__(self) -> None:
         self.context = PlayedContext("p", "prefill")
         self.role = PrefillRole(self.context)
-        self.rendezvous = LocalRendezvous()
+        self.rendezvous = LocalRendezvous(SECRET)
         self.transports: list[LocalTransport] = []
 
     def dispatch(self, spec: SequenceSpec) -> None:

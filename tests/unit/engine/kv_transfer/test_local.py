@@ -15,6 +15,7 @@ from disagg.engine.kv_transfer.transport import (
     make_connector,
     make_rendezvous,
 )
+from tests.support.secret import SECRET
 
 
 def joined(rendezvous: Rendezvous, pair_name: str = "pair") -> tuple[PairTransport, PairTransport]:
@@ -22,7 +23,7 @@ def joined(rendezvous: Rendezvous, pair_name: str = "pair") -> tuple[PairTranspo
     accepted: list[PairTransport] = []
     thread = threading.Thread(target=lambda: accepted.append(rendezvous.accept(pair_name)))
     thread.start()
-    connected = make_connector("local", "127.0.0.1")(pair_name, rendezvous.address)
+    connected = make_connector("local", "127.0.0.1", SECRET)(pair_name, rendezvous.address)
     thread.join()
     return connected, accepted[0]
 
@@ -30,7 +31,7 @@ def joined(rendezvous: Rendezvous, pair_name: str = "pair") -> tuple[PairTranspo
 @pytest.mark.parametrize("receive_first", [True, False])
 @pytest.mark.parametrize("from_p", [True, False])
 def test_bytes_arrive_in_order(receive_first: bool, from_p: bool) -> None:
-    p, d = joined(make_rendezvous("local", "127.0.0.1"))
+    p, d = joined(make_rendezvous("local", "127.0.0.1", SECRET))
     sender, receiver = (p, d) if from_p else (d, p)
     targets = [np.zeros(9, np.uint8) for _ in range(3)]
     answers: list[tuple[str, bool]] = []
@@ -51,7 +52,7 @@ def test_bytes_arrive_in_order(receive_first: bool, from_p: bool) -> None:
 
 
 def test_close_answers_everything_on_both_ends() -> None:
-    p, d = joined(make_rendezvous("local", "127.0.0.1"))
+    p, d = joined(make_rendezvous("local", "127.0.0.1", SECRET))
     answers: list[bool] = []
     buffer = np.zeros(4, np.uint8)
     posted: list[str] = []
@@ -67,7 +68,7 @@ def test_close_answers_everything_on_both_ends() -> None:
 
 
 def test_sizes_must_agree() -> None:
-    p, d = joined(make_rendezvous("local", "127.0.0.1"))
+    p, d = joined(make_rendezvous("local", "127.0.0.1", SECRET))
     answers: list[tuple[bool, str]] = []
     d.recv(np.zeros(4, np.uint8), 4, lambda ok, error, _: answers.append((ok, error)))
     p.send(np.zeros(4, np.uint8), 3, lambda ok, error: answers.append((ok, error)))
@@ -76,7 +77,7 @@ def test_sizes_must_agree() -> None:
 
 
 def test_pairs_of_one_rendezvous_are_apart() -> None:
-    rendezvous = make_rendezvous("local", "127.0.0.1")
+    rendezvous = make_rendezvous("local", "127.0.0.1", SECRET)
     (p1, d1), (p2, d2) = joined(rendezvous, "one"), joined(rendezvous, "two")
     target = np.zeros(1, np.uint8)
     d2.recv(target, 1, lambda *_: None)
@@ -88,7 +89,7 @@ def test_pairs_of_one_rendezvous_are_apart() -> None:
 
 
 def test_a_closed_rendezvous_takes_nobody() -> None:
-    rendezvous = make_rendezvous("local", "127.0.0.1")
+    rendezvous = make_rendezvous("local", "127.0.0.1", SECRET)
     errors: list[TransportError] = []
 
     def accept() -> None:
@@ -105,19 +106,19 @@ def test_a_closed_rendezvous_takes_nobody() -> None:
     thread.join()
     assert "did not come" in str(errors[0])
     with pytest.raises(TransportError, match="no rendezvous"):
-        make_connector("local", "127.0.0.1")("pair", rendezvous.address)
+        make_connector("local", "127.0.0.1", SECRET)("pair", rendezvous.address)
 
 
 def test_unknown_transports_are_named() -> None:
     with pytest.raises(ValueError, match="'carrier-pigeon'"):
-        make_connector("carrier-pigeon", "127.0.0.1")
+        make_connector("carrier-pigeon", "127.0.0.1", SECRET)
     with pytest.raises(ValueError, match="'carrier-pigeon'"):
-        make_rendezvous("carrier-pigeon", "127.0.0.1")  # type: ignore[arg-type]
+        make_rendezvous("carrier-pigeon", "127.0.0.1", SECRET)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_says_what_it_lacks() -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
-        make_connector("nccl", "127.0.0.1")
+        make_connector("nccl", "127.0.0.1", SECRET)
     with pytest.raises(RuntimeError, match="CUDA"):
-        make_rendezvous("nccl", "127.0.0.1")
+        make_rendezvous("nccl", "127.0.0.1", SECRET)

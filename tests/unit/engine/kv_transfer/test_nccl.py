@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from disagg.engine.kv_transfer import nccl
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.nccl import NcclTransport
 
 
@@ -42,7 +43,8 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything() -> None:
     group = PlayedGroup()
     said: list[object] = []
     thread: Any = PlayedThread()
-    transport = NcclTransport(group, 1, thread)
+    store: Any = None
+    transport = NcclTransport(group, store, 1, thread, UNKEYED)
     buffer = torch.zeros(8, dtype=torch.uint8)
     transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
     assert said == ["posted"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.pair_state import FadingSet, PairClock, PeerError, SlotPool, Table, TransitionError
 from disagg.proto.ids import AttemptKey, RequestId
 
@@ -109,6 +109,6 @@ def test_checksum_is_xxh3_64_of_array_view_and_tensor() -> None:
     payload = np.frombuffer(b"canonical order", dtype=np.uint8)
     padded = np.concatenate([payload, payload])
     # The published value for an empty input.
-    assert checksum(np.zeros(0, np.uint8)) == 0x2D06800538D394C2
-    assert checksum(payload) == checksum(padded[: len(payload)]) == checksum(torch.from_numpy(payload.copy()))
-    assert checksum(payload) != checksum(padded)
+    assert UNKEYED(np.zeros(0, np.uint8)) == 0x2D06800538D394C2
+    assert UNKEYED(payload) == UNKEYED(padded[: len(payload)]) == UNKEYED(torch.from_numpy(payload.copy()))
+    assert UNKEYED(payload) != UNKEYED(padded)

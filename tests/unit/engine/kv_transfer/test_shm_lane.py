@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg.engine.kv_transfer.checksum import checksum
+from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.shm_lane import (
     NUM_SLOTS,
     PIECE_BYTES,
@@ -72,7 +72,7 @@ def content(seed: int, size: int) -> Bytes:
 def ends(ring: Bytes) -> tuple[RingSender, RingReceiver, Link, Link]:
     sender_link, receiver_link = linked()
     links: tuple[Any, Any] = (sender_link, receiver_link)
-    return RingSender(links[0], ring), RingReceiver(links[1], ring), sender_link, receiver_link
+    return RingSender(links[0], ring), RingReceiver(links[1], ring, UNKEYED), sender_link, receiver_link
 
 
 SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 7]
@@ -84,7 +84,7 @@ def test_operations_come_out_as_they_went_in_round_the_ring_and_again() -> None:
         sent = content(seed, SIZES[seed % len(SIZES)])
         got = np.full(len(sent) + 2, 0xEE, np.uint8)
         assert send(operation(sent)) == 0
-        assert receive(operation(got, len(sent))) == checksum(sent)
+        assert receive(operation(got, len(sent))) == UNKEYED(sent)
         assert got.tobytes() == sent.tobytes() + b"\xee\xee"
 
 
@@ -98,7 +98,7 @@ def test_a_sender_stops_at_a_full_ring_until_slots_are_freed() -> None:
         waited.append(len(sender_link.sent))
         for seed in range(NUM_SLOTS // 4):
             got = np.zeros(10, np.uint8)
-            assert receive(operation(got)) == checksum(content(seed, 10))
+            assert receive(operation(got)) == UNKEYED(content(seed, 10))
 
     sender_link.act = receive_some
     send(operation(content(99, 10)))

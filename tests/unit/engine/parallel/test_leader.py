@@ -13,7 +13,6 @@ from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core import EngineCore
 from disagg.engine.fake import FakeModelRunner, fake_generate
-from disagg.engine.kv_transfer.checksum import checksum, combined
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.messages import Failed
 from disagg.engine.parallel.slices import head_slices
@@ -21,6 +20,7 @@ from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_lines import FakeGroup, fake_group
+from tests.support.secret import checksum
 
 PROMPT = make_prompt(70)
 TABLE = [7, 2, 5, 0, 9]
@@ -65,7 +65,9 @@ def next_token(runner: Any) -> list[int]:
 
 
 def whole_runner(num_kv_heads: int) -> FakeModelRunner:
-    return FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads)
+    runner = FakeModelRunner(10, 16, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads)
+    runner.checksum = checksum
+    return runner
 
 
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (2, 4), (4, 2), (3, 3)])
@@ -91,7 +93,7 @@ def test_the_kv_of_one_group_goes_on_in_another(sender_tp: int, receiver_tp: int
         sent, received = source.runner.new_staging(nbytes + 100), target.runner.new_staging(nbytes)
         told = source.runner.gather(TABLE, start, end, sent[:nbytes], receiver_tp)
         moved = move(source, sent, target, received, receiver_tp, sender_tp, end - start, num_kv_heads)
-        assert told == combined(moved)
+        assert told == checksum.combined(moved)
         fill_below(target, start)
         target.runner.scatter(TABLE, start, end, received[:nbytes], sender_tp)
         assert next_token(target.runner) == fake_generate(PROMPT, 1, VOCAB_SIZE)

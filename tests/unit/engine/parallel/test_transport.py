@@ -30,6 +30,7 @@ from tests.support.reshard import (
     fake_rank,
     formed_pair,
 )
+from tests.support.secret import SECRET
 
 WIDTHS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4)]
 
@@ -146,7 +147,7 @@ def test_one_broken_channel_ends_the_pair_on_all_ranks(victim: int) -> None:
 
 def test_a_pair_whose_peer_does_not_come_leaves_nothing() -> None:
     p, d = RankedWorker(4, 2), RankedWorker(4, 2)
-    pair = Pair(p, d, LocalRendezvous())
+    pair = Pair(p, d, LocalRendezvous(SECRET))
     errors: list[str] = []
 
     def form() -> None:
@@ -168,12 +169,12 @@ def test_a_pair_whose_peer_does_not_come_leaves_nothing() -> None:
 def test_a_rank_that_cannot_form_its_channel_fails_the_pair() -> None:
     """Rank 1 of P finds no rendezvous; rank 0's channel, which stands, is closed again."""
     p, d = RankedWorker(4, 2), RankedWorker(4, 2)
-    pair = Pair(p, d, LocalRendezvous())
+    pair = Pair(p, d, LocalRendezvous(SECRET))
     made: list[PairTransport] = []
     thread = threading.Thread(target=lambda: made.append(pair.rendezvous.accept("pair/0-0")))
     thread.start()
-    connect, address = make_connector("local", HOST), pair.rendezvous.address
-    lost = Pair(p, d, LocalRendezvous())
+    connect, address = make_connector("local", HOST, SECRET), pair.rendezvous.address
+    lost = Pair(p, d, LocalRendezvous(SECRET))
     lost.rendezvous.close()
     with pytest.raises(TransportError, match=r"could not form the pair 'pair': rank 1: no rendezvous"):
         form_pair(lost.end("sender"), lambda name: connect(name, address), p.followers)
@@ -219,10 +220,10 @@ class Leader:
     def __init__(self) -> None:
         self.worker = RankedWorker(3, 1)
         self.followers = Asked()
-        pair = Pair(self.worker, RankedWorker(3, 3), LocalRendezvous())
+        pair = Pair(self.worker, RankedWorker(3, 3), LocalRendezvous(SECRET))
         self.transport = GroupTransport(pair.end("receiver"), pair.rendezvous.accept, self.followers)
         self.peer: list[PairTransport] = []
-        connect = make_connector("local", HOST)
+        connect = make_connector("local", HOST, SECRET)
         thread = threading.Thread(target=lambda: self.peer.append(connect("pair/0-0", pair.rendezvous.address)))
         thread.start()
         opening = threading.Thread(target=self.transport.open)
@@ -305,8 +306,8 @@ class Told:
     def __init__(self) -> None:
         runner = fake_rank(2, Shard(1, 2))
         self.buffers = {3: np.zeros(8, np.uint8)}
-        self.transports = ShardTransports(runner.layout, runner.shard, lambda number, _: self.buffers[number])
-        self.rendezvous = LocalRendezvous()
+        self.transports = ShardTransports(runner.layout, runner.shard, lambda number, _: self.buffers[number], SECRET)
+        self.rendezvous = LocalRendezvous(SECRET)
         self.answers: list[tuple[int, bool]] = []
         self.posted: list[int] = []
         self._changed = threading.Condition()
@@ -343,7 +344,7 @@ CLOSE = ClosePair(call=9, pair_name="pair")
 def test_a_follower_answers_what_is_under_way_before_the_close() -> None:
     told = Told()
     told.handle(told.open_order(1))
-    peer = make_connector("local", HOST)("pair/0-1", told.rendezvous.address)
+    peer = make_connector("local", HOST, SECRET)("pair/0-1", told.rendezvous.address)
     assert told.wait(1) == [(1, True)]
     told.handle(RECEIVE)
     assert told.posted == [2]
@@ -366,7 +367,7 @@ def test_a_pair_that_is_closed_while_it_is_formed_answers_that_first() -> None:
         pass
     told.handle(CLOSE)
     assert told.wait(2) == [(1, False), (9, True)]
-    late = make_connector("local", HOST)("pair/0-1", told.rendezvous.address)
+    late = make_connector("local", HOST, SECRET)("pair/0-1", told.rendezvous.address)
     gone = Answer()
     while not gone.results:  # what was formed for nobody is closed
         gone = Answer()
@@ -379,7 +380,7 @@ def test_orders_that_rank_0_must_not_give_are_errors_of_ours() -> None:
     told.handle(told.open_order(1))
     with pytest.raises(ValueError, match="opened before"):
         told.handle(told.open_order(2))
-    make_connector("local", HOST)("pair/0-1", told.rendezvous.address)
+    make_connector("local", HOST, SECRET)("pair/0-1", told.rendezvous.address)
     assert told.wait(1) == [(1, True)]
     with pytest.raises(ValueError, match="2 tokens are 16 bytes on rank 1, the part has 8"):
         told.handle(ReceivePart(call=3, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=2))

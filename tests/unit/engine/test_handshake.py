@@ -9,17 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.parallel import handshake
-from disagg.engine.parallel.handshake import (
+from disagg.engine import handshake
+from disagg.engine.handshake import (
     Challenge,
     HandshakeError,
     Introduction,
+    Purpose,
     Welcome,
-    answer_leader,
-    challenge_follower,
+    answer,
+    challenge,
     proof,
 )
-from disagg.engine.parallel.line import LineError
+from disagg.engine.line import LineError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
 from tests.support.rank_lines import WAIT_S, memory_lines
@@ -33,21 +34,21 @@ def shake_hands(
     *,
     leader_secret: ClusterSecret = SECRET,
     follower_secret: ClusterSecret = SECRET,
-    leader_worker: str = "decode-0",
-    takes: Callable[[int], bool] = lambda rank: True,
+    purpose: Purpose = "rank line",
+    takes: Callable[[str, int], bool] = lambda name, rank: True,
 ) -> tuple[int | LineError, LineError | None]:
     """What both sides make of it. Whoever is not content ends the line."""
     ours, theirs = memory_lines()
 
     def lead() -> int:
         try:
-            return challenge_follower(ours, leader_secret, leader_worker, LEADER_NONCE, takes)
+            return challenge(ours, leader_secret, "rank line", LEADER_NONCE, takes)[1]
         except LineError:
             ours.close()
             raise
 
     def follow() -> None:
-        answer_leader(theirs, follower_secret, "decode-0", 2, FOLLOWER_NONCE)
+        answer(theirs, follower_secret, purpose, "decode-0", 2, FOLLOWER_NONCE)
 
     with ThreadPoolExecutor(2) as pool:
         leading, following = pool.submit(lead), pool.submit(follow)
@@ -64,22 +65,22 @@ def test_both_know_the_secret() -> None:
     assert shake_hands() == (2, None)
 
 
-@pytest.mark.parametrize("changes", [{"follower_secret": OTHER_SECRET}, {"leader_worker": "decode-1"}])
-def test_a_stranger_is_refused_without_an_answer(changes: dict[str, ClusterSecret]) -> None:
-    leader, follower = shake_hands(**changes)  # type: ignore[arg-type]
-    assert "does not know the cluster's secret, or is no rank of" in str(leader)
+@pytest.mark.parametrize("changes", [{"follower_secret": OTHER_SECRET}, {"purpose": "meeting"}])
+def test_a_stranger_is_refused_without_an_answer(changes: dict[str, Any]) -> None:
+    leader, follower = shake_hands(**changes)
+    assert str(leader) == "it does not know the cluster's secret"
     assert NO_REFUSAL in str(follower)
 
 
 def test_a_rank_that_is_not_wanted_is_refused() -> None:
-    asked: list[int] = []
+    asked: list[tuple[str, int]] = []
 
-    def takes(rank: int) -> bool:
-        asked.append(rank)
+    def takes(name: str, rank: int) -> bool:
+        asked.append((name, rank))
         return False
 
     leader, follower = shake_hands(takes=takes)
-    assert (asked, str(leader)) == ([2], "rank 2 is here already, or there is no such rank")
+    assert (asked, str(leader)) == ([("decode-0", 2)], "rank 2 of 'decode-0' is here already, or is not expected")
     assert NO_REFUSAL in str(follower)
 
 
@@ -87,59 +88,60 @@ def test_a_follower_does_not_believe_a_rank_0_without_the_secret() -> None:
     """It takes whoever comes, and answers with what it has seen."""
     ours, theirs = memory_lines()
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(answer_leader, theirs, SECRET, "decode-0", 2, FOLLOWER_NONCE)
+        following = pool.submit(answer, theirs, SECRET, "rank line", "decode-0", 2, FOLLOWER_NONCE)
         ours.send(Challenge(nonce=LEADER_NONCE))
         said = decoder(Introduction).decode(ours.receive() or b"")
         ours.send(Welcome(proof=said.proof))
         error = following.exception(WAIT_S)
     assert isinstance(error, HandshakeError)
-    assert "rank 0 does not know the cluster's secret" in str(error)
+    assert "the listener does not know the cluster's secret" in str(error)
 
 
 def test_what_was_overheard_proves_nothing_another_time() -> None:
     ours, theirs = memory_lines()
     heard = Introduction(
-        worker_id="decode-0",
+        name="decode-0",
         rank=2,
         nonce=FOLLOWER_NONCE,
-        proof=proof(SECRET, "follower", LEADER_NONCE + FOLLOWER_NONCE, "decode-0", 2),
+        proof=proof(SECRET, "rank line", "joiner", LEADER_NONCE + FOLLOWER_NONCE, "decode-0", 2),
     )
     theirs.send(heard)
     with pytest.raises(HandshakeError, match="does not know the cluster's secret"):
-        challenge_follower(ours, SECRET, "decode-0", bytes(32), lambda rank: True)
+        challenge(ours, SECRET, "rank line", bytes(32), lambda *_: True)
 
 
 def test_nothing_on_the_line_holds_the_secret() -> None:
     ours, theirs = memory_lines()
     frames = []
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(challenge_follower, ours, SECRET, "decode-0", LEADER_NONCE, lambda rank: True)
+        leading = pool.submit(challenge, ours, SECRET, "rank line", LEADER_NONCE, lambda *_: True)
         frames.append(theirs.receive() or b"")
         nonces = decoder(Challenge).decode(frames[0]).nonce + FOLLOWER_NONCE
         theirs.send(
             Introduction(
-                worker_id="decode-0",
+                name="decode-0",
                 rank=1,
                 nonce=FOLLOWER_NONCE,
-                proof=proof(SECRET, "follower", nonces, "decode-0", 1),
+                proof=proof(SECRET, "rank line", "joiner", nonces, "decode-0", 1),
             )
         )
         frames.append(theirs.receive() or b"")
-        assert leading.result(WAIT_S) == 1
+        assert leading.result(WAIT_S) == ("decode-0", 1)
     assert not any(SECRET.value[:8] in frame.replace(LEADER_NONCE, b"") for frame in frames)
 
 
 def test_proofs_differ_in_everything_that_they_are_about() -> None:
     nonces = LEADER_NONCE + FOLLOWER_NONCE
     proofs = {
-        proof(SECRET, "leader", nonces, "decode-0", 1),
-        proof(SECRET, "follower", nonces, "decode-0", 1),
-        proof(SECRET, "follower", nonces, "decode-0", 11),
-        proof(SECRET, "follower", nonces, "decode-01", 1),
-        proof(SECRET, "follower", FOLLOWER_NONCE + LEADER_NONCE, "decode-0", 1),
-        proof(OTHER_SECRET, "follower", nonces, "decode-0", 1),
+        proof(SECRET, "rank line", "listener", nonces, "decode-0", 1),
+        proof(SECRET, "rank line", "joiner", nonces, "decode-0", 1),
+        proof(SECRET, "rank line", "joiner", nonces, "decode-0", 11),
+        proof(SECRET, "rank line", "joiner", nonces, "decode-01", 1),
+        proof(SECRET, "rank line", "joiner", FOLLOWER_NONCE + LEADER_NONCE, "decode-0", 1),
+        proof(OTHER_SECRET, "rank line", "joiner", nonces, "decode-0", 1),
+        proof(SECRET, "meeting", "joiner", nonces, "decode-0", 1),
     }
-    assert len(proofs) == 6
+    assert len(proofs) == 7
     assert {len(each) for each in proofs} == {32}
 
 
@@ -150,10 +152,10 @@ def test_proofs_differ_in_everything_that_they_are_about() -> None:
         b"GET / HTTP/1.1\r\n",
         b"\x00" * 5000,
         msgspec.msgpack.encode(
-            {"type": "Introduction", "worker_id": "decode-0", "rank": -1, "nonce": bytes(32), "proof": b""}
+            {"type": "Introduction", "name": "decode-0", "rank": -1, "nonce": bytes(32), "proof": b""}
         ),
         msgspec.msgpack.encode(
-            {"type": "Introduction", "worker_id": "decode-0", "rank": 1, "nonce": bytes(31), "proof": b""}
+            {"type": "Introduction", "name": "decode-0", "rank": 1, "nonce": bytes(31), "proof": b""}
         ),
     ],
 )
@@ -161,12 +163,12 @@ def test_anything_else_ends_the_handshake(frame: bytes) -> None:
     ours, theirs = memory_lines()
     theirs.send_frame(frame)
     with pytest.raises(LineError):
-        challenge_follower(ours, SECRET, "decode-0", LEADER_NONCE, lambda rank: True)
+        challenge(ours, SECRET, "rank line", LEADER_NONCE, lambda *_: True)
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.0)
     with pytest.raises(LineError, match="closed"):
-        challenge_follower(memory_lines()[0], SECRET, "decode-0", LEADER_NONCE, lambda rank: True)
+        challenge(memory_lines()[0], SECRET, "rank line", LEADER_NONCE, lambda *_: True)
     with pytest.raises(LineError, match="closed"):
-        answer_leader(memory_lines()[0], SECRET, "decode-0", 1, FOLLOWER_NONCE)
+        answer(memory_lines()[0], SECRET, "rank line", "decode-0", 1, FOLLOWER_NONCE)

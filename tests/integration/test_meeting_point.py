@@ -1,0 +1,151 @@
+"""Members of process groups meet over real sockets on the loopback interface; strangers do not."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from disagg.engine import meeting_point
+from disagg.engine.line import LineError, connect
+from disagg.engine.meeting_point import MeetingPoint, join_meeting
+from disagg.engine.process_groups import gloo_group, meet
+from disagg.proto.cluster_secret import ClusterSecret
+from tests.support.secret import OTHER_SECRET, SECRET
+
+HOST = "127.0.0.1"
+WAIT_S = 20.0
+_dist: Any = torch.distributed
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def point() -> Iterator[MeetingPoint]:
+    """Afterwards no thread is left."""
+    before = set(threading.enumerate())
+    point = MeetingPoint(HOST, SECRET)
+    yield point
+    point.close()
+    assert set(threading.enumerate()) <= before
+
+
+def form(point: MeetingPoint, name: str, rank: int, size: int, secret: ClusterSecret = SECRET) -> Any:
+    with meet(name, point.address, secret, rank, size, WAIT_S) as store:
+        return gloo_group(store, secret, name, rank, size, HOST, WAIT_S), store
+
+
+def all_ranks(size: int, function: Callable[[int], Any]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(size) as pool:
+        return [pool.submit(function, rank) for rank in range(size)]
+
+
+def test_three_members_make_a_group_and_prove_themselves(point: MeetingPoint) -> None:
+    groups = [each.result() for each in all_ranks(3, lambda rank: form(point, "ranks", rank, 3))]
+
+    def total(rank: int) -> list[float]:
+        tensor = torch.full((2,), float(rank + 1))
+        groups[rank][0].allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    assert [each.result() for each in all_ranks(3, total)] == [[6.0, 6.0]] * 3
+    until(lambda: not point._meetings and not point._taken, "a meeting is not forgotten")
+
+
+def test_entries_are_seen_in_their_own_group_only(point: MeetingPoint) -> None:
+    ours, other = (
+        join_meeting(point.address, SECRET, "a", 0, WAIT_S),
+        join_meeting(point.address, SECRET, "b", 1, WAIT_S),
+    )
+    ours.set("key", b"ours")
+    late = join_meeting(point.address, SECRET, "a", 1, WAIT_S)
+    assert late.get("key") == b"ours"
+    other.set("key", b"other")
+    later = join_meeting(point.address, SECRET, "b", 0, WAIT_S)
+    assert later.get("key") == b"other"
+    assert (ours.get("key"), late.check(["key"]), late.check(["none"])) == (b"ours", True, False)
+    for store in (ours, other, late, later):
+        store.close()
+    until(lambda: not point._meetings, "a meeting is not forgotten")
+    fresh = join_meeting(point.address, SECRET, "a", 1, WAIT_S)
+    with pytest.raises(RuntimeError, match=r"\['key'\] did not come in 0\.1 s$"):
+        fresh.wait(["key"], datetime.timedelta(seconds=0.1))
+
+
+def test_strangers_are_refused_and_delay_no_member(point: MeetingPoint) -> None:
+    host, port = point.address.split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(80)]  # more than may shake hands at once
+    with socket.create_connection((host, int(port))) as noisy:
+        noisy.sendall(b"\x00\x00\x00\x05hello")
+    with pytest.raises(LineError, match="refused"):
+        join_meeting(point.address, OTHER_SECRET, "pair", 0, WAIT_S)
+    assert [len(each.result()) for each in all_ranks(2, lambda rank: form(point, "pair", rank, 2))] == [2, 2]
+    for connection in silent:
+        connection.close()
+
+
+def test_a_rank_is_taken_once(point: MeetingPoint) -> None:
+    first = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    with pytest.raises(LineError, match="refused"):
+        join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    first.set("key", b"value")
+    second = join_meeting(point.address, SECRET, "pair", 1, WAIT_S)
+    assert second.get("key") == b"value"
+
+
+def test_what_a_member_may_store_is_bounded(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "MAX_ENTRIES", 3)
+    watching = join_meeting(point.address, SECRET, "pair", 1, WAIT_S)
+    greedy = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    for number in range(4):
+        greedy.set(f"key-{number}", b"x")
+    watching.wait(["key-2"])
+    until(lambda: list(point._meetings["pair"].lines) == [1], "the member is still there")
+    large = join_meeting(point.address, SECRET, "other", 0, WAIT_S)
+    large.set("key", bytes(meeting_point.MAX_VALUE_BYTES + 1))
+    until(lambda: list(point._meetings) == ["pair"], "the member is still there")
+
+
+def test_a_member_without_the_secret_is_found_over_the_groups_own_connection() -> None:
+    """It came by gloo's addresses, or was first at gloo's port: here, both members share a store without a guard."""
+    shared = _dist.HashStore()
+    secrets = [SECRET, OTHER_SECRET]
+    results = all_ranks(2, lambda rank: gloo_group(shared, secrets[rank], "pair", rank, 2, HOST, WAIT_S))
+    assert [str(each.exception()) for each in results] == [
+        "rank 1 of 'pair' does not know the cluster's secret",
+        "rank 0 of 'pair' does not know the cluster's secret",
+    ]
+
+
+def test_the_end_of_the_meeting_point_wakes_its_members() -> None:
+    point = MeetingPoint(HOST, SECRET)
+    store = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "key")
+        point.close()
+        with pytest.raises(RuntimeError, match=r"\['key'\] did not come"):
+            waiting.result(WAIT_S)
+    with pytest.raises(LineError):
+        join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+
+
+def test_what_is_no_entry_ends_the_line(point: MeetingPoint) -> None:
+    store = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    store._line.send(meeting_point.Entry(key="k" * (meeting_point.MAX_KEY_CHARS + 1), value=b""))
+    with pytest.raises(RuntimeError, match="did not come"):
+        store.get("key")
+    line = connect(point.address, WAIT_S)
+    assert isinstance(line.receive(4096), bytes)  # the next one is challenged as before
+    line.close()
