@@ -77,6 +77,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_undecoded_bytes: int = 64 << 20
     """Of whole messages that wait to be decoded, one at a time; one tenant may have half of them. More is refused as
     overload."""
+    max_unfinished_bytes: int = 64 << 20
+    """Of HTTP bodies that have not arrived whole. Over it, the tenant that holds the most loses the body that has made
+    no progress for longest: it is refused as overload. One body of the largest size always fits."""
+    max_keyless_watches: int = 64
+    """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
+    address. `Health/Check` has no such limit."""
     max_concurrent_streams: int = 1024
     """Calls at a time on one client connection."""
     vllm_aliases: bool = True
@@ -89,7 +95,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed_origins: tuple[str, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
     max_connections: int = 4096
-    """Connections at a time, of each protocol; further ones are closed at once."""
+    """Connections at a time, of each protocol. A further one of HTTP takes the place of the one that has been without a
+    request for longest; one of gRPC is closed at once."""
     idle_timeout_s: float = 75.0
     """How long a connection may stay open without a request. Longer than clients keep theirs, so that none is
     closed under a request that is on its way."""
@@ -109,6 +116,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_prompt_bytes",
             "num_tokenizer_threads",
             "max_undecoded_bytes",
+            "max_unfinished_bytes",
+            "max_keyless_watches",
             "max_tokenizing_bytes",
             "max_tenant_tokenizing_bytes",
             "max_concurrent_streams",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from disagg.router.gateway.audit import Audit
-from disagg.router.gateway.auth import CALLER, Authenticator, RefusedError
+from disagg.router.gateway.auth import CALLER, STRANGER, Authenticator, RefusedError
 from disagg.router.gateway.status import answered
 from disagg.router.gateway.tls import name_of_peer
 
@@ -18,8 +18,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the st
 Context = grpc.aio.ServicerContext[Any, Any]
 
 AUTHORIZATION = "authorization"
-_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
-"""Answered without a key, as `/livez` of HTTP: balancers ask them."""
+_CHECK = "/grpc.health.v1.Health/Check"
+"""Answered without a key, as `/livez` of HTTP: balancers ask it."""
+_WATCH = "/grpc.health.v1.Health/Watch"
+"""The same, but its streams without a key are few: see `WatchPlaces`. A key that is refused counts as none."""
 
 
 class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
@@ -37,11 +39,14 @@ class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, whose context it sets."""
-        if handler_call_details.method in _OPEN_METHODS:
+        if handler_call_details.method == _CHECK:
             return await continuation(handler_call_details)
         try:
             CALLER.set(self._authenticator.authenticate(_authorization(handler_call_details)))
         except RefusedError as error:
+            if handler_call_details.method == _WATCH:
+                CALLER.set(STRANGER)
+                return await continuation(handler_call_details)
             if error.reason in ("missing", "certificate") and self._authenticator.takes_certificates:
                 return self._by_certificate(await continuation(handler_call_details))
             # Of the kind that reads no message: a unary one would take in the whole request first.

@@ -25,16 +25,19 @@ from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router
 from disagg.router.gateway.admin import AdminService, Control, no_controller
 from disagg.router.gateway.audit import Audit
+from disagg.router.gateway.auth import CALLER, STRANGER
 from disagg.router.gateway.config import GatewayConfig, is_loopback
 from disagg.router.gateway.decoding import DecodeRequests
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.app import HttpApp
+from disagg.router.gateway.http.body_budget import BodyBudget
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.protocol import ConnectionLimits
 from disagg.router.gateway.http.server import HttpServer
 from disagg.router.gateway.http.sites import Sites
+from disagg.router.gateway.http.unfinished import UnfinishedBodies
 from disagg.router.gateway.interceptors import Authenticate
 from disagg.router.gateway.loop_times import LoopTimes
 from disagg.router.gateway.metrics import GatewayMetrics
@@ -43,10 +46,12 @@ from disagg.router.gateway.offload_turns import OffloadTurns
 from disagg.router.gateway.probe import PairProbe
 from disagg.router.gateway.security import secure
 from disagg.router.gateway.service import InferenceService
+from disagg.router.gateway.status import answered
 from disagg.router.gateway.tls import ServerTls
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.turns import Turns
 from disagg.router.gateway.validate import Limits
+from disagg.router.gateway.watch_places import WatchPlaces, address_of
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -84,9 +89,26 @@ class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic o
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health, without what the library's stubs know and its service does not: gRPC would log a traceback a call."""
 
+    def __init__(self, keyless: WatchPlaces) -> None:
+        super().__init__()
+        self._keyless = keyless
+
     async def List(self, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
         """See the proto."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is Check and Watch")
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
+        """See the proto. Without a key there are few streams."""
+        if CALLER.get() is not STRANGER:
+            await super().Watch(request, context)
+            return
+        address = address_of(context.peer())
+        async with answered(context):
+            self._keyless.take(address)
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._keyless.give_back(address)
 
 
 class GatewayServer:
@@ -132,7 +154,10 @@ class GatewayServer:
         self._calls = _Calls()
         undecoded_bytes = config.max_undecoded_bytes
         self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
-        self._health = _Health()
+        largest_bytes = config.max_message_bytes(self.model.info.max_model_len)
+        self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
+        watches = config.max_keyless_watches
+        self._health = _Health(WatchPlaces(watches, max(1, watches // 4)))
         self._offload: Offload | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -248,6 +273,7 @@ class GatewayServer:
             timeout_s=config.read_timeout_s,
             max_values=config.max_body_values(self.model.info.max_model_len),
             turns=self._decode_turns,
+            unfinished=self._unfinished,
         )
         app = HttpApp(
             Completions(generator, metrics, limits, _mint_id, time.monotonic, time.time),

@@ -191,13 +191,13 @@ async def test_silent_http_connections_are_closed(folder: Path) -> None:
         await read_answers(server)
 
 
-async def test_connections_beyond_the_limit_are_closed(folder: Path) -> None:
+async def test_a_connection_beyond_the_limit_closes_a_silent_one(folder: Path) -> None:
     async with running(folder, FakeRouter(script), http_port=0, max_connections=2) as server:
         host, _, port = server.http_address.rpartition(":")
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionError):
-                assert await opened[2][0].read() == b""
+                assert await opened[0][0].read() == b""  # silent longest
         for _, writer in opened:
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)

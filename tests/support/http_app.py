@@ -15,10 +15,12 @@ from disagg.router.gateway.audit import Audit
 from disagg.router.gateway.auth import Authenticator, Everybody
 from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.app import HttpApp
+from disagg.router.gateway.http.body_budget import BodyBudget
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.sites import Sites
+from disagg.router.gateway.http.unfinished import UnfinishedBodies
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
@@ -51,7 +53,13 @@ class TestApp:
         self.model = model
         self.metrics = GatewayMetrics(self.router.view, MODEL_NAME)
         self._ids = (RequestId(f"r{i}") for i in itertools.count())
-        limits = BodyLimits(max_bytes=MAX_BODY_BYTES, timeout_s=60.0, max_values=MAX_BODY_VALUES, turns=make_turns())
+        limits = BodyLimits(
+            max_bytes=MAX_BODY_BYTES,
+            timeout_s=60.0,
+            max_values=MAX_BODY_VALUES,
+            turns=make_turns(),
+            unfinished=UnfinishedBodies(BodyBudget(1 << 20)),
+        )
         generator = Generator(
             model,
             self.router,

@@ -122,6 +122,7 @@ class HttpApp:
             self._audit.refused("http", error.reason, exchange.peer)
             raise
         CALLER.set(caller)
+        exchange.mark_known()
 
     def _find(self, scope: Scope) -> Handler:
         """The handler of a path and method. Raises `UnknownUrlError` or `MethodNotAllowedError`."""

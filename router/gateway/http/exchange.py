@@ -19,7 +19,9 @@ from starlette.datastructures import Headers as RequestHeaders
 
 from disagg.proto.addresses import join_address
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.http.errors import Headers, SlowBodyError
+from disagg.router.gateway.http.unfinished import UnfinishedBodies
 from disagg.router.gateway.tls import name_in
 
 Scope = MutableMapping[str, Any]
@@ -72,16 +74,23 @@ class Exchange:
         connection = self.scope.get("state", {}).get("connection")
         return name_in((connection.transport.get_extra_info("peercert") or {}) if connection is not None else {})
 
+    def mark_known(self) -> None:
+        """The caller passed authentication: its connection is the last to be closed in favour of a new one."""
+        connection = self.scope.get("state", {}).get("connection")
+        if connection is not None:
+            connection.is_known = True
+
     def add_header(self, name: bytes, value: bytes) -> None:
         """For the response, whatever it will be."""
         self._shared.append((name, value))
 
-    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """The whole body.
+    async def read_body(self, max_bytes: int, timeout_s: float, unfinished: UnfinishedBodies) -> bytes:
+        """The whole body. Until it is whole its bytes count in `unfinished`.
 
         Raises:
             InvalidRequestError: if it is larger than `max_bytes`; no more than that is kept.
             SlowBodyError: if it does not arrive within `timeout_s`.
+            OverloadedError: if the unfinished bodies hold too many bytes, and it is this one that is given up.
             RequestCancelledError: if the client leaves before.
         """
         length = self.headers.get("content-length", "0")
@@ -90,7 +99,7 @@ class Exchange:
         pieces: list[bytes] = []
         num_bytes = 0
         try:
-            async with asyncio.timeout(timeout_s):
+            async with unfinished.reading(CALLER.get().tenant, timeout_s) as received:
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -99,6 +108,7 @@ class Exchange:
                     num_bytes += len(pieces[-1])
                     if num_bytes > max_bytes:
                         raise _too_large(max_bytes)
+                    received(len(pieces[-1]))
                     if not message.get("more_body", False):
                         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
         except TimeoutError:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from disagg.router.gateway.auth import CALLER
 from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.sites import check_content_type
+from disagg.router.gateway.http.unfinished import UnfinishedBodies
 from disagg.router.gateway.pieces import in_pieces
 from disagg.router.gateway.shape import SMALL_BYTES, count_json
 from disagg.router.gateway.turns import Turns
@@ -27,6 +28,8 @@ class BodyLimits:
     """Of all its lists and objects together."""
     turns: Turns
     """For large bodies."""
+    unfinished: UnfinishedBodies
+    """Bodies of all connections that are not whole yet."""
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], T]) -> T:
         """What `decode` makes of the body of `exchange`. A large one waits for its turn, is counted in pieces, and then
@@ -35,11 +38,11 @@ class BodyLimits:
         Raises:
             ContentTypeError: if it is not announced as JSON.
             InvalidRequestError: for too many parts.
-            OverloadedError: if too many bytes wait.
+            OverloadedError: if too many bytes wait, or unfinished bodies hold too many.
             DisaggError: whatever `Exchange.read_body` and `decode` raise.
         """
         check_content_type(exchange.headers.get("content-type"))
-        body = await exchange.read_body(self.max_bytes, self.timeout_s)
+        body = await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished)
         if len(body) <= SMALL_BYTES:
             return decode(body)
         async with self.turns.of(CALLER.get().tenant, len(body)):

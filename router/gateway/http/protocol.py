@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's protocol, with the limits that it leaves to a proxy.
 
     accepted ──> idle ──> head ──> body, answer ──> idle ...      `HttpConnection` notes since when
-       └─ too many: closed
+       └─ too many: the one that has been silent longest is closed; without one, the new one
 
 `Connections` looks at all of them once in a while and closes those that are silent before or between requests, send
 their head too slowly, leave an answer unread, or do not take the end of a closed one. Bytes of one connection that wait
@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.errors import error_json
+from disagg.router.gateway.http.silent import SilentConnections
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ConnectionLimits:
     """What one connection may do."""
 
     max_connections: int
-    """Open at a time; further ones are closed at once."""
+    """Open at a time. A further one takes the place of one without a request; where all have one, it is closed."""
     idle_timeout_s: float
     """Without a request, before the first one and between two."""
     head_timeout_s: float
@@ -64,6 +65,9 @@ class Connections:
         self.limits = limits
         self.clock = clock
         self.state = ServerState()
+        self.silent: SilentConnections[HttpConnection] = SilentConnections()
+        self._num_evicted = 0
+        self._num_refused = 0
         self.none_left = asyncio.Event()
         self.none_left.set()
 
@@ -71,8 +75,30 @@ class Connections:
         """A protocol for a connection that comes in."""
         return HttpConnection(self)
 
+    def make_room(self) -> bool:
+        """Whether there is a place for one more connection; closes the one that has been silent longest for it."""
+        if len(self.state.connections) < self.limits.max_connections:
+            return True
+        victim = self.silent.take()
+        if victim is None:
+            self._num_refused += 1
+            return False
+        self._num_evicted += 1
+        self.state.connections.discard(victim)  # its end is noticed only in the loop's next round
+        victim.transport.abort()
+        return True
+
     def sweep(self) -> None:
-        """Close what is over its time."""
+        """Close what is over its time, and log what the limit of connections cost since the last sweep."""
+        if self._num_evicted or self._num_refused:
+            logger.warning(
+                "all %d HTTP connections (gateway.max_connections) were taken: closed %d silent ones for new ones, and "
+                "%d new ones where every connection had a request",
+                self.limits.max_connections,
+                self._num_evicted,
+                self._num_refused,
+            )
+            self._num_evicted = self._num_refused = 0
         now = self.clock()
         for connection in list(self.state.connections):
             assert isinstance(connection, HttpConnection)
@@ -87,6 +113,8 @@ class HttpConnection(HttpToolsProtocol):
         self.access_log = False
         self.was_stalled = False
         """It was closed because the client did not read."""
+        self.is_known = False
+        """A request on it has passed authentication."""
         self._owner = owner
         self._idle_since: float | None = None
         self._head_since: float | None = None
@@ -102,21 +130,22 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
         """See `asyncio.Protocol`."""
-        if len(self.connections) >= self._owner.limits.max_connections:
+        if not self._owner.make_room():
             self.transport = transport
-            logger.warning("closed a connection: %d are open", len(self.connections))
             transport.abort()
             return
         super().connection_made(transport)
         self._owner.none_left.clear()
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._idle_since = self._owner.clock()
+        self._owner.silent.add(self, is_known=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+        self._owner.silent.remove(self)
         super().connection_lost(exc)
         if not self.connections:
             self._owner.none_left.set()
@@ -160,6 +189,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole: the request is answered, or waits for its turn."""
         self._head_since = None
+        self._owner.silent.remove(self)
         if self.parser.get_http_version() == "0.9":
             self.send_400_response("there is no HTTP version in the request line")
             raise ValueError("HTTP/0.9")  # ends the parser's run
@@ -177,6 +207,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A request was answered."""
         super().on_response_complete()
+        if self.cycle.response_complete and self in self.connections:
+            self._owner.silent.add(self, is_known=self.is_known)
         if self._head_since is None and self.cycle.response_complete:
             self._idle_since = self._owner.clock()
             self._surplus_since = self._idle_since if self.cycle.more_body else None

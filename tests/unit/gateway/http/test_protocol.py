@@ -124,15 +124,46 @@ async def test_an_answer() -> None:
     await rig.end()
 
 
-async def test_one_too_many_is_closed_at_once() -> None:
+async def test_a_new_connection_takes_the_place_of_the_one_that_is_silent_longest() -> None:
     rig = Rig()
-    states = [rig.connect()[1].state for _ in range(3)]
-    assert states == ["open", "open", "aborted"]
+    transports = [rig.connect()[1] for _ in range(4)]
+    assert [transport.state for transport in transports] == ["aborted", "aborted", "open", "open"]
     assert len(rig.owner.state.connections) == 2
-    first = next(iter(rig.owner.state.connections))
-    first.connection_lost(None)
+
+
+async def test_a_slow_head_does_not_keep_its_place() -> None:
+    rig = Rig()
+    slow, transport = rig.connect()
+    slow.data_received(b"POST /x HTTP/1.1\r\nhost:")
+    rig.connect()
+    rig.connect()
+    assert transport.state == "aborted"
+
+
+async def test_a_known_connection_outlasts_strangers() -> None:
+    rig = Rig()
+    known, transport = rig.connect()
+    known.is_known = True
+    rig.answer.set()
+    known.data_received(REQUEST)
+    await rig.run()
+    strangers = [rig.connect()[1] for _ in range(3)]
+    assert transport.state == "open"
+    assert [stranger.state for stranger in strangers] == ["aborted", "aborted", "open"]
+
+
+async def test_where_every_connection_has_a_request_one_more_is_closed() -> None:
+    rig = Rig()
+    busy = [rig.connect() for _ in range(2)]
+    for connection, _ in busy:
+        connection.data_received(REQUEST)
+    await rig.run()
+    assert rig.connect()[1].state == "aborted"
+    assert [transport.state for _, transport in busy] == ["open", "open"]
+    rig.answer.set()
+    await rig.run()
     assert rig.connect()[1].state == "open"
-    await rig.end()
+    assert [transport.state for _, transport in busy] == ["aborted", "open"]
 
 
 async def test_silence_before_the_first_request() -> None:
