@@ -54,6 +54,8 @@ class Up:
             device of its own would.
         failpoints: other faults of workers, before those of `step_ms`: the first that fits an opportunity happens.
         environment: on top of this process's own.
+        keys: contents of `gateway.api_keys`; without, the gateway has no keys.
+        key: of `client`, an admin's.
         prepare_logs: called with the folder of the logs before anything starts; without Ray only.
     """
 
@@ -66,6 +68,8 @@ class Up:
         failpoints: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prepare_logs: Callable[[Path], None] | None = None,
+        keys: str = "",
+        key: str | None = None,
     ) -> None:
         self._launcher = launcher
         self._prepare_logs = prepare_logs
@@ -82,7 +86,12 @@ class Up:
         self.output = Path(self._folder.name) / "up.log"
         self.address = f"127.0.0.1:{self._port}"
         self.http_address = f"127.0.0.1:{http_port}"
-        self.client = AsyncClient(self.address)
+        if keys:
+            file = Path(self._folder.name) / "keys.yaml"
+            file.touch(mode=0o600)
+            file.write_text(keys, encoding="utf-8")
+            gateway["api_keys"] = str(file)
+        self.client = AsyncClient(self.address, key)
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> subprocess.Popen[bytes]:

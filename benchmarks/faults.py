@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from benchmarks.common import report, write_json
 from benchmarks.fault_clients import bad_input, disconnect, overload, slow_reader
 from benchmarks.fault_cluster import Up
+from benchmarks.fault_connections import KEY, KEYS, silent_connections
 from benchmarks.fault_failing import FAILPOINTS, failing_worker
 from benchmarks.fault_kills import (
     kill_decode,
@@ -103,6 +104,12 @@ GROUPS = (
         step_ms=2.0,
     ),
     Group({"overload_10x": overload}, pool={"token_budget": 64}, step_ms=100.0, is_fake=True),
+    Group(
+        {"silent_connections": silent_connections},
+        is_fake=True,
+        options=lambda: {"keys": KEYS, "key": KEY},
+        step_ms=0.0,
+    ),
     Group({"clock_jump": clock_jump}, is_fake=True, options=clock_shim),
     Group({"disk_full": disk_full}, is_fake=True, options=full_logs),
     Group({"checkpoint_at_start": checkpoint_at_start}, options=lambda: {"is_broken": True}),
