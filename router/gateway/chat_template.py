@@ -19,6 +19,9 @@ from jinja2.parser import Parser
 from disagg.proto.errors import ConfigError, InvalidRequestError
 from disagg.router.gateway.template_limits import BoundedEnvironment, render
 
+_MAX_TIME_CHARS = 256
+"""Of the form that a time is written in."""
+
 
 class ChatTurn(NamedTuple):
     """One turn of a conversation."""
@@ -37,9 +40,9 @@ class ChatTemplate:
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: _time(now(), form)
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.bounded_template(source)
@@ -84,6 +87,12 @@ class _GenerationTag(Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _time(now: datetime, form: str) -> str:
+    if len(form) > _MAX_TIME_CHARS:
+        raise jinja2.TemplateError(f"a form of more than {_MAX_TIME_CHARS} characters for the time")
+    return now.strftime(form)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
