@@ -283,6 +283,10 @@ class Router(Protocol):
         """Tokens of a call that were charged, and that no submitted request has as its `prepaid_tokens`."""
         ...
 
+    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """The limits of all tenants changed: what waits and may run now, runs at once."""
+        ...
+
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at
         once where it can see that the request cannot be served; then nothing is held."""

@@ -94,6 +94,9 @@ class RouterCore:
                 self._on_worker_suspected(event, now)
             case events.WorkerHeard() | events.DrainWorker() | events.ResumeWorker():
                 self._on_worker_changed(event, now)
+            case events.LimitsChanged(limits=limits):
+                self._tenants.state_limits(limits, now)
+                self._waiting.limits_changed()
             case events.Tick():
                 pass
         if self._fleet.quarantine.tick(now):

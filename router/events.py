@@ -10,6 +10,8 @@ traceback.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from disagg.proto import messages
@@ -17,6 +19,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TokenBatch
+from disagg.router.limits import TenantLimits
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False):
@@ -91,6 +94,13 @@ class FromWorker(msgspec.Struct, frozen=True, gc=False):
     worker_id: WorkerId
     incarnation: Incarnation
     update: StepUpdate
+
+
+class LimitsChanged(msgspec.Struct, frozen=True, gc=False):
+    """The file of keys was read again."""
+
+    limits: Mapping[str, TenantLimits]
+    """By tenant, of all in the file."""
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from disagg.proto.cluster_secret import ClusterSecret
@@ -35,6 +35,7 @@ from disagg.router.events import (
     Fail,
     Finish,
     FromWorker,
+    LimitsChanged,
     ResumeWorker,
     Submit,
     Tick,
@@ -47,7 +48,7 @@ from disagg.router.events import (
     WorkerUp,
 )
 from disagg.router.handle import Handle
-from disagg.router.limits import CallDemand
+from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.vigil import SWEEP_S, Vigil, limit
 from disagg.router.worker_link import WorkerLink
 
@@ -174,6 +175,10 @@ class RouterServer:
     def give_back(self, tenant: str, num_tokens: int) -> None:
         """See `api.Router`."""
         self._core.give_back(tenant, num_tokens, self._clock())
+
+    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """See `api.Router`."""
+        self._handle_event(LimitsChanged(limits))
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """See `api.Router`."""

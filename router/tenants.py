@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from disagg.proto.errors import LimitError
 from disagg.router.config import RouterConfig
@@ -71,7 +71,7 @@ class Tenant:
         self.set_limits(limits, now)
 
     def set_limits(self, limits: TenantLimits, now: float) -> None:
-        """New limits; a bucket whose size stays keeps what is in it."""
+        """New limits; a bucket stays as full as it is."""
         self.limits = limits
         self.is_unlimited = limits.is_sole and (
             limits.requests_per_minute is limits.tokens_per_minute is limits.running is limits.queued is None
@@ -94,6 +94,8 @@ class Tenants:
         self._config = config
         self._num_places = num_places
         self._tenants: dict[str, Tenant] = {}
+        self._stated: dict[str, TenantLimits] = {}
+        """The latest limits by the file of keys. Calls that began earlier bring older ones."""
         self._num_running = 0
         self._num_kept = 0
         """Places that tenants are sure of and do not use."""
@@ -107,13 +109,21 @@ class Tenants:
         """Places that one may have for each that is free, so that alone it has that share."""
 
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
-        """The tenant, under these limits from now on."""
+        """The tenant, under these limits from now on, or those that were stated for it."""
+        limits = self._stated.get(name, limits)
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, limits, now)
         elif tenant.limits is not limits and tenant.limits != limits:
             tenant.set_limits(limits, now)
         return tenant
+
+    def state_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
+        """The limits of all tenants from now on; those that are not here have the ones that their calls bring."""
+        self._stated = dict(limits)
+        self._shared_out = None
+        for tenant in self._tenants.values():
+            self.get(tenant.name, tenant.limits, now)
 
     def note_time(self, now: float) -> None:
         """Forget what tenants asked for long ago."""
@@ -258,7 +268,11 @@ class Tenants:
 def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
-    return bucket if bucket is not None and bucket.per_minute == per_minute else TokenBucket(per_minute, now)
+    if bucket is None:
+        return TokenBucket(per_minute, now)
+    if bucket.per_minute != per_minute:
+        bucket.resize(per_minute, now)
+    return bucket
 
 
 def _take(bucket: TokenBucket | None, amount: int, now: float) -> None:

@@ -33,6 +33,12 @@ class TokenBucket:
             self._updated = now
         return self._level
 
+    def resize(self, per_minute: int, now: float) -> None:
+        """Another size from now on. It stays as full as it is, so that neither what was taken nor what is owed is
+        forgotten."""
+        self._level = self.level(now) * per_minute / self.per_minute
+        self.per_minute = per_minute
+
     def take(self, amount: float, now: float) -> None:
         """Take so much, or give it back where it is negative. Raises nothing: see `missing_s`."""
         self._level = min(self.per_minute, self.level(now) - amount)

@@ -137,6 +137,10 @@ class Waiting:
             record.unservable_since = None
             self._push(record, now)
 
+    def limits_changed(self) -> None:
+        """A tenant may have become able to run more."""
+        self._must_look = True
+
     def wake(self, record: RequestRecord, now: float) -> bool:
         """A waiting request's time has come. Returns whether it waited long enough for a worker that could take it."""
         self._must_look = True

@@ -148,6 +148,12 @@ class ApiKeys:
         """See `Authenticator`."""
         return bool(self._known[1])
 
+    def limits(self) -> dict[str, TenantLimits]:
+        """By tenant."""
+        keys, certificates = self._known
+        callers = [*(key.caller for key in keys.values()), *certificates.values()]
+        return {caller.tenant: caller.limits for caller in callers}
+
     def take(self, other: ApiKeys) -> None:
         """Know the keys of `other` instead, from the next call on. From any thread."""
         self._known = other._known

@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from disagg.proto.errors import ConfigError
@@ -12,6 +13,7 @@ from disagg.router.gateway.config import GatewayConfig, TlsFiles, is_loopback
 from disagg.router.gateway.file_watch import FileWatch, Watched
 from disagg.router.gateway.rights import Rights
 from disagg.router.gateway.tls import ServerTls, http_context
+from disagg.router.limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,25 @@ def check_files(api_keys: str | None, tls: TlsFiles | None) -> None:
         http_context(tls)
 
 
-def secure(config: GatewayConfig) -> Security:
-    """Read keys and certificates. Raises `ConfigError` where one of them cannot be used."""
+def secure(
+    config: GatewayConfig, limits_changed: Callable[[Mapping[str, TenantLimits]], None] = lambda limits: None
+) -> Security:
+    """Read keys and certificates.
+
+    Args:
+        config: which.
+        limits_changed: called on the watch's thread with the limits of all tenants, each time the keys were read again.
+
+    Raises:
+        ConfigError: if one of them cannot be used.
+    """
     files, path = config.tls, config.api_keys
     is_open = path is None and not is_loopback(config.host) and (files is None or files.client_ca is None)
     authenticator: Authenticator
     watched: list[Watched] = []
     if path is not None:
         authenticator = keys = _load(path, files)
-        watched.append(Watched("gateway.api_keys", (path,), lambda: _reload_keys(keys, path, files)))
+        watched.append(Watched("gateway.api_keys", (path,), lambda: _reload_keys(keys, path, files, limits_changed)))
     elif files is not None and files.client_ca is not None:
         authenticator = CertificateNames()
     else:
@@ -62,8 +74,11 @@ def _load(path: str, tls: TlsFiles | None) -> ApiKeys:
     return keys
 
 
-def _reload_keys(keys: ApiKeys, path: str, tls: TlsFiles | None) -> str:
+def _reload_keys(
+    keys: ApiKeys, path: str, tls: TlsFiles | None, limits_changed: Callable[[Mapping[str, TenantLimits]], None]
+) -> str:
     keys.take(_load(path, tls))
+    limits_changed(keys.limits())
     return f"{path} has {len(keys)} keys"
 
 

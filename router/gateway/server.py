@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -52,6 +52,7 @@ from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.turns import Turns
 from disagg.router.gateway.validate import Limits
 from disagg.router.gateway.watch_places import WatchPlaces, address_of
+from disagg.router.limits import TenantLimits
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -143,7 +144,8 @@ class GatewayServer:
         )
         self._router = router
         self._control = control
-        self._security = secure(config)
+        self._security = secure(config, self._limits_changed)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = GatewayMetrics(
             router.view, self.model.info.name, vllm_aliases=config.vllm_aliases, loop_times=loop_times
         )
@@ -186,6 +188,7 @@ class GatewayServer:
             ConfigError: if the address cannot be bound.
         """
         config = self.config
+        self._loop = asyncio.get_running_loop()
         self._offload = Offload(
             config.num_tokenizer_threads,
             inline_bytes=config.inline_prompt_bytes,
@@ -237,6 +240,11 @@ class GatewayServer:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
+
+    def _limits_changed(self, limits: Mapping[str, TenantLimits]) -> None:
+        """On the thread that watches files, between `start` and `stop`."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._router.state_limits, limits)
 
     def _options(self) -> list[tuple[str, int]]:
         return [

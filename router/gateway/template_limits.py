@@ -1,7 +1,8 @@
 """Limits for chat templates, which are programs that run on users' text: steps of loops, size of the output, size of
 what is built in one go, and work in all. Pure: no clock, so that a conversation is refused always or never.
 
-Work is counted in characters that are copied; a call and an item of a list count as several. What an operator, a method or a filter builds is counted before it is built.
+Work is counted in characters that are copied; a call and an item of a list count as several. What an operator, a method
+or a filter builds is counted before it is built.
 """
 
 from __future__ import annotations

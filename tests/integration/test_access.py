@@ -18,6 +18,7 @@ from disagg.proto.errors import AuthenticationError, PermissionDeniedError, Unav
 from disagg.router.gateway.config import TlsFiles
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.gateway.state_feed import MAX_STREAMS_PER_TENANT
+from disagg.router.limits import TenantLimits
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.integration.test_security import client_context, http_get
@@ -180,6 +181,10 @@ async def test_a_client_s_certificate_says_which_tenant_it_is(folder: Path, tmp_
                 await client.models()
 
 
+SOLE = TenantLimits(max_priority=0)
+"""Of the one tenant in a file."""
+
+
 async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
     router = FakeRouter(answers)
     async with running(folder, router, api_keys=str(keys), http_port=0) as server:
@@ -200,6 +205,7 @@ async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
         write_keys(keys.parent, f"[{{tenant: c, key: {KEY_A}}}]")
         await until(lambda: works(KEY_A))
         assert not await works("key-of-tenant-b-0002")
+        assert router.stated == [{"b": SOLE}, {"c": SOLE}]
 
 
 async def test_certificates_are_read_again(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from disagg.router.gateway.offload_turns import OffloadTurns
 from disagg.router.gateway.tokenizer import ServedModel, load_model
 from disagg.router.gateway.turns import Turns
 from disagg.router.gateway.validate import Limits
-from disagg.router.limits import CallDemand
+from disagg.router.limits import CallDemand, TenantLimits
 
 MODEL_NAME = "tiny"
 FINGERPRINT = "tiny-model"
@@ -154,6 +154,7 @@ class FakeRouter:
         self.limit: LimitError | None = None
         """What every call is refused with."""
         self.admitted: list[CallDemand] = []
+        self.stated: list[dict[str, TenantLimits]] = []
         self.given_back: list[tuple[str, int]] = []
         self.no_room: DisaggError | None = None
         self.submitted: list[tuple[RoutedRequest, float]] = []
@@ -169,6 +170,9 @@ class FakeRouter:
 
     def give_back(self, tenant: str, num_tokens: int) -> None:
         self.given_back.append((tenant, num_tokens))
+
+    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        self.stated.append(dict(limits))
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
         if self.refusal is not None:

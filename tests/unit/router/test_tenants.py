@@ -10,6 +10,7 @@ from disagg.proto.errors import LimitError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
+from disagg.router.events import LimitsChanged
 from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.tally import TenantUsage
 from disagg.router.token_bucket import TokenBucket
@@ -259,12 +260,35 @@ def test_a_bucket_fills_evenly_and_not_beyond_its_size() -> None:
     assert (bucket.level(99.0), bucket.missing_s(61, 99.0), bucket.missing_s(-1, 99.0)) == (60.0, None, 0.0)
 
 
+def test_a_bucket_of_another_size_stays_as_full_as_it_is() -> None:
+    """Neither a quarter that is left nor a debt is forgotten, whichever way the size changes."""
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(45, 0.0)
+    bucket.resize(120, 0.0)
+    assert (bucket.level(0.0), bucket.level(1.0), bucket.per_minute) == (30.0, 32.0, 120)
+    bucket.take(62, 1.0)
+    bucket.resize(60, 1.0)
+    assert (bucket.level(1.0), bucket.missing_s(0, 1.0)) == (-15.0, 15.0)
+
+
 def test_new_limits_count_from_the_next_request_on() -> None:
     it = places(4)
     few, more = TenantLimits(requests_per_minute=1), TenantLimits(requests_per_minute=60)
     assert it.core.admit(call(limits=few), 0.0) is None
     assert it.core.admit(call(limits=few), 0.0) is not None
-    assert it.core.admit(call(limits=more), 0.0) is None
+    assert it.core.admit(call(limits=more), 0.0) is not None
+    assert it.core.admit(call(limits=more), 1.0) is None
+
+
+def test_a_higher_limit_of_running_answers_places_those_that_wait() -> None:
+    it = places(8)
+    one, three = TenantLimits(running=1, is_sole=False), TenantLimits(running=3, is_sole=False)
+    assert [len(it.submit(of("a", f"a{number}", limits=one))) for number in range(4)] == [1, 0, 0, 0]
+    assert it.handle(LimitsChanged({"a": three, "b": SHARED})) == ["dispatch p0 a1/0 -> d0", "dispatch p0 a2/0 -> d0"]
+    # A call that began before the change brings the older limits.
+    assert it.submit(of("a", "a4", limits=one)) == []
+    assert it.cancel("a1")[-1] == "dispatch p0 a3/0 -> d0"
+    assert it.handle(LimitsChanged({"b": SHARED})) == []
 
 
 # ---------------------------------------------------------------- caps
