@@ -141,6 +141,11 @@ class RequestQueue:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._lane_of
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether several tenants wait, so that a placement changes the order of the others."""
+        return len(self._lanes) > 1
+
     # ---------------------------------------------------------------- the order
 
     def look(self) -> None:

@@ -154,14 +154,19 @@ class Waiting:
         self.queue.look()
         placed: list[Dispatch] = []
         position = num_looks = 0
+        looked_at: set[RequestId] = set()
         while position < MAX_PASSED and num_looks < MAX_LOOKS:
             request_id = self.queue.at(position)
             if request_id is None:
                 break
+            if request_id in looked_at:
+                position += 1
+                continue
             record = self._records[request_id]
             if self._set_aside(record, now):
                 self._take_out(record)
                 continue
+            looked_at.add(request_id)
             if not self._may_fit(record):
                 self._note_lacking(record, now)
                 position += 1
@@ -171,6 +176,9 @@ class Waiting:
                 record.tenant.num_waiting -= 1
                 placed.append(result)
                 if self._take_out(record):  # For the next one of those that were passed.
+                    looked_at.clear()
+                    position = 0
+                elif self.queue.has_turns:  # Its tenant stands further back now, others where a look was already.
                     position = 0
             else:
                 position, num_looks = position + 1, num_looks + 1

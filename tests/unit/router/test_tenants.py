@@ -333,3 +333,20 @@ def test_few_requests_at_a_time_are_boosted() -> None:
     it.cancel("a2")
     assert it.core._tenants.get("a", limits, 0.0).num_boosted == 0
     assert it.core.trace(RequestId("a2")) is not None
+
+
+# ---------------------------------------------------------------- looks
+
+
+def test_a_placement_that_changes_the_order_hides_nobody_from_the_looks() -> None:
+    """a0 waits for room, a1 is placed and takes the rest of a's round, so that b0 comes to stand before a0."""
+    config = msgspec.structs.replace(PLAIN, fair_quantum_tokens=2000, decode_reserve_tokens=0)
+    p0 = worker_info("p0", num_blocks=4096, max_num_seqs=512, token_budget=65536, max_model_len=4096)
+    d0 = worker_info("d0", num_blocks=100, max_num_seqs=64, max_model_len=4096)
+    it = Scenario(p0, d0, config=config)
+    for name, num_blocks in (("x0", 55), ("x1", 40)):
+        assert it.submit(of("x", name, num_blocks * 16 - 4)) == [f"dispatch p0 {name}/0 -> d0"]
+    assert it.submit(of("a", "a0", 70 * 16)) == []
+    assert it.submit(of("a", "a1", 10 * 16, max_tokens=1900)) == []
+    assert it.submit(of("b", "b0", 10 * 16)) == []
+    assert end(it, "x1") == ["finish x1 stop 0 cached=0", "dispatch p0 a1/0 -> d0", "dispatch p0 b0/0 -> d0"]
