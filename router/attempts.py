@@ -180,6 +180,21 @@ class Attempts:
         is_shut = fleet.quarantine.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
         return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
 
+    def pair_refused(self, record: RequestRecord, end: End, now: float) -> None:
+        """The pair of the attempt is not there. It is left out at once, because all that come would wait for it; where
+        the request gave up sooner than others would, once it has not been formed for as long as those wait."""
+        attempt, patience_s = record.running, self._config.pair_timeout_s
+        placed, timeout_s = attempt.marks.placed, attempt.pair_timeout_s
+        if (
+            attempt.prefill is not None
+            and timeout_s is not None
+            and timeout_s < patience_s
+            and now - placed >= timeout_s
+            and not self._fleet.quarantine.waited_in_vain(attempt.prefill, attempt.decode, placed, now, patience_s)
+        ):
+            return
+        self.failed(record, "transfer", end, now, at_once=True)
+
     def to_avoid(self, attempt: Attempt, leg: Leg) -> list[WorkerId]:
         """Whom the next attempt of the request should avoid after this leg failed. Of a transfer both ends, where
         there are others, for nobody knows which of them it was; the decode worker where there are no others."""
@@ -278,6 +293,7 @@ class Attempts:
         record.trace.placement = Placed(self._policy, demand, choice)
         spec = record.spec(key, self._gateway_id, now)
         pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
+        attempt.pair_timeout_s = pair_timeout_s
         message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
         return Dispatch(first.worker_id, message)
 

@@ -375,12 +375,12 @@ class RouterCore:
 
     def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
         """Not a fault of the request: D has no room, or no more. P speaks for D here, so that D is the one to avoid. Or
-        the pair is not there: it is left out at once, because all that come would wait for it."""
+        the pair is not there."""
         self.counters[end.reason] += 1
         leg: Leg = "transfer" if end.in_transfer else "decode"
         if end.in_transfer:
             self.counters["pair_refused"] += 1
-            self._attempts.failed(record, leg, end, now, at_once=True)
+            self._attempts.pair_refused(record, end, now)
         can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
         error = self._retries.after_refusal(record, worker_id, end, can_wait=can_wait)
         if error is None:

@@ -82,6 +82,8 @@ class Quarantine:
         self._breakers: dict[Subject, Breaker] = {}
         self._due = _NEVER
         """End of the first pause."""
+        self._unformed: dict[Pair, tuple[float, float]] = {}
+        """Pairs that attempts waited for in vain: since when the first one did, and until when the last one did."""
 
     def __len__(self) -> int:
         """Breakers that are kept."""
@@ -89,8 +91,8 @@ class Quarantine:
 
     @property
     def is_clear(self) -> bool:
-        """Whether there is no breaker at all."""
-        return not self._breakers
+        """Whether there is no breaker at all, and no pair that is waited for."""
+        return not self._breakers and not self._unformed
 
     def next_of(self, other: float | None) -> float | None:
         """When to look again: at the end of the first pause, or at that other time if it comes earlier."""
@@ -154,9 +156,25 @@ class Quarantine:
             shut = shut or breaker.is_shut
         return shut
 
+    def waited_in_vain(
+        self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, patience_s: float
+    ) -> bool:
+        """An attempt gave up to wait for its pair, because its request is in a hurry. Returns whether that counts as a
+        failure: the pair has not been formed for `patience_s`, over all attempts that waited, or it is left out."""
+        breaker = self._breakers.get(Subject("transfer", prefill, decode))
+        if breaker is not None and breaker.state is not BreakerState.CLOSED:
+            return True
+        first, last = self._unformed.get((prefill, decode), (placed_at, now))
+        if placed_at - last > patience_s:  # It may have been formed since.
+            first = placed_at
+        self._unformed[prefill, decode] = first, now
+        return now - first >= patience_s
+
     def passed(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId, placed_at: float, now: float) -> bool:
         """A leg of an attempt went well. Returns whether a worker or a pair is used again because of it."""
         closed = False
+        if leg == "transfer" and prefill is not None:
+            self._unformed.pop((prefill, decode), None)
         for subject in _blamed(leg, prefill, decode):
             breaker = self._breakers.get(subject)
             if breaker is None:
@@ -188,6 +206,7 @@ class Quarantine:
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is gone, and what is known of it with it."""
+        self._unformed = {pair: times for pair, times in self._unformed.items() if worker_id not in pair}
         gone = [subject for subject in self._breakers if worker_id in (subject.worker_id, subject.peer)]
         for subject in gone:
             del self._breakers[subject]

@@ -55,6 +55,8 @@ class Attempt(msgspec.Struct, gc=False):
     """Tokens of the answer that it made, counted while it is a trial."""
     num_before: int = 0
     """Tokens of the answer that were released before it."""
+    pair_timeout_s: float | None = None
+    """For how long it may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
     """Known tokens that the worker which computed the prompt had; None before it said so."""
 

@@ -242,3 +242,59 @@ def test_a_lost_worker_begins_anew() -> None:
     assert (len(quarantine), quarantine.next_of(None)) == (1, 0.5)
     it.lost("p0")
     assert (len(quarantine), quarantine.next_of(None)) == (0, None)
+
+
+def refused_by_its_target(it: Scenario, name: str, at: float) -> None:
+    """A request that may wait 0.25 s for its pair waits in vain and leaves."""
+    request = msgspec.structs.replace(routed_request(name), ttft_slo_s=0.3)
+    it.now = at - 0.25
+    it.start(request, "p0", "d0")
+    assert it.dispatched[f"{name}/0"].message.pair_timeout_s == 0.25
+    it.now = at
+    detail = "pair with d0: not formed after 0.2 s"
+    it.update("p0", end_update(name, 0, "refused", detail=detail, in_transfer=True))
+    it.cancel(name)
+
+
+def test_a_tight_target_is_no_fault_of_a_pair_that_is_being_formed() -> None:
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
+    for number in range(5):
+        refused_by_its_target(it, f"r{number}", 0.25 + 0.3 * number)
+    assert it.core._fleet.quarantine.states() == {}
+    assert it.core.counters["pair_refused"] == 5
+
+
+def test_a_pair_that_is_not_formed_for_as_long_as_any_request_waits_is_left_out() -> None:
+    """By requests with tight targets alone: 2 s after the first one was placed."""
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
+    for number in range(3):
+        refused_by_its_target(it, f"r{number}", 0.25 + 0.8 * number)
+        assert it.core._fleet.quarantine.states() == {}
+    refused_by_its_target(it, "r3", 2.0)
+    assert set(it.core._fleet.quarantine.states()) == {PAIR}
+
+
+@pytest.mark.parametrize("how", ["formed", "long ago", "new life"])
+def test_waits_in_vain_are_forgotten(how: str) -> None:
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
+    refused_by_its_target(it, "r0", 0.25)
+    if how == "formed":
+        it.now = 1.0
+        it.start("r1", "p0", "d0")
+        it.update("p0", prefilled_update("r1", 0))
+        it.update("d0", handed_over_update("r1", 0), end_update("r1", 0, "stop"))
+    elif how == "new life":
+        it.lost("d0")
+        it.up("d0")
+    else:
+        it.now = 9.0
+    refused_by_its_target(it, "r2", max(it.now, 2.0) + 0.3)
+    assert it.core._fleet.quarantine.states() == {}
+
+
+def test_a_pair_that_cannot_be_formed_is_left_out_at_once_whatever_the_target() -> None:
+    it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
+    it.start(msgspec.structs.replace(routed_request("r0"), ttft_slo_s=0.3), "p0", "d0")
+    it.now = 0.1
+    it.update("p0", end_update("r0", 0, "refused", detail="pair with d0: connection refused", in_transfer=True))
+    assert set(it.core._fleet.quarantine.states()) == {PAIR}
