@@ -54,6 +54,8 @@ class BeatLine:
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
         """Cancelled by `stop`; guarded by the lock, which also orders it against `stop`."""
+        self._stood = False
+        """Whether the controller took a beat on the latest line: gRPC asks for the next one when one was sent."""
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self) -> None:
@@ -72,11 +74,13 @@ class BeatLine:
     def _run(self) -> None:
         pause_s = MIN_PAUSE_S
         while not self._stopped.is_set():
+            self._stood = False
             try:
                 self._send_beats()
-                pause_s = MIN_PAUSE_S
             except Exception as error:  # whatever `resolve` or gRPC met
                 logger.debug("the line of beats to the controller broke: %r", error)
+            if self._stood:
+                pause_s = MIN_PAUSE_S
             self._stopped.wait(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -101,3 +105,4 @@ class BeatLine:
             yield encode(GatewayBeat(gateway_id=self._gateway_id, pid=os.getpid(), turn_s=turn_s, doing=doing))
             if self._stopped.wait(BEAT_S):
                 return
+            self._stood = True
