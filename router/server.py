@@ -187,7 +187,11 @@ class RouterServer:
         handle = Handle(request.request_id, self._cancel)
         if self._handles.setdefault(request.request_id, handle) is not handle:
             raise ValueError(f"request id {request.request_id} is in use")
-        self._handle_event(Submit(request, arrival))
+        try:
+            self._handle_event(Submit(request, arrival))
+        except Exception:
+            self._drop(request.request_id)
+            raise
         if handle.error is not None:
             raise handle.error
         return handle
@@ -239,6 +243,14 @@ class RouterServer:
     def _cancel(self, request_id: RequestId) -> None:
         handle = self._handles.get(request_id)
         self._handle_event(CancelRequest(request_id, None if handle is None else handle.num_answered))
+
+    def _drop(self, request_id: RequestId) -> None:
+        """A fault of ours while a request was taken: its client gets no handle, so nothing may be left of it."""
+        try:
+            self._handle_event(CancelRequest(request_id))
+        except Exception:
+            logger.exception("request %s could not be taken, and what it holds could not be given back", request_id)
+        self._handles.pop(request_id, None)
 
     def _handle_event(self, event: Event) -> None:
         if self._stopped:

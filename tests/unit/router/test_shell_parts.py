@@ -12,10 +12,11 @@ from disagg.router import server as server_module
 from disagg.router import wire
 from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
+from disagg.router.events import WorkerUp
 from disagg.router.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
 from disagg.router.server import RouterServer
 from disagg.router.wakeups import Wakeups
-from tests.support.router import tokens_update, worker_info
+from tests.support.router import EMPTY, routed_request, tokens_update, worker_info
 from tests.support.secret import SECRET
 
 # ---------------------------------------------------------------- configuration
@@ -242,3 +243,38 @@ async def test_a_fault_in_one_look_for_workers_that_hang_is_not_the_end_of_looki
     await server.stop()
     failed = [record for record in caplog.records if record.getMessage().startswith("looking for workers that hang")]
     assert len(failed) == 2
+
+
+class SilentLink:
+    """A worker that takes all and answers nothing."""
+
+    def send(self, message: object) -> None:
+        pass
+
+    async def stop(self, flush_s: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("where", ["_core", "_set_timer"])
+async def test_a_fault_while_a_request_is_taken_leaves_nothing_of_it(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the core has it, and after."""
+    server = RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET)
+    server._links[WorkerId("c0")] = SilentLink()  # type: ignore[assignment]
+    server._handle_event(WorkerUp(worker_info("c0")))
+    request = routed_request("r0")
+
+    def fault(*args: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(*((server._core, "handle") if where == "_core" else (server, "_set_timer")), fault)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        server.submit(request, 0.0)
+    assert (server.holdings(), server._handles) == (EMPTY, {})
+    handle = server.submit(request, 0.0)
+    assert server.holdings()["requests"] == 1
+    handle.cancel()
+    assert server.holdings() == EMPTY
+    await server.stop()
