@@ -101,8 +101,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     tls: TlsFiles | None = None
     """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS."""
     allowed_hosts: tuple[Name, ...] = ()
-    """Names, without a port, under which a gateway on loopback without keys may be called over HTTP, beside those of
-    loopback."""
+    """Names, without a port, under which a gateway without keys may be called over HTTP, beside those of loopback. Off
+    loopback the name is looked at only where some are given here, and IP addresses are taken, too."""
     allowed_origins: tuple[Name, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys."""
     max_connections: Count = 4096

@@ -90,8 +90,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     write_timeout_s: float = 60.0
     """How long a client may leave a message unread before its stream is given up."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, without a port, that HTTP requests may give in `Host` beside those of loopback. Looked at on loopback and
-    without keys only, where a web page's own name could lead here."""
+    """Names, without a port, that HTTP requests may give in `Host` beside those of loopback. Looked at without keys,
+    where a web page's own name could lead here: on loopback, and elsewhere where there are any; there IP addresses are
+    taken, too."""
     allowed_origins: tuple[str, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
     max_connections: int = 4096

@@ -327,7 +327,8 @@ class GatewayServer:
 def _sites(config: GatewayConfig) -> Sites:
     has_no_keys = config.api_keys is None and (config.tls is None or config.tls.client_ca is None)
     return Sites(
-        checks_host=has_no_keys and is_loopback(config.host),
+        checks_host=has_no_keys and (is_loopback(config.host) or bool(config.allowed_hosts)),
+        takes_addresses=not is_loopback(config.host),
         checks_origin=has_no_keys,
         hosts=tuple(name.lower() for name in config.allowed_hosts),
         origins=tuple(origin.lower().rstrip("/") for origin in config.allowed_origins),

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import http.client
+import json
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -52,7 +53,7 @@ from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.certificates import Authority
-from tests.support.gateway import FakeRouter, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.ports import free_port
 from tests.support.secret import OTHER_SECRET, SECRET
@@ -252,14 +253,20 @@ async def test_strangers_may_change_nothing(folder: Path, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- HTTP
 
 
-def http_get(address: str, path: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
+def http_get(
+    address: str,
+    path: str,
+    key: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
     host, _, port = address.rpartition(":")
     if tls is None:
         connection = http.client.HTTPConnection(host, int(port), timeout=10)
     else:
         connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=tls)
     try:
-        connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        connection.request("GET", path, headers=headers or ({} if key is None else {"Authorization": f"Bearer {key}"}))
         response = connection.getresponse()
         return response.status, response.read()
     finally:
@@ -277,6 +284,60 @@ async def test_http_asks_for_the_same_keys(folder: Path, keys: str) -> None:
         assert {path: await get(path, "unknown-key-of-nobody") for path in paths} == dict.fromkeys(paths, 401)
         assert [await get(path, KEY_A) for path in ("/v1/models", "/metrics", "/none")] == [200, 403, 404]
         assert await get("/livez") == 200
+
+
+def http_post(address: str, headers: dict[str, str]) -> tuple[int, str]:
+    """What a page's request is answered with: the status, and the error's code."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        body = json.dumps({"model": MODEL_NAME, "prompt": "hi", "max_tokens": 1})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        return response.status, answer.get("error", {}).get("code", "")
+    finally:
+        connection.close()
+
+
+REBOUND, FOREIGN_ORIGIN = {"host": "evil.example:8471"}, {"origin": "https://evil.example"}
+
+
+async def test_pages_of_other_sites_are_refused_where_no_key_is_asked_for(folder: Path) -> None:
+    """A name that was rebound, a foreign origin, and a body that a page can send without asking; and metrics, which say
+    what others ask. Probes are answered under any name."""
+    router = FakeRouter(answers)
+    async with running(folder, router, http_port=0) as server:
+
+        async def post(headers: dict[str, str]) -> tuple[int, str]:
+            return await asyncio.to_thread(http_post, server.http_address, headers)
+
+        async def get(path: str, headers: dict[str, str]) -> int:
+            return (await asyncio.to_thread(http_get, server.http_address, path, headers=headers))[0]
+
+        assert await post(REBOUND) == (403, "foreign_site")
+        assert await post(FOREIGN_ORIGIN) == (403, "foreign_site")
+        assert await post({"content-type": "text/plain"}) == (415, "unsupported_media_type")
+        assert [await get(path, REBOUND) for path in ("/metrics", "/v1/models", "/none")] == [403, 403, 403]
+        assert [await get(path, REBOUND) for path in ("/livez", "/ping", "/health")] == [
+            200,
+            503,
+            503,
+        ]  # without workers
+        assert router.submitted == []
+        assert await post({}) == (200, "")
+        assert [await get(path, {}) for path in ("/metrics", "/v1/models")] == [200, 200]
+
+
+async def test_an_open_gateway_that_others_reach_looks_at_names_that_it_was_given(folder: Path) -> None:
+    """Without `allowed_hosts` it cannot know under which names it is reached; origins are looked at in any case."""
+    names: dict[tuple[str, ...], list[int]] = {}
+    for hosts in ((), ("llm.local",)):
+        async with running(folder, FakeRouter(answers), host="0.0.0.0", http_port=0, allowed_hosts=hosts) as server:
+            address = f"127.0.0.1:{server.http_address.rpartition(':')[2]}"
+            headers = ({"host": "evil.example"}, {"host": "llm.local"}, {"host": "10.0.0.1:80"}, FOREIGN_ORIGIN, {})
+            names[hosts] = [(await asyncio.to_thread(http_post, address, each))[0] for each in headers]
+    assert names == {(): [200, 200, 200, 403, 200], ("llm.local",): [403, 200, 200, 403, 200]}
 
 
 # ---------------------------------------------------------------- connections

@@ -41,7 +41,8 @@ _MAX_SHOWN_CHARS: Final = 256
 _OPEN_PATHS: Final = ("/livez",)
 """Answered without a key."""
 _PROBED_PATHS: Final = ("/livez", "/health", "/ping")
-"""Answered under any name of the host, as probes use them."""
+"""Answered under any name of the host, as probes use them. `/metrics` is not: it says what others ask, and who reads it
+on this machine can use a name of loopback."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
 """A browser must not guess another type than the response names: answers hold text that clients chose."""
 

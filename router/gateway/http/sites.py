@@ -33,13 +33,16 @@ class Sites:
     """Which `Host` and `Origin` are accepted.
 
     Args:
-        checks_host: whether only loopback names and `hosts` may stand in `Host`: on loopback, without keys.
+        checks_host: whether only loopback names and `hosts` may stand in `Host`: without keys, on loopback or where
+            names are configured. Elsewhere nobody knows under which names a gateway is reached.
+        takes_addresses: whether any IP address may stand there too: off loopback. No name is rebound to one.
         checks_origin: whether only `origins` and the site itself may stand in `Origin`: without keys.
         hosts: further names, without a port.
         origins: further origins, such as `https://chat.example`.
     """
 
     checks_host: bool = False
+    takes_addresses: bool = False
     checks_origin: bool = False
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
@@ -60,7 +63,7 @@ class Sites:
         if name == "localhost" or name in self.hosts:
             return True
         try:
-            return ipaddress.ip_address(name).is_loopback
+            return ipaddress.ip_address(name).is_loopback or self.takes_addresses
         except ValueError:
             return False
 

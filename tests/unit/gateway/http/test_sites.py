@@ -34,6 +34,21 @@ def test_a_name_that_may_be_rebound_is_refused(host: str) -> None:
     Sites(checks_origin=True).check(host, None)
 
 
+NAMED = Sites(checks_host=True, takes_addresses=True, checks_origin=True, hosts=("llm.local",))
+"""Of a gateway that others reach without keys, and whose names are configured."""
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1:8471", "[fd00::1]:8471", "[fe80::1%eth0]", "llm.local", "localhost"])
+def test_no_page_is_rebound_to_an_address(host: str) -> None:
+    NAMED.check(host, None)
+
+
+@pytest.mark.parametrize("host", ["evil.example:8471", "10.0.0.1.evil.example", "", "999.0.0.1"])
+def test_where_names_are_configured_others_are_refused(host: str) -> None:
+    with pytest.raises(ForeignSiteError, match="Host: this gateway is not known as"):
+        NAMED.check(host, None)
+
+
 @pytest.mark.parametrize(
     ("host", "origin"),
     [
