@@ -115,6 +115,7 @@ Event = (
     | WorkerSuspected
     | WorkerHeard
     | DrainWorker
+    | LimitsChanged
     | ResumeWorker
     | WorkerReported
     | FromWorker

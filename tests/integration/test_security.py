@@ -335,7 +335,13 @@ async def test_an_open_gateway_that_others_reach_looks_at_names_that_it_was_give
     for hosts in ((), ("llm.local",)):
         async with running(folder, FakeRouter(answers), host="0.0.0.0", http_port=0, allowed_hosts=hosts) as server:
             address = f"127.0.0.1:{server.http_address.rpartition(':')[2]}"
-            headers = ({"host": "evil.example"}, {"host": "llm.local"}, {"host": "10.0.0.1:80"}, FOREIGN_ORIGIN, {})
+            headers: tuple[dict[str, str], ...] = (
+                {"host": "evil.example"},
+                {"host": "llm.local"},
+                {"host": "10.0.0.1:80"},
+                FOREIGN_ORIGIN,
+                {},
+            )
             names[hosts] = [(await asyncio.to_thread(http_post, address, each))[0] for each in headers]
     assert names == {(): [200, 200, 200, 403, 200], ("llm.local",): [403, 200, 200, 403, 200]}
 

@@ -255,9 +255,9 @@ class SilentLink:
         pass
 
 
-@pytest.mark.parametrize("where", ["_core", "_set_timer"])
+@pytest.mark.parametrize("in_core", [True, False])
 async def test_a_fault_while_a_request_is_taken_leaves_nothing_of_it(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    in_core: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the core has it, and after."""
     server = RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET)
@@ -269,7 +269,10 @@ async def test_a_fault_while_a_request_is_taken_leaves_nothing_of_it(
         monkeypatch.undo()
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(*((server._core, "handle") if where == "_core" else (server, "_set_timer")), fault)
+    if in_core:
+        monkeypatch.setattr(server._core, "handle", fault)
+    else:
+        monkeypatch.setattr(server, "_set_timer", fault)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         server.submit(request, 0.0)
     assert (server.holdings(), server._handles) == (EMPTY, {})
