@@ -44,6 +44,8 @@ CAPACITY_PER_S = NUM_DECODES * PLACES / (OUTPUT_TOKENS * STEP_MS / 1000)
 NEIGHBOUR_PER_S = CAPACITY_PER_S / 4
 NUM_BEFORE = 20
 MAX_MODEL_LEN = 16_384
+MAX_N = 16
+"""Answers to one prompt of a call."""
 EMPTY_TIMEOUT_S = 60.0
 
 Row = dict[str, Any]
@@ -109,9 +111,9 @@ class Flooding:
     async def _call(self, prompt: list[int]) -> None:
         body = {
             "model": self._model,
-            "prompt": prompt,
+            "prompt": [prompt] * -(-self._flood.num_answers // MAX_N),
             "max_tokens": self._flood.output_tokens,
-            "n": self._flood.num_answers,
+            "n": min(self._flood.num_answers, MAX_N),
             "ignore_eos": True,
         }
         content = json.dumps(body).encode()
