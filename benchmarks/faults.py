@@ -36,6 +36,7 @@ from benchmarks.fault_kills import (
     stop_prefill,
 )
 from benchmarks.fault_load import Model, TinyModel
+from benchmarks.fault_overload import overload_decode, overload_kv
 from benchmarks.fault_row import Row, show
 from benchmarks.fault_surroundings import (
     checkpoint_at_restart,
@@ -58,6 +59,8 @@ class Group:
     prefill: int = 2
     decode: int = 2
     pool: Mapping[str, Any] = field(default_factory=dict)
+    decode_pool: Mapping[str, Any] = field(default_factory=dict)
+    """On top of `pool`."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     options: Callable[[], dict[str, Any]] = dict
     """More arguments of `Up`."""
@@ -69,7 +72,7 @@ class Group:
     def config(self, model: Model) -> dict[str, Any]:
         """For `disagg up`."""
         pool = {"kv_cache_bytes": 64 << 20, "num_blocks": 2048, **self.pool}
-        pools = {"prefill": {"size": self.prefill, **pool}, "decode": {"size": self.decode, **pool}}
+        pools = {"prefill": {"size": self.prefill, **pool}, "decode": {"size": self.decode, **pool, **self.decode_pool}}
         served = {"path": model.path, "dtype": model.dtype, "max_model_len": self.max_model_len}
         return {"model": served, "pools": pools, **self.sections}
 
@@ -110,6 +113,8 @@ GROUPS = (
         options=lambda: {"keys": KEYS, "key": KEY},
         step_ms=0.0,
     ),
+    Group({"overload_decode_10x": overload_decode}, decode_pool={"max_num_seqs": 4}, step_ms=20.0, is_fake=True),
+    Group({"overload_kv_10x": overload_kv}, decode_pool={"num_blocks": 150}, step_ms=20.0, is_fake=True),
     Group({"clock_jump": clock_jump}, is_fake=True, options=clock_shim),
     Group({"disk_full": disk_full}, is_fake=True, options=full_logs),
     Group({"checkpoint_at_start": checkpoint_at_start}, options=lambda: {"is_broken": True}),
