@@ -279,8 +279,9 @@ class Router(Protocol):
         whole; then nothing is charged. What of it is not submitted must be given back."""
         ...
 
-    def give_back(self, tenant: str, num_tokens: int) -> None:
-        """Tokens of a call that were charged, and that no submitted request has as its `prepaid_tokens`."""
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+        """Tokens of a call that were charged, and that no submitted request has as its `prepaid_tokens`; and its
+        answers of which no request was taken."""
         ...
 
     def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:

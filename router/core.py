@@ -117,9 +117,9 @@ class RouterCore:
             self._journal.refused(error)
         return error
 
-    def give_back(self, tenant: str, num_tokens: int, now: float) -> None:
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
         """See `api.Router`."""
-        self._tenants.give_back(tenant, num_tokens, now)
+        self._tenants.give_back(tenant, num_tokens, num_answers, now)
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
@@ -148,8 +148,10 @@ class RouterCore:
         return list(self._requests)
 
     def holdings(self) -> dict[str, int]:
-        """What is held: requests, queue entries, and the sums of the books. All zero when nothing is in flight."""
-        return {"requests": len(self._requests), "queued": len(self._waiting), **self._fleet.books.holdings()}
+        """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of the books.
+        All zero when nothing is in flight."""
+        held = {"requests": len(self._requests), "queued": len(self._waiting), "admitted": self._tenants.num_admitted}
+        return {**held, **self._fleet.books.holdings()}
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
@@ -182,6 +184,8 @@ class RouterCore:
             return
         self._journal.arrived(trace)
         self._num_submitted += 1
+        if request.prepaid_tokens is not None and tenant.num_admitted:
+            self._tenants.submitted(tenant)
         self._retries.request_came()
         self._requests[request.request_id] = record
         if request.deadline is not None:
@@ -447,7 +451,7 @@ class RouterCore:
             tenant = record.tenant
             tenant.num_boosted -= record.is_boosted
             if tenant.tokens is not None:
-                self._tenants.give_back(tenant.name, record.cost - record.num_used, now)
+                self._tenants.give_back(tenant.name, record.cost - record.num_used, 0, now)
             self._waiting.settle(record)
         self._wakeups.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0

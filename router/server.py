@@ -172,9 +172,9 @@ class RouterServer:
         if error is not None:
             raise error
 
-    def give_back(self, tenant: str, num_tokens: int) -> None:
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         """See `api.Router`."""
-        self._core.give_back(tenant, num_tokens, self._clock())
+        self._core.give_back(tenant, num_tokens, num_answers, self._clock())
 
     def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         """See `api.Router`."""

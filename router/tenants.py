@@ -4,6 +4,9 @@ run, and its turn in the queue.
     a call ──admit──> its answers and the tokens that it surely takes are charged, or all of it is refused
     a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not take is given back
 
+An admitted answer counts as waiting until its request is submitted or given back, while its prompt is tokenized. So the
+requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
+
 Beside its own limits a tenant that is not the only one gets a share of the queue, and of the places to decode, that
 shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So there is
 room for one that comes later, without anything being set apart for each.
@@ -42,6 +45,7 @@ class Tenant:
         "is_unlimited",
         "limits",
         "name",
+        "num_admitted",
         "num_boosted",
         "num_kept",
         "num_running",
@@ -56,6 +60,8 @@ class Tenant:
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.share = Share(name)
+        self.num_admitted = 0
+        """Answers of admitted calls that are not submitted yet."""
         self.num_waiting = 0
         self.num_running = 0
         self.num_boosted = 0
@@ -97,6 +103,8 @@ class Tenants:
         self._stated: dict[str, TenantLimits] = {}
         """The latest limits by the file of keys. Calls that began earlier bring older ones."""
         self._num_running = 0
+        self.num_admitted = 0
+        """Answers of admitted calls that are not submitted yet."""
         self._num_kept = 0
         """Places that tenants are sure of and do not use."""
         self._shared_out: int | None = None
@@ -152,12 +160,18 @@ class Tenants:
         if error is None:
             _take(tenant.requests, call.num_answers, now)
             _take(tenant.tokens, call.num_tokens, now)
+            self._admitted(tenant, call.num_answers)
         return error
 
-    def give_back(self, name: str, num_tokens: int, now: float) -> None:
-        """Tokens that were charged and will not be taken."""
+    def give_back(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
+        """Tokens that were charged and will not be taken, and admitted answers that will not be submitted."""
         if (tenant := self._tenants.get(name)) is not None:
             _take(tenant.tokens, -num_tokens, now)
+            self._admitted(tenant, -num_answers)
+
+    def submitted(self, tenant: Tenant) -> None:
+        """The request of an admitted answer was taken."""
+        self._admitted(tenant, -1)
 
     def refusal(
         self, tenant: Tenant, num_tokens: int, prepaid: int | None, num_waiting: int, now: float
@@ -167,7 +181,9 @@ class Tenants:
         error = _over_rate(tenant, "tokens_per_minute", tenant.tokens, num_tokens - (prepaid or 0), now, num_tokens)
         if error is None and prepaid is None:
             error = _over_rate(tenant, "requests_per_minute", tenant.requests, 1, now)
-        return error or self._over_queue(tenant, 1, num_waiting)
+        if error is not None or (prepaid is not None and tenant.num_admitted):  # It is counted as waiting already.
+            return error
+        return self._over_queue(tenant, 1, num_waiting)
 
     def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
         """A request is taken."""
@@ -241,15 +257,21 @@ class Tenants:
         self._num_kept += num_kept - tenant.num_kept
         tenant.num_kept = num_kept
 
+    def _admitted(self, tenant: Tenant, num_answers: int) -> None:
+        tenant.num_admitted += num_answers
+        self.num_admitted += num_answers
+
     def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
-        """Of those that come at once, some may find a place at once."""
+        """Of those that come at once, and of those that were admitted, some may find a place at once."""
         limits = tenant.limits
+        num_coming = num_answers + tenant.num_admitted
         num_free = 0
-        if num_answers > 1 and (limits.queued is not None or not limits.is_sole):
-            num_free = max(0, self._num_places() - self._num_running)
+        if (num_coming > 1 or self.num_admitted) and (limits.queued is not None or not limits.is_sole):
+            num_free = num_places = max(0, self._num_places() - self._num_running)
+            num_waiting += max(0, self.num_admitted - tenant.num_admitted - num_places)
             if limits.running is not None:
                 num_free = min(num_free, max(0, limits.running - tenant.num_running))
-        num_more = max(1, num_answers - num_free)
+        num_more = max(1, num_coming - num_free)
         if limits.queued is not None and tenant.num_waiting + num_more > limits.queued:
             return self._queue_error(tenant, num_answers, limits.queued)
         if not limits.is_sole:
@@ -261,7 +283,8 @@ class Tenants:
 
     def _queue_error(self, tenant: Tenant, num_answers: int, most: int) -> LimitError:
         asked = "one more is" if num_answers == 1 else f"{num_answers} more are"
-        message = f"{tenant.num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
+        num_waiting = tenant.num_waiting + tenant.num_admitted
+        message = f"{num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
         return LimitError(tenant.name, "queued", message, self._config.retry_after_s)
 
 

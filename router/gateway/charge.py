@@ -30,20 +30,22 @@ class Charge:
         self._router = router
         self._tenant = caller.tenant
         self._left = sum((given.n or 1) * least_tokens(given) for given in inputs)
-        num_answers = sum(given.n or 1 for given in inputs)
+        self._num_answers = sum(given.n or 1 for given in inputs)
+        """Those that are not submitted."""
         router.admit(
-            CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=num_answers, num_tokens=self._left)
+            CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=self._num_answers, num_tokens=self._left)
         )
 
     def submitted(self, num_tokens: int) -> None:
         """The router has taken an answer with so many `prepaid_tokens`."""
         self._left -= num_tokens
+        self._num_answers -= 1
 
     def close(self) -> None:
         """Give back the rest. Idempotent."""
-        if self._left:
-            self._router.give_back(self._tenant, self._left)
-            self._left = 0
+        if self._num_answers:
+            self._router.give_back(self._tenant, self._left, self._num_answers)
+            self._left = self._num_answers = 0
 
 
 def least_tokens(given: GenerationInput) -> int:

@@ -155,7 +155,7 @@ class FakeRouter:
         """What every call is refused with."""
         self.admitted: list[CallDemand] = []
         self.stated: list[dict[str, TenantLimits]] = []
-        self.given_back: list[tuple[str, int]] = []
+        self.given_back: list[tuple[str, int, int]] = []
         self.no_room: DisaggError | None = None
         self.submitted: list[tuple[RoutedRequest, float]] = []
         self.handles: list[FakeHandle] = []
@@ -168,8 +168,8 @@ class FakeRouter:
             raise self.limit
         self.admitted.append(call)
 
-    def give_back(self, tenant: str, num_tokens: int) -> None:
-        self.given_back.append((tenant, num_tokens))
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+        self.given_back.append((tenant, num_tokens, num_answers))
 
     def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self.stated.append(dict(limits))

@@ -65,7 +65,7 @@ ROOT = root_hash(FINGERPRINT)
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=64)
 PLAIN = RouterConfig(local_prefill="never", policy="least_loaded")
 """Transcripts of anything but placement use this, so that they do not depend on predicted times."""
-EMPTY = {"requests": 0, "queued": 0, "tokens": 0, "sequences": 0, "blocks": 0}
+EMPTY = {"requests": 0, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 0, "blocks": 0}
 """`holdings()` when nothing is in flight."""
 
 

@@ -71,7 +71,7 @@ async def test_what_was_not_submitted_is_given_back(model: ServedModel) -> None:
     router = Refusing()
     with pytest.raises(OverloadedError):
         await run(model, router, CALLER, TextPrompt("hi"), n=5)
-    assert (router.admitted, router.given_back) == ([demand(5, 5 * 11)], [("a", 3 * 11)])
+    assert (router.admitted, router.given_back) == ([demand(5, 5 * 11)], [("a", 3 * 11, 3)])
 
 
 async def test_a_refused_call_is_neither_tokenized_nor_submitted(

@@ -31,14 +31,14 @@ def test_a_request_over_a_pair() -> None:
     it.now = 1.0
     assert it.submit(routed_request("r0", 64, max_tokens=4)) == ["dispatch p0 r0/0 -> d0"]
     # P: 64 tokens, 5 blocks. D: 68 tokens are 5 blocks.
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 64, "sequences": 2, "blocks": 10}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 64, "sequences": 2, "blocks": 10}
     it.now = 2.0
     assert it.update("p0", tokens_update("r0", 0, 0, 7), prefilled_update("r0", 0, 16)) == ["emit r0 [7]"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 2, "blocks": 10}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 2, "blocks": 10}
     it.now = 3.0
     update = [handed_over_update("r0", 0, kv_bytes=4096, cached_tokens=32), tokens_update("r0", 0, 0, 7, 8)]
     assert it.update("d0", *update) == ["emit r0 [8]"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 1, "blocks": 5}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 1, "blocks": 5}
     it.now = 4.0
     last = [tokens_update("r0", 0, 2, 9), end_update("r0", 0, "stop")]
     assert it.update("d0", *last) == ["emit r0 [9]", "finish r0 stop 3 cached=16"]
@@ -79,7 +79,7 @@ def test_decode_may_overtake_prefill() -> None:
     it = Scenario("p0", "d0")
     it.start("r0", "p0", "d0")
     assert it.update("d0", handed_over_update("r0", 0), tokens_update("r0", 0, 0, 7, 8)) == ["emit r0 [7, 8]"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 1, "blocks": 5}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 1, "blocks": 5}
     assert it.update("p0", tokens_update("r0", 0, 0, 7), prefilled_update("r0", 0, 48)) == []
     assert it.update("d0", end_update("r0", 0, "length")) == ["finish r0 length 2 cached=48"]
     assert it.core.counters["duplicate_tokens"] == 1
@@ -131,9 +131,9 @@ def test_local_prefill_on_d() -> None:
     request = routed_request("r0", 64)
     it.holds("d0", request, 2)
     assert it.submit(request) == ["dispatch d0 r0/0 alone"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 32, "sequences": 1, "blocks": 5}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 32, "sequences": 1, "blocks": 5}
     assert it.update("d0", tokens_update("r0", 0, 0, 7)) == ["emit r0 [7]"]
-    assert it.core.holdings() == {"requests": 1, "queued": 0, "tokens": 0, "sequences": 1, "blocks": 5}
+    assert it.core.holdings() == {"requests": 1, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 1, "blocks": 5}
     assert it.update("d0", end_update("r0", 0, "stop", cached_tokens=32)) == ["finish r0 stop 1 cached=32"]
     trace = it.core.trace(request.request_id)
     assert trace is not None

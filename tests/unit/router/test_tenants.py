@@ -168,12 +168,60 @@ def test_a_call_of_more_answers_than_may_wait_is_refused_as_a_whole() -> None:
     it = places(4)
     limits = TenantLimits(queued=10, running=2, is_sole=False)
     assert it.core.admit(call(12, limits=limits), 0.0) is None
+    it.core.give_back("a", 0, 12, 0.0)
     error = it.core.admit(call(13, limits=limits), 0.0)
     assert error is not None
     assert (
         error.message
         == "queued: 0 answers of tenant a wait and 13 more are asked for; at most 10 may; try again in 1 s"
     )
+
+
+def test_an_admitted_call_is_never_refused_half_way() -> None:
+    """Its answers are counted as waiting from its admission on, so that a later call does not take their places."""
+    it = places(1)
+    limits = TenantLimits(queued=4, is_sole=False)
+    it.submit(of("b", "b0"))
+    assert it.core.admit(call(4, 4 * 32, limits=limits), 0.0) is None
+    error = it.core.admit(call(1, 32, limits=limits), 0.0)
+    assert error is not None
+    assert (
+        error.message == "queued: 4 answers of tenant a wait and one more is asked for; at most 4 may; try again in 1 s"
+    )
+    assert it.submit(of("a", "late", limits=limits)) == ["fail late LimitError"]
+    assert it.core.holdings()["admitted"] == 4
+    lines = [it.submit(of("a", f"a{number}", limits=limits, prepaid_tokens=32)) for number in range(4)]
+    assert lines == [[]] * 4
+    assert it.core.holdings()["admitted"] == 0
+    # What its call was charged is used up: this one has to fit into the queue itself.
+    assert it.submit(of("a", "a4", limits=limits, prepaid_tokens=32)) == ["fail a4 LimitError"]
+    for name in ("a0", "a1", "a2", "a3", "b0"):
+        it.cancel(name)
+    assert it.core.holdings() == EMPTY
+
+
+def test_answers_of_a_call_that_are_not_submitted_wait_no_longer() -> None:
+    it = places(1)
+    limits = TenantLimits(queued=4, is_sole=False)
+    it.submit(of("b", "b0"))
+    assert it.core.admit(call(4, 4 * 32, limits=limits), 0.0) is None
+    assert it.submit(of("a", "a0", limits=limits, prepaid_tokens=32)) == []
+    it.core.give_back("a", 3 * 32, 3, 0.0)
+    assert it.core.admit(call(4, 4 * 32, limits=limits), 0.0) is not None
+    assert it.core.admit(call(3, 3 * 32, limits=limits), 0.0) is None
+    it.core.give_back("a", 3 * 32, 3, 0.0)
+    it.cancel("a0")
+    it.cancel("b0")
+    assert it.core.holdings() == EMPTY
+
+
+def test_admitted_answers_of_one_tenant_leave_the_others_their_share_of_the_queue() -> None:
+    it = places(1, msgspec.structs.replace(PLAIN, max_queued=8))
+    it.submit(of("b", "b0"))
+    assert it.core.admit(call(6), 0.0) is None
+    assert it.core.admit(call(1), 0.0) is not None
+    assert it.submit(of("b", "b1")) == []
+    assert it.submit(of("b", "b2")) == ["fail b2 LimitError"]
 
 
 # ---------------------------------------------------------------- by the minute
@@ -236,7 +284,7 @@ def test_what_a_call_was_charged_is_not_charged_again() -> None:
     assert it.core.admit(call(2, 2 * 250, limits=limits), 0.0) is None
     assert it.core.admit(call(1, 150, limits=limits), 0.0) is not None
     assert it.submit(of("a", "a0", 50, max_tokens=240, limits=limits, prepaid_tokens=250)) != ["fail a0 LimitError"]
-    it.core.give_back("a", 250, 0.0)
+    it.core.give_back("a", 250, 1, 0.0)
     assert it.core.admit(call(1, 310, limits=limits), 0.0) is None
     it.cancel("a0")
     assert it.core.admit(call(1, 240, limits=limits), 0.0) is None
