@@ -24,7 +24,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     local_prefill: Literal["auto", "never"] = "auto"
     """`auto`: a decode worker computes an uncached suffix itself where that is cheaper. `never`: every prompt goes
-    through a prefill worker."""
+    through a prefill worker, but for an answer that has begun and outgrew all of them: a decode worker continues it
+    alone."""
     policy: PolicyName = "joint"
     """`joint` takes the pair of least cost in milliseconds; the others are there to be compared with."""
     admission: bool = True

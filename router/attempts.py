@@ -257,6 +257,7 @@ class Attempts:
             tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
             queued_ms=queued_ms,
             reuse=self._reuse.value,
+            is_continued=num_released > 0,
             turn=self._num_started,
         )
 

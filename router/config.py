@@ -17,7 +17,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     local_prefill: LocalPrefill = "auto"
     """`auto`: a decode worker may compute an uncached suffix itself. `never`: every prompt goes through a prefill
-    worker."""
+    worker. An answer that has begun and outgrew every prefill worker is continued on a decode worker alone all the
+    same: otherwise it would be lost."""
     policy: PolicyName = "joint"
     """How workers are chosen, see `policies/`."""
     admission: bool = True

@@ -89,6 +89,8 @@ class Fleet:
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
+        self._longest_continued = 0
+        """Goes with `_longest_new`."""
         self._num_places = 0
         """Of the workers that `_longest_new` is of."""
         self._openings: dict[int, tuple[list[float], float]] = {}
@@ -273,8 +275,14 @@ class Fleet:
         if self._longest_new is None:
             infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
+            self._longest_continued = longest_of(infos, may_prefill_locally=True)
             self._num_places = sum(info.max_num_seqs for info in infos if "decode" in info.roles)
         return self._longest_new
+
+    @property
+    def longest_continued_sequence(self) -> int:
+        """The same for a request of whose answer tokens were released, see `Demand.is_continued`."""
+        return max(self.longest_new_sequence, self._longest_continued)
 
     def num_places(self) -> int:
         """Sequences that the workers decode at a time which get something new."""
@@ -369,11 +377,11 @@ class Fleet:
         """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
         return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
 
-    def emptiest_decode(self, num_tokens: int) -> Worker | None:
+    def emptiest_decode(self, demand: Demand) -> Worker | None:
         """Of the workers where a request of that length could decode, the one with the least share of its blocks in
         use."""
-        local = self._may_prefill_locally
-        workers = [worker for kind in self._kinds.values() for worker in kind.decoders(num_tokens, local)]
+        local = self._may_prefill_locally or demand.is_continued
+        workers = [worker for kind in self._kinds.values() for worker in kind.decoders(demand.num_tokens, local)]
         return _emptiest([worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers)
 
     def is_left_out(self, worker_id: WorkerId) -> bool:

@@ -68,9 +68,9 @@ class Kind:
     ) -> Shortlist:
         """The few workers of each role that are worth a look and have room. `without` are those that the request
         avoids, `left_out` those that all avoid now."""
-        local = may_prefill_locally and (
-            self._policy.weighs_local or not any(pool.members for pool in self._prefills.values())
-        )
+        local = may_prefill_locally and self._policy.weighs_local
+        if not local and (may_prefill_locally or demand.is_continued):
+            local = next(_long_enough(self._prefills, demand.num_tokens), None) is None
         if left_out is not None:
             return self._without(left_out, demand, set(without), matched, local)
         prefills = _candidates(self._prefills, demand, without, matched)

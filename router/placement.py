@@ -51,6 +51,9 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     """How long the prompts before it in the queue keep the workers that are there for prompts."""
     reuse: float = 0.0
     """Share of prompt tokens that were found cached lately: how likely it is that what is cached will be used."""
+    is_continued: bool = False
+    """Whether tokens of the answer were released: a decode worker may compute them and the prompt where no prefill
+    worker can hold them, whatever `RouterConfig.local_prefill` says."""
     turn: int = 0
     """Number of placements so far; feeds the draws."""
     num_steps: float = 0.0

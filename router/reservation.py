@@ -60,7 +60,7 @@ class Reservation:
         if self._decode is not None and self._fleet.is_left_out(self._decode.worker_id):
             self._decode = None
         if self._decode is None:
-            self._decode = self._fleet.emptiest_decode(demand.num_tokens)
+            self._decode = self._fleet.emptiest_decode(demand)
         decode = self._decode
         if decode is None:
             return

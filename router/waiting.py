@@ -131,8 +131,7 @@ class Waiting:
         self._reservation.workers_changed()
         if not self._aside:
             return
-        longest = self._fleet.longest_new_sequence
-        for record in [record for record in self._aside.values() if record.num_tokens < longest]:
+        for record in [record for record in self._aside.values() if self._could_fit(record)]:
             del self._aside[record.request_id]
             record.unservable_since = None
             self._push(record, now)
@@ -277,12 +276,19 @@ class Waiting:
 
     def _set_aside(self, record: RequestRecord, now: float) -> bool:
         """Set a request aside if no present worker could take it even if empty."""
-        if record.num_tokens < self._fleet.longest_new_sequence:
+        if self._could_fit(record):
             return False
         self._aside[record.request_id] = record
         record.unservable_since = now
         self._wakeups.add(now + self._config.no_worker_grace_s, record.request_id)
         return True
+
+    def _could_fit(self, record: RequestRecord) -> bool:
+        """Whether a present worker could take a request if it were empty."""
+        fleet, num_tokens = self._fleet, record.num_tokens
+        if num_tokens < fleet.longest_new_sequence:
+            return True
+        return bool(record.ledger.released) and num_tokens < fleet.longest_continued_sequence
 
     def _push(self, record: RequestRecord, now: float) -> None:
         cost = 0 if record.is_charged else record.cost

@@ -23,7 +23,7 @@ class EmptiestFirst:
         self.names = names
         self.left_out: set[str] = set()
 
-    def emptiest_decode(self, num_tokens: int) -> NamedWorker:
+    def emptiest_decode(self, demand: Demand) -> NamedWorker:
         return NamedWorker(next(name for name in self.names if name not in self.left_out))
 
     def is_left_out(self, worker_id: WorkerId) -> bool:
