@@ -213,10 +213,14 @@ class Attempts:
         self._lengths.observe(num_tokens)
         self._recent_lengths.observe(num_tokens)
 
+    @property
+    def answer_tokens(self) -> float:
+        """How many tokens answers have, as far as was seen."""
+        return max(1.0, self._recent_lengths.value)
+
     def decode_wait_ms(self, record: RequestRecord, position: int, now: float) -> float:
         """How long a request at a position of the queue waits for a place to decode."""
-        demand = self.demand(record, now)
-        return self._fleet.decode_wait_ms(demand, max(1.0, self._recent_lengths.value), position, now)
+        return self._fleet.decode_wait_ms(self.demand(record, now), self.answer_tokens, position, now)
 
     def refused(self, record: RequestRecord) -> bool:
         """D had no room. Its books learn that; returns whether there is something there to wait for: with nothing else

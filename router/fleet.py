@@ -36,6 +36,8 @@ from disagg.router.worker_counts import WorkerCounts
 
 FORECAST_S = 0.02
 """A forecast of places to decode is kept for so long."""
+_AS_SOON = 1.25
+"""Waits of which one is so many times the other are equal: forecasts are not that exact."""
 MAX_FORECAST = 8
 """Workers of a pool that it looks at; the others are taken to be like them."""
 
@@ -377,12 +379,16 @@ class Fleet:
         """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
         return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
 
-    def emptiest_decode(self, demand: Demand) -> Worker | None:
-        """Of the workers where a request of that length could decode, the one with the least share of its blocks in
+    def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
+        """Of the workers where a request of that length could decode, the one that has a place and the blocks for it
+        soonest, where answers have so many tokens; of those about as soon the one with the least share of its blocks in
         use."""
         local = self._may_prefill_locally or demand.is_continued
         workers = [worker for kind in self._kinds.values() for worker in kind.decoders(demand.num_tokens, local)]
-        return _emptiest([worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers)
+        workers = [worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers
+        waits_ms = [self._pool_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
+        limit_ms = min(waits_ms, default=0.0) * _AS_SOON
+        return _emptiest([each for each, wait_ms in zip(workers, waits_ms, strict=True) if wait_ms <= limit_ms])
 
     def is_left_out(self, worker_id: WorkerId) -> bool:
         """Whether a worker gets no new sequences to decode, because it failed again and again."""

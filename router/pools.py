@@ -133,6 +133,11 @@ class Pool:
         found = [when for worker in workers for when in openings(worker, num_blocks, self._room, output_tokens)]
         return found, output_tokens * max((worker.around_ms for worker in workers), default=0.0)
 
+    def wait_ms(self, demand: Demand, worker: Worker, output_tokens: float) -> float:
+        """When a member can begin with a request of which it has nothing, if it gets nothing else until then."""
+        found = openings(worker, self.num_blocks(demand), self._room, output_tokens)
+        return next(found, math.inf)
+
     def num_blocks(self, demand: Demand) -> int:
         """KV blocks of a request there."""
         return self._num_blocks(demand, self._shape)

@@ -52,15 +52,15 @@ class Reservation:
         since = record.lacks_room_since
         return since is not None and now >= since + self._bypass_s
 
-    def keep(self, record: RequestRecord, demand: Demand) -> None:
-        """Keep workers for the request. The decode worker stays the same, so that it empties, until
-        it is left out because it fails. A prefill worker is kept
-        only while it alone is what lacks room: it would be idle until then."""
+    def keep(self, record: RequestRecord, demand: Demand, output_tokens: float) -> None:
+        """Keep workers for the request. The decode worker is the one where there is room soonest, with answers of so
+        many tokens; it stays the same, so that it empties, until it is left out because it fails. A prefill worker is
+        kept only while it alone is what lacks room: it would be idle until then."""
         self.holder = record
         if self._decode is not None and self._fleet.is_left_out(self._decode.worker_id):
             self._decode = None
         if self._decode is None:
-            self._decode = self._fleet.emptiest_decode(demand)
+            self._decode = self._fleet.soonest_decode(demand, output_tokens)
         decode = self._decode
         if decode is None:
             return

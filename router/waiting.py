@@ -252,7 +252,7 @@ class Waiting:
             record.lacks_room_since = now
             self._wakeups.add(now + self._config.bypass_s, record.request_id)
         if self._reservation.is_for(record, now):
-            self._reservation.keep(record, self._attempts.demand(record, now))
+            self._reservation.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
     def _note_large(self, record: RequestRecord, now: float) -> None:
         """Where there is room for one half its size, a request waits because it is large. Others pass it, so that its

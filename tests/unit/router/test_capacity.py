@@ -162,3 +162,35 @@ def test_marks_show_what_is_held_of_a_chain_and_never_too_much(num_booked: int, 
     assert books.check_integrity() == []
     books.close(worker_id, key)
     assert (account.held, books.check_integrity()) == ({}, [])
+
+
+# ---------------------------------------------------------------- waiting for a place to decode
+
+
+def test_a_place_that_opens_soon_is_waited_for_where_others_are_taken_for_long() -> None:
+    """The worker whose place opens first gets the next request, though more of its KV is in use than of the other."""
+    it = EngineWorld(NEVER, num_decodes=2, num_blocks=128, max_num_seqs=1)
+    it.submit(request("long", own=16, max_tokens=400))
+    it.submit(request("short", own=640, max_tokens=60))
+    it.submit(request("next", own=16, max_tokens=40))
+    it.run()
+    assert it.ended_at["short"] < it.first_token_at["next"] < it.ended_at["short"] + 0.1
+    assert it.ended_at["next"] < it.ended_at["long"]
+    it.assert_nothing_held()
+
+
+def test_the_worker_with_room_soonest_is_kept_for_a_request_that_waits_for_room() -> None:
+    """Not the one with the fewest blocks in use, whose answer is long: smaller requests go there meanwhile."""
+    it = EngineWorld(NEVER, num_decodes=2, num_blocks=64)
+    it.run([(it.now, request(f"warm{number}", own=16, max_tokens=400)) for number in range(4)])
+    now = it.now + 0.1
+    it.run_until(now)
+    it.submit(request("long", own=16, max_tokens=480))
+    it.submit(request("short", own=500, max_tokens=100))
+    it.run_until(now + 0.2)
+    it.submit(request("large", own=800, max_tokens=20))
+    it.run([(now + 0.25 + 0.1 * number, request(f"small{number}", own=16, max_tokens=60)) for number in range(60)])
+    assert it.first_token_at["large"] < it.ended_at["short"] + 1.0
+    assert it.ended_at["large"] < it.ended_at["long"]
+    assert set(it.ended.values()) == {"finished"}
+    it.assert_nothing_held()
