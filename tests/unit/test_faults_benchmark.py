@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fault_load import Model, Stream
+from benchmarks.fault_overload import TTFT_MS, WINDOW_S, Answer, rate
 from benchmarks.fault_row import Row, all_right, of_streams
 from benchmarks.faults import GROUPS, summary
 from disagg.cluster.config import parse_config
@@ -78,3 +79,17 @@ def test_every_row_has_one_name_and_every_configuration_can_be_used() -> None:
     assert len(set(names)) == len(names)
     for group in GROUPS:
         parse_config(group.config(Model()))
+
+
+def test_an_answer_counts_for_as_much_of_it_as_came_in_the_window() -> None:
+    whole, half, outside = ([(begin + 0.5 * i, 1) for i in range(10)] for begin in (12.0, 7.5, 100.0))
+    answers = [Answer(9.0, tokens, is_whole=True) for tokens in (whole, half, outside)]
+    assert [answer.tokens_in(10.0, 10.0 + WINDOW_S) for answer in answers] == [10, 5, 0]
+    assert rate(answers, 10.0, 10) * WINDOW_S == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "is_whole", "is_good"), [(0.0, True, True), (0.01, True, False), (0.0, False, False)]
+)
+def test_an_answer_is_good_that_is_whole_and_began_in_time(late_s: float, is_whole: bool, is_good: bool) -> None:
+    assert Answer(0.0, [(TTFT_MS / 1000 + late_s, 1)], is_whole=is_whole).is_good is is_good
