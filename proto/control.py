@@ -1,7 +1,7 @@
 """Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
 
     worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is membership, and beats
-    gateway  <- controller   Follow     the whole membership at every change; up: which draining workers are empty
+    gateway  <- controller   Follow     the whole membership once, then its changes; up: which draining workers are empty
     operator -> controller   Control    scale a pool, drain a worker, what is there
 
 A worker that stays is a member for as long as its Register stream stands. Losing the controller ends neither workers
@@ -116,7 +116,11 @@ class GatewayBeat(Message, frozen=True, kw_only=True, tag=True):
     """What the loop was seen to do in it, for the log."""
 
 
-GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayBeat
+class MembershipWanted(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway missed a change of the membership: send the whole."""
+
+
+GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayBeat | MembershipWanted
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -130,9 +134,24 @@ class Membership(Message, frozen=True, kw_only=True, tag=True):
     """All workers; replaces what was known."""
 
     members: tuple[Member, ...]
+    source: str = ""
+    """Names the list that the revision is of; another controller has another."""
+    revision: int = 0
+    """Counts the changes of the list."""
 
 
-ControllerToGateway = Membership
+class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
+    """What became of the membership of the revision before."""
+
+    source: str
+    revision: int
+    """After the change."""
+    changed: tuple[Member, ...] = ()
+    """Workers that came, or are not what they were."""
+    removed: tuple[WorkerId, ...] = ()
+
+
+ControllerToGateway = Membership | MembershipChange
 
 
 # ---------------------------------------------------------------- operator -> controller

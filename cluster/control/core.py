@@ -35,6 +35,7 @@ from disagg.proto.control import (
     ScaleRequest,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
 MAX_POOL_SIZE = 1024
@@ -77,7 +78,7 @@ class ControlCore:
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
         """Since when there is a ready worker in each pool."""
-        self._published: Membership | None = None
+        self._published = MembershipLog(life)
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
         """Lives that are to drain, as gateways reported, and that have not registered here."""
         self._out: list[Command] = []
@@ -114,14 +115,8 @@ class ControlCore:
         )
 
     def membership(self) -> Membership:
-        """The workers that gateways should know."""
-        return Membership(
-            members=tuple(
-                Member(info=worker.info, state="draining" if worker.phase == "draining" else "ready")
-                for worker in self._workers.values()
-                if worker.is_member and worker.info is not None
-            )
-        )
+        """The workers that gateways know, as it was published last."""
+        return self._published.whole()
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request cannot be followed; None if it can."""
@@ -171,7 +166,7 @@ class ControlCore:
         self._expire(now)
         self._reconcile(now)
         self._reconcile_gateway(now)
-        self._publish(force=isinstance(event, events.GatewayJoined))
+        self._publish()
         if self._to_stop:  # after they left the membership
             self._out.append(events.StopWorkers(tuple(self._to_stop)))
         out, self._out, self._to_stop = self._out, [], []
@@ -221,6 +216,9 @@ class ControlCore:
                     gateway.detail = "its line to the controller broke"
             case events.GatewayStopped():
                 gateway.enter(None)
+            case events.MembershipMissed(gateway_id=gateway_id):
+                if gateway_id in self._followers:
+                    self._followers[gateway_id].needs_whole = True
             case events.WorkerEmpty(gateway_id=gateway_id, worker_id=name, incarnation=incarnation):
                 if gateway_id in self._followers:
                     self._followers[gateway_id].empty.add((name, incarnation))
@@ -402,13 +400,21 @@ class ControlCore:
             self._gateway.num_starts += 1
             self._out.append(events.StartGateway(ready, self._gateway.address, self._gateway.http_address))
 
-    def _publish(self, force: bool) -> None:
+    def _publish(self) -> None:
         if self._adopting_until is not None:
             return
-        membership = self.membership()
-        if force or membership != self._published:
-            self._published = membership
-            self._out.append(events.Publish())
+        change = self._published.update(
+            [
+                Member(info=worker.info, state="draining" if worker.phase == "draining" else "ready")
+                for worker in self._workers.values()
+                if worker.is_member and worker.info is not None
+            ]
+        )
+        behind = [follower for follower in self._followers.values() if follower.needs_whole]
+        for follower in behind:
+            follower.needs_whole = False
+        if change is not None or behind:
+            self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
 
     def _num_ready(self, pool: PoolName) -> int:
         return sum(worker.pool == pool and worker.phase == "ready" for worker in self._workers.values())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from disagg.proto.control import PoolName
+from disagg.proto.control import MembershipChange, PoolName
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
 
@@ -114,6 +114,13 @@ class GatewayStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class MembershipMissed:
+    """That gateway missed a change of the membership. Answered with `Publish`."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerEmpty:
     """Nothing of that gateway runs on that draining worker any more."""
 
@@ -141,6 +148,7 @@ Event = (
     | GatewayStartFailed
     | GatewayLeft
     | GatewayStopped
+    | MembershipMissed
     | WorkerEmpty
     | Tick
 )
@@ -199,7 +207,12 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell every gateway the membership: `ControlCore.membership()`."""
+    """Send gateways what is new in the membership."""
+
+    change: MembershipChange | None
+    """For every gateway that is not in `whole_for`; None where nothing changed."""
+    whole_for: tuple[GatewayId, ...] = ()
+    """Gateways that joined, or missed a change: they get all of it, `ControlCore.membership()`."""
 
 
 Command = StartWorker | StopWorkers | StartGateway | StopGateway | Welcome | Dismiss | Publish

@@ -39,6 +39,8 @@ class Follower:
     http_address: str = ""
     empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     """Draining workers on which it has nothing any more."""
+    needs_whole: bool = True
+    """Whether it is to get the whole membership: it got none yet, or missed a change."""
 
     def record(self) -> GatewayRecord:
         """As operators see it."""

@@ -1,6 +1,6 @@
 """The shell around the controller's core: sockets, clock, and one thread for the launcher.
 
-    Register, Follow, Control ──┐                    ┌──> replies to workers, memberships to gateways
+    Register, Follow, Control ──┐                    ┌──> replies to workers, membership to gateways
     launcher: exited, pending ──┼──> ControlCore ────┤
     time ───────────────────────┘                    └──> launcher: start, stop (one thread, in order)
     beats on Register, Follow ─────> Supervisor ────────> launcher: kill
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +43,8 @@ from disagg.proto.control import (
     GatewayFailed,
     GatewayHello,
     GatewayToController,
-    Membership,
+    MembershipChange,
+    MembershipWanted,
     PoolName,
     ScaleRequest,
     WorkerBeat,
@@ -71,6 +72,8 @@ LOST_GRACE_S = 10.0
 RESTART_GRACE_S = 180.0
 """The same where the launcher restarts by itself: long enough to load a model."""
 LAUNCHER_POLL_S = 0.2
+MAX_CHANGES_WAITING = 1024
+"""Changes of the membership that may wait for one gateway to take them."""
 CLOSE_GRACE_S = 0.5
 
 _OPTIONS = (
@@ -124,7 +127,8 @@ class Controller:
         self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
         self._timer: asyncio.TimerHandle | None = None
         self._workers: dict[_Life, asyncio.Queue[ControllerToWorker]] = {}
-        self._followers: dict[GatewayId, asyncio.Queue[Membership]] = {}
+        self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
+        """Encoded, so that what goes to several is encoded once."""
         self._stopping = False
 
     # ------------------------------------------------------------ life
@@ -211,13 +215,25 @@ class Controller:
             case events.Dismiss(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 logger.warning("%s is not taken in: %s", worker_id, reason)
                 self._reply(worker_id, incarnation, WorkerUnwanted(reason=reason))
-            case events.Publish():
-                membership = core.membership()
-                for follower in self._followers.values():
-                    follower.put_nowait(membership)
+            case events.Publish(change=change, whole_for=whole_for):
+                self._publish(change, whole_for, core)
             case _:
                 assert self._launching is not None, "the controller has not started"
                 self._launching.put(command)
+
+    def _publish(self, change: MembershipChange | None, whole_for: Collection[GatewayId], core: ControlCore) -> None:
+        """One that takes nothing is not sent one change after the other: once too many wait it gets the whole instead."""
+        frame = None if change is None else encode(change)
+        whole: bytes | None = None
+        for gateway_id, frames in self._followers.items():
+            is_late = frames.qsize() >= MAX_CHANGES_WAITING
+            if gateway_id in whole_for or is_late:
+                while not frames.empty():
+                    frames.get_nowait()
+                whole = whole or encode(core.membership())
+                frames.put_nowait(whole)
+            elif frame is not None:
+                frames.put_nowait(frame)
 
     def _reply(self, worker_id: WorkerId, incarnation: Incarnation, reply: ControllerToWorker) -> None:
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
@@ -300,7 +316,7 @@ class Controller:
             return
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
-        memberships = self._followers[hello.gateway_id] = asyncio.Queue[Membership]()
+        frames = self._followers[hello.gateway_id] = asyncio.Queue[bytes]()
         watched = Life(GATEWAY, hello.gateway_id, hello.pid)
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
@@ -308,10 +324,10 @@ class Controller:
             draining = tuple((life.worker_id, life.incarnation) for life in hello.draining)
             self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address, draining))
             while True:
-                yield encode(await memberships.get())
+                yield await frames.get()
         finally:
             reader.cancel()
-            if self._followers.get(hello.gateway_id) is memberships:  # not a later stream of the same gateway
+            if self._followers.get(hello.gateway_id) is frames:  # not a later stream of the same gateway
                 del self._followers[hello.gateway_id]
                 self._supervisor.forget(watched)
                 self._handle(events.GatewayLeft(hello.gateway_id))
@@ -322,6 +338,9 @@ class Controller:
                 self._supervisor.heard(life)
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
+            elif isinstance(message, MembershipWanted):
+                logger.info("gateway %s missed a change of the membership: it gets the whole", hello.gateway_id)
+                self._handle(events.MembershipMissed(hello.gateway_id))
 
     async def _read_gateway_beats(self, first: GatewayBeat, requests: AsyncIterator[bytes]) -> None:
         """Beats of a gateway's thread; they count while its other stream stands."""

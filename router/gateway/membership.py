@@ -1,16 +1,18 @@
 """The gateway's line to the controller: follows the membership of the cluster, and carries operators' requests there.
 
-    hello ──> Membership ──> workers added, drained, removed          ──break──> pause ──> resolve() ──> hello ...
+    hello ──> Membership, changes ──> workers added, drained, removed ──break──> pause ──> resolve() ──> hello ...
           <── WorkerDrained, when nothing of ours runs on a draining worker any more; a beat twice a second
+          <── MembershipWanted, when a change is missing
 
-While the controller is away the gateway serves on with the workers that it knows. A membership replaces what was known,
-so that nothing that was missed matters.
+While the controller is away the gateway serves on with the workers that it knows. Each stream begins with the whole
+membership, which replaces what was known, so that nothing that was missed matters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
@@ -28,12 +30,16 @@ from disagg.proto.control import (
     GatewayFailed,
     GatewayHello,
     GatewayToController,
+    Member,
     Membership,
+    MembershipChange,
+    MembershipWanted,
     WorkerDrained,
     WorkerLife,
 )
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.membership import MembershipCopy
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROL, FOLLOW
 
@@ -91,6 +97,9 @@ class ControllerLink:
         self._workers = workers
         self._secret = secret
         self._metadata = secret.metadata
+        self.counters: Counter[str] = Counter()
+        """What came: whole (memberships), change, and gap."""
+        self._copy = MembershipCopy()
         self._known = {info.worker_id: info for info in known}
         self._draining: set[tuple[WorkerId, Incarnation]] = set()
         """As the latest membership says; the next controller hears of them."""
@@ -154,13 +163,13 @@ class ControllerLink:
             try:
                 address = await self._address()
                 async with open_channel(address, self._secret) as channel:
-                    self._outbox = asyncio.Queue()
+                    self._outbox, self._copy = asyncio.Queue(), MembershipCopy()
                     call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
                     beats = asyncio.create_task(self._beat(self._outbox), name="beat")
                     try:
                         async for frame in call:
                             followed, self._line = True, address
-                            await self.apply(decoder(ControllerToGateway).decode(frame))
+                            await self.take(decoder(ControllerToGateway).decode(frame))
                     finally:
                         self._line = ""
                         beats.cancel()
@@ -187,9 +196,20 @@ class ControllerLink:
             await asyncio.sleep(BEAT_S)
             outbox.put_nowait(GatewayBeat())
 
-    async def apply(self, membership: Membership) -> None:
+    async def take(self, message: Membership | MembershipChange) -> None:
+        """Follow what the controller says, or ask it for what is missing."""
+        self.counters["whole" if isinstance(message, Membership) else "change"] += 1
+        taken = self._copy.take(message)
+        if taken == "new":
+            await self._apply(self._copy.members)
+        elif taken == "gap":
+            self.counters["gap"] += 1
+            logger.warning("a change of the membership before revision %d is missing: asked for all", message.revision)
+            self._outbox.put_nowait(MembershipWanted())
+
+    async def _apply(self, membership: tuple[Member, ...]) -> None:
         """Make the workers what the membership says."""
-        members = {member.info.worker_id: member for member in membership.members}
+        members = {member.info.worker_id: member for member in membership}
         for worker_id in [worker_id for worker_id in self._known if worker_id not in members]:
             await self._workers.remove_worker(worker_id)
             del self._known[worker_id]
@@ -199,9 +219,9 @@ class ControllerLink:
                 self._known.pop(worker_id, None)
                 await self._workers.add_worker(member.info)
                 self._known[worker_id] = member.info
-        draining = [m.info for m in membership.members if m.state == "draining"]
+        draining = [m.info for m in membership if m.state == "draining"]
         before, self._draining = self._draining, {(info.worker_id, info.incarnation) for info in draining}
-        lives = {(member.info.worker_id, member.info.incarnation) for member in membership.members}
+        lives = {(member.info.worker_id, member.info.incarnation) for member in membership}
         for life in sorted(before & lives - self._draining):
             self._workers.resume_worker(*life)
         self._drained &= self._draining

@@ -119,9 +119,10 @@ class Driver:
                 return f"gateway {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
             case events.StopGateway():
                 return "stop gateway"
-            case events.Publish():
+            case events.Publish(change=change, whole_for=whole_for):
                 members = self.core.membership().members
                 shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]
+                assert change is not None or whole_for, "nothing to publish"
                 return f"publish {' '.join(shown)}".rstrip()
 
 

@@ -19,6 +19,7 @@ PURE = (
     "proto/frames.py",
     "proto/handover.py",
     "proto/ids.py",
+    "proto/membership.py",
     "proto/messages.py",
     "proto/services.py",
     "proto/token_ids.py",

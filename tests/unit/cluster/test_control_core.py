@@ -18,7 +18,7 @@ from tests.support.control import ADDRESS, DRAIN_TIMEOUT_S, GATEWAY_ID, LOST_GRA
 
 def test_a_cluster_comes_up_workers_first() -> None:
     control = Driver({"prefill": 1, "decode": 2})
-    assert control.tick() == ["start prefill-0", "start decode-0", "start decode-1", "publish"]
+    assert control.tick() == ["start prefill-0", "start decode-0", "start decode-1"]
     assert control.register("decode-1") == ["welcome decode-1", "publish decode-1"]
     assert control.register("prefill-0") == ["welcome prefill-0", "publish prefill-0 decode-1"]
     assert control.register("decode-0") == [

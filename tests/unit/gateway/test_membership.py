@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg.proto.control import GatewayHello, GatewayToController, Member, Membership, MemberState, WorkerLife
+from disagg.proto.control import (
+    GatewayHello,
+    GatewayToController,
+    Member,
+    Membership,
+    MembershipChange,
+    MembershipWanted,
+    MemberState,
+    WorkerLife,
+)
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder
 from disagg.router.gateway.membership import ControllerLink
@@ -56,45 +65,45 @@ def make_link(workers: Workers, *known: WorkerInfo) -> ControllerLink:
 async def test_a_membership_replaces_what_was_known() -> None:
     workers = Workers()
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
-    await link.apply(membership(a1="ready", b1="ready"))
+    await link.take(membership(a1="ready", b1="ready"))
     assert workers.take() == []
-    await link.apply(membership(a2="ready", c1="ready"))
+    await link.take(membership(a2="ready", c1="ready"))
     assert workers.take() == ["remove b", "add a.2", "add c.1"]
-    await link.apply(membership())
+    await link.take(membership())
     assert workers.take() == ["remove a", "remove c"]
 
 
 async def test_a_worker_drains_until_it_is_gone_or_back_as_another_life() -> None:
     workers = Workers()
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
-    await link.apply(membership(a1="draining", b1="ready"))
+    await link.take(membership(a1="draining", b1="ready"))
     assert workers.take() == ["drain a.1"]
     workers.on_drained(WorkerId("a"), Incarnation("a.1"))
-    await link.apply(membership(a1="draining", b1="draining"))
+    await link.take(membership(a1="draining", b1="draining"))
     assert workers.take() == ["drain b.1"], "a is known to be empty"
-    await link.apply(membership(a2="draining", b1="draining"))
+    await link.take(membership(a2="draining", b1="draining"))
     assert workers.take() == ["add a.2", "drain a.2", "drain b.1"]
 
 
 async def test_a_worker_that_joins_draining_is_added_and_drained() -> None:
     workers = Workers()
-    await make_link(workers).apply(membership(a1="draining"))
+    await make_link(workers).take(membership(a1="draining"))
     assert workers.take() == ["add a.1", "drain a.1"]
 
 
 async def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
     workers = Workers()
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
-    await link.apply(membership(a1="draining", b1="ready"))
-    await link.apply(membership(a1="ready", b1="ready"))
+    await link.take(membership(a1="draining", b1="ready"))
+    await link.take(membership(a1="ready", b1="ready"))
     assert workers.take() == ["drain a.1", "resume a.1"]
-    await link.apply(membership(a1="draining", b1="ready"))
+    await link.take(membership(a1="draining", b1="ready"))
     assert workers.take() == ["drain a.1"]
 
 
 async def test_the_next_controller_hears_what_is_draining() -> None:
     link = make_link(Workers(), make_info("a", 1), make_info("b", 1))
-    await link.apply(membership(a1="draining", b1="ready"))
+    await link.take(membership(a1="draining", b1="ready"))
     hello = GatewayHello(gateway_id=GatewayId("g"), address="", pid=1)
     first = await anext(link._frames(hello))
     found = decoder(GatewayToController).decode(first)
@@ -107,7 +116,23 @@ async def test_what_could_not_be_added_or_removed_is_tried_again_with_the_next_m
     for _ in range(2):
         workers.fails = True
         with pytest.raises(RuntimeError, match="no channel"):
-            await link.apply(membership(a2="ready"))
+            await link.take(membership(a2="ready"))
     workers.fails = False
-    await link.apply(membership(a2="ready", c1="ready"))
+    await link.take(membership(a2="ready", c1="ready"))
     assert workers.take() == ["remove b", "add a.2", "add c.1"]
+
+
+async def test_a_change_is_applied_and_a_missing_one_has_the_whole_sent() -> None:
+    workers = Workers()
+    link = make_link(workers)
+    [a, b, c] = [Member(info=make_info(name, 1), state="ready") for name in "abc"]
+    await link.take(Membership(source="x", revision=4, members=(a, b)))
+    await link.take(MembershipChange(source="x", revision=5, changed=(c,), removed=(a.info.worker_id,)))
+    assert workers.take() == ["add a.1", "add b.1", "remove a", "add c.1"]
+    await link.take(MembershipChange(source="x", revision=7, changed=(a,)))
+    await link.take(MembershipChange(source="x", revision=8, removed=(b.info.worker_id,)))
+    assert workers.take() == []
+    assert [link._outbox.get_nowait() for _ in range(link._outbox.qsize())] == [MembershipWanted()]
+    await link.take(Membership(source="x", revision=8, members=(a, c)))
+    assert workers.take() == ["remove b", "add a.1"]
+    assert link.counters == {"whole": 2, "change": 3, "gap": 1}

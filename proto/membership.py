@@ -1,0 +1,92 @@
+"""The membership as differences: the controller's list with its revisions, and a gateway's copy of it. Pure.
+
+    update(members) ──> MembershipChange (revision n)     ──take──> new: the copy is at n
+    whole()         ──> Membership (revision n)           ──take──> gap: n - 1 is missing here; ask for the whole
+
+A difference follows the revision before it and no other one. So the bytes that a change costs do not depend on how many
+workers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from disagg.proto.control import Member, Membership, MembershipChange
+from disagg.proto.ids import WorkerId
+
+Taken = Literal["new", "old", "gap", "waiting"]
+"""What a message was to a copy. `gap`: ask for the whole membership, once. `waiting`: that was asked for already."""
+
+
+class MembershipLog:
+    """The controller's list of workers.
+
+    Args:
+        source: names this list; no other has the same.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._revision = 0
+        self._members: dict[WorkerId, Member] = {}
+
+    def update(self, members: Sequence[Member]) -> MembershipChange | None:
+        """These are all workers now; what is new about that, None for nothing."""
+        before, self._members = self._members, {member.info.worker_id: member for member in members}
+        changed = tuple(member for worker_id, member in self._members.items() if before.get(worker_id) != member)
+        removed = tuple(worker_id for worker_id in before if worker_id not in self._members)
+        if not changed and not removed:
+            return None
+        self._revision += 1
+        return MembershipChange(source=self._source, revision=self._revision, changed=changed, removed=removed)
+
+    def whole(self) -> Membership:
+        """All workers, as of the latest update."""
+        return Membership(source=self._source, revision=self._revision, members=tuple(self._members.values()))
+
+
+class MembershipCopy:
+    """What one stream of messages says of the workers. A new stream needs a new copy."""
+
+    def __init__(self) -> None:
+        self._source: str | None = None
+        """Of what it has; None without anything."""
+        self._revision = 0
+        self._latest = 0
+        """The highest revision of that source that a message had."""
+        self._members: dict[WorkerId, Member] = {}
+        self._is_waiting = False
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All workers that it knows."""
+        return tuple(self._members.values())
+
+    def take(self, message: Membership | MembershipChange) -> Taken:
+        """Take a message in. The members are worth a look after `new` only. A whole membership that is behind a change
+        seen before it is a `gap` too."""
+        if isinstance(message, MembershipChange):
+            return self._take_change(message)
+        is_known = message.source == self._source
+        if is_known and message.revision < self._revision:
+            return "old"
+        self._source, self._revision = message.source, message.revision
+        self._members = {member.info.worker_id: member for member in message.members}
+        self._latest = max(self._latest, message.revision) if is_known else message.revision
+        self._is_waiting = self._latest > self._revision
+        return "gap" if self._is_waiting else "new"
+
+    def _take_change(self, change: MembershipChange) -> Taken:
+        if change.source == self._source:
+            if change.revision <= self._revision:
+                return "old"
+            self._latest = max(self._latest, change.revision)
+        if change.source != self._source or change.revision != self._revision + 1:
+            was_waiting, self._is_waiting = self._is_waiting, True
+            return "waiting" if was_waiting else "gap"
+        self._revision = change.revision
+        for worker_id in change.removed:
+            self._members.pop(worker_id, None)
+        self._members |= {member.info.worker_id: member for member in change.changed}
+        return "new"
