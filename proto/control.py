@@ -1,7 +1,7 @@
 """Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
 
     worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is membership, and beats
-    gateway  <- controller   Follow     the whole membership once, then its changes; up: which draining workers are empty
+    gateway  <- controller   Follow     all members once, then what changes; up: which draining workers are empty
     operator -> controller   Control    scale a pool, drain a worker, what is there
 
 A worker that stays is a member for as long as its Register stream stands. Losing the controller ends neither workers

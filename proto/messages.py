@@ -177,7 +177,7 @@ class Dispatch(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=True):
-    """A decode worker joined: form the pair with it now, so that no request has to wait for that."""
+    """Form the pair with a decode worker now, so that no request has to wait for that."""
 
     decode_peer: PeerRef
 

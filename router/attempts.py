@@ -177,6 +177,8 @@ class Attempts:
         attempt, fleet = record.running, self._fleet
         is_first = not record.num_failures and not record.num_free
         workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
+        if leg == "transfer" and attempt.prefill is not None:
+            fleet.pairs.failed(attempt.prefill, attempt.decode)
         is_shut = fleet.quarantine.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
         return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
 
@@ -280,6 +282,7 @@ class Attempts:
         else:
             first, peer = choice.prefill.worker, decode.peer
             live = [first.worker_id, decode.worker_id]
+            fleet.pairs.used(first.worker_id, decode.worker_id, now)
             fleet.open(first, key, prefill_booking(demand, choice.prefill), turn)
         fleet.predict(first, record.block_hashes, now)
         self._reuse.observe((choice.prefill or choice.decode).cached_tokens / demand.num_tokens)

@@ -73,6 +73,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pair_timeout_s: float = 2.0
     """For how long an attempt waits for its pair of workers to be formed, at most; at most half of what is left of its
     TTFT target and of its deadline, and at least a quarter of a second. Then it goes elsewhere."""
+    warm_pairs: int = 8
+    """Pairs of each worker that are formed as soon as it comes. Any other is formed by the first request that is placed
+    on it."""
+    pair_setup_ms: float = 50.0
+    """Policy `joint`: what a pair costs more that has to be formed first."""
+    pair_idle_s: float = 60.0
+    """A pair that no request was placed on for so long is taken to be closed, unless it is one of `warm_pairs`."""
     breaker_failures: int = 3
     """A worker or a pair that fails so often in a row in one leg (prefill, transfer, decode) is left out of it for a
     while; see `breaker`."""
@@ -110,7 +117,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name}: must be at least 1, not {getattr(self, name)}")
-        for name in ("decode_reserve_tokens", "kv_barrier_ms", "bypass_s"):
+        for name in ("decode_reserve_tokens", "kv_barrier_ms", "bypass_s", "warm_pairs", "pair_setup_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"router.{name}: must not be negative, not {getattr(self, name)}")
         for name in _DURATIONS:
@@ -152,6 +159,7 @@ _DURATIONS = (
     "max_pause_s",
     "no_worker_grace_s",
     "pair_timeout_s",
+    "pair_idle_s",
     "breaker_pause_s",
     "breaker_max_pause_s",
     "hello_timeout_s",

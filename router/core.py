@@ -40,6 +40,7 @@ from disagg.router.events import Command, Event
 from disagg.router.fleet import Fleet
 from disagg.router.journal import Journal
 from disagg.router.limits import CallDemand
+from disagg.router.pairs import Pairs
 from disagg.router.policies import create
 from disagg.router.quarantine import Leg
 from disagg.router.record import EndOfAnswer, RequestRecord, new_record, new_trace
@@ -60,8 +61,9 @@ class RouterCore:
         self._config = config
         self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()
-        policy = create(config.policy, config, links, draw)
-        self._fleet = Fleet(config, policy, links)
+        pairs = Pairs(config)
+        policy = create(config.policy, config, links, pairs, draw)
+        self._fleet = Fleet(config, policy, links, pairs)
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._wakeups = Wakeups()
         self._tenants = Tenants(config, self._fleet.num_places)
@@ -219,7 +221,7 @@ class RouterCore:
             self._on_worker_lost(info.worker_id, known, now)
         self._fleet.up(info, now)
         self._out.extend(
-            events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_with(info.worker_id)
+            events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_to_form(info.worker_id)
         )
         incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
         if incarnation == info.incarnation:

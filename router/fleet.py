@@ -26,6 +26,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.kinds import Kind, longest_of
 from disagg.router.openings import wait_ms
+from disagg.router.pairs import Pairs
 from disagg.router.placement import Candidate, Demand, Policy, Shortlist
 from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
@@ -70,9 +71,10 @@ class _InUse(NamedTuple):
 class Fleet:
     """See the module docstring."""
 
-    def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel) -> None:
+    def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel, pairs: Pairs) -> None:
         self.books = Books()
         self.links = links
+        self.pairs = pairs
         self.index = PrefixIndex()
         self.counts = WorkerCounts()
         self.quarantine = Quarantine(config)
@@ -136,6 +138,7 @@ class Fleet:
         self.index.remove_worker(worker_id)
         self._match = None
         self.links.forget(worker_id)
+        self.pairs.forget(worker_id)
         self.quarantine.forget(worker_id)
         self._to_drain = [other for other in self._to_drain if other is not worker]
         self._longest = self._longest_new = None
@@ -204,6 +207,13 @@ class Fleet:
         worker = self._workers[worker_id]
         pairs = self._kind(worker.info).pairs_with(worker)
         return [(prefill.worker_id, peer) for prefill, peer in pairs]
+
+    def pairs_to_form(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
+        """Those of them that are to be formed before a request needs them; see `Pairs`."""
+        pairs = self.pairs_with(worker_id)
+        others = [peer.worker_id if prefill == worker_id else prefill for prefill, peer in pairs]
+        warm = self.pairs.warm_up(worker_id, others)
+        return [pair for pair, other in zip(pairs, others, strict=True) if other in warm]
 
     # ---------------------------------------------------------------- changes
 
@@ -349,6 +359,7 @@ class Fleet:
         """For each kind of worker the few that are worth a look and have room."""
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
+        self.pairs.expire(now)
         if not self.quarantine.is_clear:
             left_out = self._in_use().left_out_for(demand.num_tokens)
             return [kind.shortlist(demand, without, matched, local, left_out) for kind in self._kinds.values()]

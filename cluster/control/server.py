@@ -222,7 +222,7 @@ class Controller:
                 self._launching.put(command)
 
     def _publish(self, change: MembershipChange | None, whole_for: Collection[GatewayId], core: ControlCore) -> None:
-        """One that takes nothing is not sent one change after the other: once too many wait it gets the whole instead."""
+        """Where too many changes wait for a gateway it gets the whole membership instead of them."""
         frame = None if change is None else encode(change)
         whole: bytes | None = None
         for gateway_id, frames in self._followers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.draw import Draw
+from disagg.router.pairs import Pairs
 from disagg.router.placement import Policy
 from disagg.router.policies.joint import Joint
 from disagg.router.policies.least_loaded import LeastLoaded
@@ -13,11 +14,11 @@ from disagg.router.policies.random import Random
 from disagg.router.policies.round_robin import RoundRobin
 
 
-def create(name: PolicyName, config: RouterConfig, links: LinkModel, draw: Draw) -> Policy:
+def create(name: PolicyName, config: RouterConfig, links: LinkModel, pairs: Pairs, draw: Draw) -> Policy:
     """The policy of that name."""
     match name:
         case "joint":
-            return Joint(config.kv_barrier_ms, links)
+            return Joint(config.kv_barrier_ms, links, pairs)
         case "prefix":
             return Prefix()
         case "least_loaded":

@@ -1,7 +1,8 @@
 """`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
 all requests.
 
-    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; where
+                the pair is not formed yet, the time of that
     of others   what each step on D gets longer, for as long as it runs there, times the sequences there; where D
                 computes the prompt, the time of that times the sequences there; and what is pushed out of a full cache
                 must be computed again, as likely as prompts find anything cached
@@ -20,6 +21,7 @@ The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
 from __future__ import annotations
 
 from disagg.router.cost_model import LinkModel
+from disagg.router.pairs import Pairs
 from disagg.router.placement import Candidate, Demand, Weight
 from disagg.router.times import compute_ms, prefill_ms
 from disagg.router.worker import Worker
@@ -38,6 +40,7 @@ class Joint:
     Args:
         barrier_ms: what a half full worker costs.
         links: predicts what of a transfer is visible.
+        pairs: knows which pairs are formed.
     """
 
     name = "joint"
@@ -45,9 +48,10 @@ class Joint:
     waits = True
     weighs_local = True
 
-    def __init__(self, barrier_ms: float, links: LinkModel) -> None:
+    def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:
         self._barrier_ms = barrier_ms
         self._links = links
+        self._pairs = pairs
 
     def equal_up_to(self, cost: float) -> float:
         """See `_SLACK_SHARE`."""
@@ -105,10 +109,11 @@ class Joint:
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """What of the transfer is visible."""
-        worker = decode.worker
+        """What of the transfer is visible, and the forming of the pair where it is not there."""
+        p_id, worker = prefill.worker.worker_id, decode.worker
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
-        return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
+        exposed_ms = self._links.exposed_ms(p_id, worker.worker_id, kv_bytes)
+        return exposed_ms + self._pairs.setup_ms(p_id, worker.worker_id)
 
     def _barrier(self, used_blocks: int, num_blocks: int) -> float:
         k = used_blocks / num_blocks

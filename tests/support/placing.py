@@ -12,6 +12,7 @@ from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.cost_model import LinkModel
 from disagg.router.draw import in_turn
 from disagg.router.fleet import Fleet
+from disagg.router.pairs import Pairs
 from disagg.router.placement import Choice, Demand, choose
 from disagg.router.policies import create
 from tests.support.router import routed_request, worker_info, worker_report
@@ -46,9 +47,9 @@ class Placing:
         self, policy: PolicyName, *workers: Busy | str, num_tokens: int = 64, config: RouterConfig | None = None
     ) -> None:
         self.config = config or RouterConfig(local_prefill="never", watermark=0.0)
-        self.links = LinkModel()
-        self.policy = create(policy, self.config, self.links, in_turn)
-        self.fleet = Fleet(self.config, self.policy, self.links)
+        self.links, self.pairs = LinkModel(), Pairs(self.config)
+        self.policy = create(policy, self.config, self.links, self.pairs, in_turn)
+        self.fleet = Fleet(self.config, self.policy, self.links, self.pairs)
         self.request = routed_request("asked", num_tokens)
         self.num_tokens = num_tokens
         for worker in workers:
@@ -57,6 +58,7 @@ class Placing:
     def add(self, state: Busy) -> None:
         info = state.info
         self.fleet.up(info, 0.0)
+        self.fleet.pairs_to_form(info.worker_id)
         hashes = self.request.block_hashes[: state.cached // 16]
         assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes)), 0.0)
         worker = self.fleet.worker(info.worker_id)

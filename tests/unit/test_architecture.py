@@ -49,6 +49,7 @@ PURE = (
     "router/token_bucket.py",
     "router/running_mean.py",
     "router/order.py",
+    "router/pairs.py",
     "router/placement.py",
     "router/policies/*.py",
     "router/pools.py",

@@ -1,0 +1,79 @@
+"""Which pairs (P, D) are taken to be formed: connected, so that a hand-over can begin at once. Pure.
+
+    a worker comes ──> the few pairs that are formed right away and kept ("warm"), at most `warm_pairs` for each worker
+    a placement    ──> forms the pair, which stays formed until it was not used for `pair_idle_s`
+
+A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So the others are formed
+by the first request that is placed there, and the expected time of that is a part of what such a placement costs.
+
+The workers own their pairs, and may have closed one that is taken to be formed here: then the next request waits for
+it, no more.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from disagg.proto.ids import WorkerId
+from disagg.router.config import RouterConfig
+
+
+class Pairs:
+    """See the module docstring."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._most_warm = config.warm_pairs
+        self._setup_ms = config.pair_setup_ms
+        self._idle_s = config.pair_idle_s
+        self._warm: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
+        """Both ways."""
+        self._used: dict[tuple[WorkerId, WorkerId], float] = {}
+        """(P, D) -> when it was used, the one that was used the longest time ago first."""
+
+    def warm_up(self, worker_id: WorkerId, peers: Sequence[WorkerId]) -> frozenset[WorkerId]:
+        """A worker is there: those of its possible peers with which a pair is formed now, the ones with the fewest warm
+        pairs first."""
+        own, most = self._warm[worker_id], self._most_warm
+        open_peers = [peer for peer in peers if peer not in own and len(self._warm[peer]) < most]
+        open_peers.sort(key=lambda peer: len(self._warm[peer]))
+        for peer in open_peers[: max(0, most - len(own))]:
+            own.add(peer)
+            self._warm[peer].add(worker_id)
+        return frozenset(own)
+
+    def used(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
+        """A request was placed there."""
+        pair = (prefill, decode)
+        self._used.pop(pair, None)
+        self._used[pair] = now
+
+    def failed(self, prefill: WorkerId, decode: WorkerId) -> None:
+        """A transfer there failed: the next one may have to form the pair again."""
+        self._used.pop((prefill, decode), None)
+
+    def expire(self, now: float) -> None:
+        """Time passed: pairs that were not used for long are taken to be closed."""
+        while self._used:
+            pair, used_at = next(iter(self._used.items()))
+            if now < used_at + self._idle_s:
+                return
+            del self._used[pair]
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """A worker is gone, and its pairs with it."""
+        for peer in self._warm.pop(worker_id, ()):
+            self._warm[peer].discard(worker_id)
+        for pair in [pair for pair in self._used if worker_id in pair]:
+            del self._used[pair]
+
+    def setup_ms(self, prefill: WorkerId, decode: WorkerId) -> float:
+        """How long a request would wait there for the pair to be formed."""
+        is_formed = (prefill, decode) in self._used or decode in self._warm.get(prefill, ())
+        return 0.0 if is_formed else self._setup_ms
+
+    def num_warm(self, worker_id: WorkerId) -> int:
+        """Pairs of this worker that are kept formed."""
+        return len(self._warm.get(worker_id, ()))
