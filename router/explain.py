@@ -76,13 +76,17 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
             position += 3 + sum(counts) * _SIDE_FIELDS
             for prefill, decode in product(prefills, decodes):
                 taken = prefill.candidate.worker is taken_prefill and decode.candidate.worker is taken_decode
-                link_ms = self.transfer_ms if taken else self._link_ms(prefill, decode)
-                yield _parts(prefill, decode, link_ms), taken
+                link_ms, setup_ms = self._pair_ms(prefill, decode)
+                if taken:
+                    link_ms, setup_ms = self.choice.link_ms, self.choice.setup_ms
+                yield _parts(prefill, decode, link_ms, setup_ms), taken
             for side in alone:
-                yield _parts(None, side, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
+                yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
 
-    def _link_ms(self, prefill: _Kept, decode: _Kept) -> float:
-        return self.policy.weigh_link(self.demand, prefill.candidate, decode.candidate)
+    def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:
+        """What the link and the forming of the pair are worth now."""
+        sides = prefill.candidate, decode.candidate
+        return self.policy.weigh_link(self.demand, *sides), self.policy.weigh_setup(*sides)
 
 
 def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[list[_Kept]]:
@@ -94,7 +98,7 @@ def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[l
     return found
 
 
-def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float) -> dict[str, Any]:
+def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float, setup_ms: float) -> dict[str, Any]:
     """The fields of an `Option`. `prefill` is None where `decode` weighs all of it."""
     weight = decode.weight
     first = weight if prefill is None else prefill.weight
@@ -106,7 +110,7 @@ def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float) -> dict[str, An
         "num_misses": weight.num_misses + other.num_misses,
         "ttft_ms": first.wait_ms + first.prefill_ms if knows_times else None,
         "tpot_ms": weight.step_ms if knows_times else None,
-        "cost": other.cost + weight.cost + link_ms,
+        "cost": other.cost + weight.cost + link_ms + setup_ms,
         "wait_ms": first.wait_ms,
         "prefill_ms": first.prefill_ms,
         "transfer_ms": link_ms,

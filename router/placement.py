@@ -124,6 +124,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_weight: Weight | None
     decode_weight: Weight
     link_ms: float
+    setup_ms: float
+    """Of the pair, where it is not formed."""
     num_options: int
     weighed: tuple[Any, ...]
     """What it was among, for those who want to know afterwards: for each kind of worker how many sides could be the P,
@@ -169,6 +171,10 @@ class Policy(Protocol):
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
         """What moving the KV adds to the two sides of a pair; never negative."""
+        ...
+
+    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
+        """What forming the pair adds, 0 where it is formed; never negative."""
         ...
 
 
@@ -225,6 +231,7 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         prefill_weight=prefill[4] if prefill else None,
         decode_weight=decode[4],
         link_ms=link,
+        setup_ms=policy.weigh_setup(prefill[5], decode[5]) if prefill else 0.0,
         num_options=num_options,
         weighed=tuple(weighed),
     )
@@ -240,6 +247,7 @@ def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Cand
         prefill_weight=prefill_weight,
         decode_weight=decode_weight,
         link_ms=policy.weigh_link(demand, prefill, decode),
+        setup_ms=policy.weigh_setup(prefill, decode),
         num_options=1,
         weighed=(1, 1, 0, prefill_weight, prefill, decode_weight, decode),
     )
@@ -317,7 +325,7 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     if not prefills:
         return [], []
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
-    weigh_link = policy.weigh_link
+    weigh_link, weigh_setup = policy.weigh_link, policy.weigh_setup
     shut_pairs = _shut_pairs(shortlist.shut_pairs, prefills, decodes) if shortlist.shut_pairs else ()
     for prefill in prefills:
         p_misses, p_cost, is_closed, _, _, p_candidate = prefill
@@ -328,7 +336,8 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
             if shut_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in shut_pairs:
                 continue
             link = weigh_link(demand, p_candidate, decode[5])
-            best.offer(misses, cost + link, is_closed, prefill, decode, link)
+            cost += link + weigh_setup(p_candidate, decode[5])
+            best.offer(misses, cost, is_closed, prefill, decode, link)
     return prefills, decodes
 
 

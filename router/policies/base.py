@@ -49,3 +49,7 @@ class Simple:
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
         """Links are equal."""
         return 0.0
+
+    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
+        """Pairs are equal."""
+        return 0.0

@@ -109,11 +109,14 @@ class Joint:
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """What of the transfer is visible, and the forming of the pair where it is not there."""
-        p_id, worker = prefill.worker.worker_id, decode.worker
+        """What of the transfer is visible."""
+        worker = decode.worker
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
-        exposed_ms = self._links.exposed_ms(p_id, worker.worker_id, kv_bytes)
-        return exposed_ms + self._pairs.setup_ms(p_id, worker.worker_id)
+        return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
+
+    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
+        """See `Pairs`."""
+        return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)
 
     def _barrier(self, used_blocks: int, num_blocks: int) -> float:
         k = used_blocks / num_blocks
