@@ -457,7 +457,7 @@ class Fleet:
         key = (info.fingerprint, info.kv_layout)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind(self._policy, self._config.watermark)
+            kind = self._kinds[key] = Kind(self._policy, self._config.watermark, self.pairs)
         return kind
 
     def _computing_pools(self) -> Iterator[Pool]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
+from disagg.router.pairs import Pairs
 from disagg.router.placement import Candidate, Demand, Policy, Shortlist, decode_blocks, prefill_blocks
 from disagg.router.pools import Pool
 from disagg.router.prefix_match import PrefixMatch
@@ -24,10 +25,12 @@ class Kind:
     Args:
         policy: ranks the workers.
         watermark: share of the blocks that is left free.
+        pairs: knows which pairs are formed.
     """
 
-    def __init__(self, policy: Policy, watermark: float) -> None:
+    def __init__(self, policy: Policy, watermark: float, pairs: Pairs) -> None:
         self._policy = policy
+        self._pairs = pairs
         self._watermark = watermark
         self._prefills: dict[_Shape, Pool] = {}
         self._decodes: dict[_Shape, Pool] = {}
@@ -75,7 +78,8 @@ class Kind:
             return self._without(left_out, demand, set(without), matched, local)
         prefills = _candidates(self._prefills, demand, without, matched)
         decodes = _candidates(self._decodes, demand, without, matched) if prefills or local else []
-        return Shortlist(prefills, decodes, _candidates(self._wholes, demand, without, matched), local)
+        partners = self._partners(prefills, decodes, demand, without, matched)
+        return Shortlist(prefills, decodes, _candidates(self._wholes, demand, without, matched), local, (), partners)
 
     def _without(
         self, left_out: LeftOut, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
@@ -87,7 +91,41 @@ class Kind:
         wholes = _candidates(self._wholes, demand, alone, matched)
         if local:
             wholes += _candidates(self._decodes, demand, alone, matched)
-        return Shortlist(prefills, decodes, wholes, False, left_out.pairs)
+        partners = self._partners(prefills, decodes, demand, without | left_out.decodes, matched)
+        return Shortlist(prefills, decodes, wholes, False, left_out.pairs, partners)
+
+    def _partners(
+        self,
+        prefills: Collection[Candidate],
+        decodes: Collection[Candidate],
+        demand: Demand,
+        without: Collection[WorkerId],
+        matched: PrefixMatch | None,
+    ) -> list[Candidate]:
+        """For each prefill worker that has a formed pair with none of the decode workers in the list, the best one that
+        it has. Of many workers the best of each role seldom have a pair with each other."""
+        if not self._policy.weighs_setup:
+            return []
+        found: dict[WorkerId, Candidate] = {}
+        setup_ms = self._pairs.setup_ms
+        for prefill in prefills:
+            name = prefill.worker.worker_id
+            if any(not setup_ms(name, decode.worker.worker_id) for decode in decodes):
+                continue
+            best: tuple[float, Pool, Worker] | None = None
+            for pool in self._decodes.values():
+                for partner in self._pairs.partners(name):
+                    worker = pool.members.get(partner)
+                    if worker is None or worker.is_full or partner in without:
+                        continue
+                    rank = self._policy.rank(worker)
+                    if best is None or rank < best[0]:
+                        best = rank, pool, worker
+            if best is not None and best[2].worker_id not in found:
+                candidate = best[1].candidate(demand, best[2], matched)
+                if candidate is not None:
+                    found[best[2].worker_id] = candidate
+        return list(found.values())
 
     def decoders(self, num_tokens: int, may_prefill_locally: bool) -> Iterator[Worker]:
         """The workers that could decode a request of that length if they were empty."""

@@ -15,7 +15,7 @@ Owner: the router's fleet.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
@@ -73,6 +73,10 @@ class Pairs:
         """How long a request would wait there for the pair to be formed."""
         is_formed = (prefill, decode) in self._used or decode in self._warm.get(prefill, ())
         return 0.0 if is_formed else self._setup_ms
+
+    def partners(self, worker_id: WorkerId) -> Collection[WorkerId]:
+        """The peers with which a worker's pairs are kept formed."""
+        return self._warm.get(worker_id, ())
 
     def num_warm(self, worker_id: WorkerId) -> int:
         """Pairs of this worker that are kept formed."""

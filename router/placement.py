@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -112,6 +113,8 @@ class Shortlist(NamedTuple):
     """Whether the decodes may also do all of it."""
     shut_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
     """Pairs (P, D) that are not used as long as there is another."""
+    partners: Sequence[Candidate] = ()
+    """Others that could be the D of a pair: one of the prefills has a formed pair with each."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -141,6 +144,8 @@ class Policy(Protocol):
     """Whether workers that have the longest prefixes are looked at, and not only the least of `rank`."""
     waits: bool
     """Whether it may be best to wait for a worker that has no slot."""
+    weighs_setup: bool
+    """Whether it tells pairs that are formed from those that are not."""
     weighs_local: bool
     """Whether local prefill is an option beside pairs. Else it is the way out where there is no prefill worker."""
 
@@ -325,6 +330,9 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     if not prefills:
         return [], []
     decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
+    if shortlist.partners:
+        decodes += _sides(policy.weigh_decode, demand, shortlist.partners, takes_closed=True, has_slots=False)
+        decodes.sort(key=_MISSES_AND_COST)
     weigh_link, weigh_setup = policy.weigh_link, policy.weigh_setup
     shut_pairs = _shut_pairs(shortlist.shut_pairs, prefills, decodes) if shortlist.shut_pairs else ()
     for prefill in prefills:
@@ -385,3 +393,4 @@ def _sides(
 
 
 _MAX_MISSES = 1 << 30
+_MISSES_AND_COST = itemgetter(0, 1)

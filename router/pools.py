@@ -121,9 +121,9 @@ class Pool:
             demand, self._by_room.first(1, without), matched
         )
 
-    def candidate(self, demand: Demand, worker: Worker) -> Candidate | None:
-        """A member that has room, as one that has nothing of the request; else None."""
-        found = self._with_room(demand, [worker], None) if demand.num_tokens < self.longest else []
+    def candidate(self, demand: Demand, worker: Worker, matched: PrefixMatch | None = None) -> Candidate | None:
+        """A member if it has room, as one that has nothing of the request where `matched` does not say; else None."""
+        found = self._with_room(demand, [worker], matched) if demand.num_tokens < self.longest else []
         return found[0] if found else None
 
     def openings(self, num_blocks: int, output_tokens: float, limit: int) -> tuple[list[float], float]:

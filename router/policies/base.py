@@ -16,6 +16,7 @@ class Simple:
     name = "simple"
     uses_prefixes = False
     waits = False
+    weighs_setup = False
     weighs_local = False
 
     def equal_up_to(self, cost: float) -> float:

@@ -46,6 +46,7 @@ class Joint:
     name = "joint"
     uses_prefixes = True
     waits = True
+    weighs_setup = True
     weighs_local = True
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:

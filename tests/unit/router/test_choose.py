@@ -22,6 +22,7 @@ class Given(Simple):
     """Weighs as it was told, and takes options of nearly the same cost for equal."""
 
     waits = True
+    weighs_setup = False
     weighs_local = True
 
     def __init__(self, sides: dict[Candidate, tuple[float, int, bool, int, float]]) -> None:

@@ -121,3 +121,15 @@ def test_values_that_cannot_work_are_refused(name: str, value: float, message: s
     with pytest.raises(ConfigError) as caught:
         RouterConfig(**{name: value})  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+def test_of_many_workers_the_formed_pairs_of_the_best_prefill_worker_are_looked_at_too() -> None:
+    """By themselves the decode workers without a pair with it are as good, and come first."""
+    config = RouterConfig(warm_pairs=2, pair_setup_ms=COLD_MS, local_prefill="never", watermark=0.0)
+    decodes = [f"d{number}" for number in range(NUM_SIDE)]
+    placing = Placing("joint", *decodes, "p0", config=config, num_tokens=512)
+    placing.pairs.forget(WorkerId("p0"))
+    placing.pairs.warm_up(WorkerId("p0"), ids("d37"))
+    choice = placing.choose()
+    assert choice is not None
+    assert (placing.where(), choice.setup_ms) == ("p0 d37", 0.0)
