@@ -277,7 +277,7 @@ class FleetProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=run_fleet, args=(theirs, self.secret), daemon=True)
         self._changed = threading.Condition()
-        self._counts: Counts | None = None
+        self._counts: list[Counts] = []
         self._stopped: set[str] = set()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._theirs = theirs
@@ -322,11 +322,11 @@ class FleetProcess:
 
     def counts(self) -> Counts:
         """What was counted up to now."""
-        self._counts = None
+        with self._changed:
+            known = len(self._counts)
         self._pipe.send(Ask())
-        self._wait(lambda: self._counts is not None)
-        assert self._counts is not None
-        return self._counts
+        self._wait(lambda: len(self._counts) > known)
+        return self._counts[-1]
 
     def _wait(self, condition: Any) -> None:
         with self._changed:
@@ -344,7 +344,7 @@ class FleetProcess:
                     case Seen(worker_id=worker_id, what=what, at=at):
                         self.seen.setdefault((worker_id, what), at)
                     case Counts():
-                        self._counts = message
+                        self._counts.append(message)
                     case Stopped(worker_ids=worker_ids):
                         self._stopped.update(worker_ids)
                 self._changed.notify_all()

@@ -52,14 +52,14 @@ def test_a_gap_is_said_once_and_ends_with_the_whole() -> None:
     copy.take(early)
     changes = [log.update([member("a", life)]) for life in (1, 2, 3, 4)]
     assert [copy.take(change) for change in changes[1:] if change is not None] == ["gap", "waiting", "waiting"]
-    assert copy.members == ()
+    assert not copy.members
     assert copy.take(early) == "gap", "it is behind the changes that were seen"
     assert copy.take(log.whole()) == "new"
     assert copy.members == (member("a", 4),)
     last = log.update([])
     assert last is not None
     assert copy.take(last) == "new"
-    assert copy.members == ()
+    assert not copy.members
 
 
 def test_a_change_before_the_whole_or_of_another_controller_is_a_gap() -> None:

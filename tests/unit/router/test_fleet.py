@@ -43,7 +43,7 @@ def test_candidates_join_books_index_and_reports() -> None:
     assert it.report(worker_report("p0", 0, snapshot, load=Load(blocks_active=3, blocks_reserved=4)), 0.0)
     it.open(it.worker(P), K0, Booking(tokens=10, blocks=5), 0)
     it.open(it.worker(D), K0, Booking(blocks=6), 0)
-    ((p0,), (d0,), wholes, local, _) = it.shortlists(Demand(num_tokens=64), request.block_hashes, (), 0.0)[0]
+    ((p0,), (d0,), wholes, local, _, _) = it.shortlists(Demand(num_tokens=64), request.block_hashes, (), 0.0)[0]
     assert (wholes, local) == ([], False)
     # All four blocks match, but the last token is always computed.
     assert (p0.worker.worker_id, p0.cached_tokens, p0.worker.outstanding_tokens, p0.worker.used_blocks) == (
