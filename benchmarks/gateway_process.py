@@ -4,10 +4,12 @@ without a controller.
     python -m benchmarks.gateway_process, then lines of JSON:
 
     in   `GatewayJob`                       out  {"grpc": "127.0.0.1:...", "http": "127.0.0.1:..."}
-    in   an empty line, any number of times out  {"cpu_s": ..., "rss_bytes": ...}
+    in   an empty line, any number of times out  {"cpu_s": ..., "rss_bytes": ..., "turn_s": ..., "turn_cpu_s": ...}
     in   the end of the input               the process ends
 
-CPU seconds are those of the whole process, user and system, all threads.
+CPU seconds are those of the whole process, user and system, all threads. The longest turns of the event loop are those
+since the line before, by the wall clock and by the processor time of the loop's thread: on a busy machine only the latter
+says what the gateway itself did.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import cProfile
 import os
 import pstats
+import selectors
 import sys
 import threading
 import time
@@ -24,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gateway_server import open_gateway
-from disagg.cluster.process_tools import allow_open_files
+from disagg.cluster.process_tools import allow_open_files, freeze_start
 from disagg.proto.messages import WorkerInfo
 from disagg.router.gateway.config import GatewayConfig
 
@@ -38,6 +41,8 @@ class GatewayJob(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerInfo
     profile: bool = False
     """Write a profile of the event loop to stderr at the end."""
+    time_turns: bool = False
+    """Time the turns of the event loop, which costs two microseconds each; else they are 0."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +57,54 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_s: float
     rss_bytes: int
+    turn_s: float
+    """The longest turn of the event loop since the sample before."""
+    turn_cpu_s: float
+    """The same in processor time of the loop's thread."""
 
 
-def sample() -> Sample:
+class TurnSelector(selectors.DefaultSelector):
+    """The loop's selector; all that happens between two calls of `select` is a turn.
+
+    Args:
+        is_on: whether turns are timed.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        super().__init__()
+        self._is_on = is_on
+        self._began: float | None = None
+        self._cpu_began = 0.0
+        self._longest_s = self._longest_cpu_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See `selectors.BaseSelector.select`."""
+        if not self._is_on:
+            return super().select(timeout)
+        if self._began is not None:
+            self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+            self._longest_cpu_s = max(self._longest_cpu_s, time.thread_time() - self._cpu_began)
+        ready = super().select(timeout)
+        self._began, self._cpu_began = time.monotonic(), time.thread_time()
+        return ready
+
+    def take(self) -> tuple[float, float]:
+        """The longest turn since the last call, in seconds and in processor time. For one other thread."""
+        found = self._longest_s, self._longest_cpu_s
+        self._longest_s = self._longest_cpu_s = 0.0
+        return found
+
+
+def sample(selector: TurnSelector) -> Sample:
     """Of this process."""
     resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return Sample(cpu_s=time.process_time(), rss_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"))
+    turn_s, turn_cpu_s = selector.take()
+    return Sample(
+        cpu_s=time.process_time(),
+        rss_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        turn_s=turn_s,
+        turn_cpu_s=turn_cpu_s,
+    )
 
 
 def _say(message: msgspec.Struct) -> None:
@@ -65,19 +112,22 @@ def _say(message: msgspec.Struct) -> None:
     sys.stdout.buffer.flush()
 
 
-def _answer_samples(stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+def _answer_samples(stop: asyncio.Event, loop: asyncio.AbstractEventLoop, selector: TurnSelector) -> None:
     """On a thread of its own: a busy event loop does not delay the answer."""
     for _ in sys.stdin.buffer:
-        _say(sample())
+        _say(sample(selector))
     loop.call_soon_threadsafe(stop.set)
 
 
-async def _serve(job: GatewayJob) -> None:
+async def _serve(job: GatewayJob, selector: TurnSelector) -> None:
     stop = asyncio.Event()
     profile = cProfile.Profile() if job.profile else None
     async with open_gateway(job.gateway, job.worker) as (grpc, http):
         _say(Started(grpc=grpc, http=http))
-        threading.Thread(target=_answer_samples, args=(stop, asyncio.get_running_loop()), daemon=True).start()
+        loop = asyncio.get_running_loop()
+        if job.time_turns:
+            freeze_start()  # as a gateway does: else a long turn may be a look through all that was there at the start
+        threading.Thread(target=_answer_samples, args=(stop, loop, selector), daemon=True).start()
         if profile is not None:
             profile.enable()
         await stop.wait()
@@ -88,4 +138,7 @@ async def _serve(job: GatewayJob) -> None:
 
 if __name__ == "__main__":
     allow_open_files()
-    asyncio.run(_serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=GatewayJob)))
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=GatewayJob)
+    turns = TurnSelector(given.time_turns)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        runner.run(_serve(given, turns))

@@ -20,7 +20,7 @@ from benchmarks.gateway_process import GatewayJob, Sample, Started
 from benchmarks.gateway_worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models import DEFAULT_MODEL, resolve_model
 from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.tokenizer import load_model
+from disagg.router.gateway.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb
 
 Protocol = Literal["grpc", "http"]
@@ -34,6 +34,8 @@ TEXT = (
     "def total(values: list[float]) -> float:\n    return sum(value for value in values if value > 0.0)\n"
 )
 """What every stream says: prose, code, and characters that are cut between tokens."""
+FAKE_TOKENS = range(1000, 2000)
+"""What every stream of the model without weights says, again and again, from a place of its own."""
 MAX_MODEL_LEN = 8192
 LONG = 8000
 """Output tokens of a stream that the benchmark leaves before its end."""
@@ -49,22 +51,29 @@ class Rig:
 
     Args:
         profile: have the gateway write a profile at its end.
+        time_turns: time the turns of the gateway's event loop, see `Sample`.
+        is_fake: serve the model without weights instead of the default model. Its streams say `FAKE_TOKENS`.
         changes: of the gateway's configuration.
     """
 
-    def __init__(self, *, profile: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, *, profile: bool = False, time_turns: bool = False, is_fake: bool = False, **changes: Any
+    ) -> None:
         self._profile = profile
-        folder = resolve_model(DEFAULT_MODEL)  # raises ConfigError, which names the command that imports it
+        self._time_turns = time_turns
+        name = FAKE_MODEL_PATH if is_fake else DEFAULT_MODEL
+        path = name if is_fake else str(resolve_model(name))  # ConfigError names the command that imports it
         self._config = GatewayConfig(
-            model_name=DEFAULT_MODEL,
-            model_path=str(folder),
+            model_name=name,
+            model_path=path,
             fingerprint=FINGERPRINT,
             max_model_len=MAX_MODEL_LEN,
             http_port=0,
             **changes,
         )
-        tokens = load_model(str(folder), DEFAULT_MODEL).tokenizer.encode_text(TEXT)
+        tokens = FAKE_TOKENS if is_fake else load_model(path, name).tokenizer.encode_text(TEXT)
         self.worker = PacedWorker(tokens, MAX_MODEL_LEN)
+        self.max_message_bytes = self._config.max_message_bytes(MAX_MODEL_LEN)
         self._process: asyncio.subprocess.Process | None = None
         self.addresses: dict[Protocol, str] = {}
 
@@ -78,9 +87,10 @@ class Rig:
             stdout=asyncio.subprocess.PIPE,
             cwd=REPOSITORY,
         )
-        await self._tell(
-            msgspec.json.encode(GatewayJob(gateway=self._config, worker=self.worker.info, profile=self._profile))
+        job = GatewayJob(
+            gateway=self._config, worker=self.worker.info, profile=self._profile, time_turns=self._time_turns
         )
+        await self._tell(msgspec.json.encode(job))
         started = msgspec.json.decode(await self._hear(), type=Started)
         self.addresses = {"grpc": started.grpc, "http": started.http}
         return self
