@@ -10,16 +10,18 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from disagg.cluster import provenance
 from disagg.loadtests.goodput import quantile
+
+T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -65,6 +67,16 @@ def write_json(path: Path, content: Report) -> None:
     """Write a report. NaN, which JSON does not know, is an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def in_one_go(work: Generator[None, None, T]) -> T:
+    """What work that yields between its pieces comes to, with nothing in between."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 # ---------------------------------------------------------------- numbers

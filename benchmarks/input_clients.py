@@ -60,7 +60,7 @@ class Sender:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def send(self, message: Message) -> Answer:
         """One call, to its end."""
@@ -174,18 +174,18 @@ class Neighbour:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._listen()) for _ in range(self._num_streams)]
-        while len(self.heard) < self._num_streams or not all(one.times or one.error for one in self.heard):
-            await asyncio.sleep(0.01)
+        begun = [asyncio.Event() for _ in range(self._num_streams)]
+        self._tasks = [asyncio.create_task(self._listen(event)) for event in begun]
+        await asyncio.gather(*(event.wait() for event in begun))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
-    async def _listen(self) -> None:
+    async def _listen(self, begun: asyncio.Event) -> None:
         while True:
             heard = Heard()
             self.heard.append(heard)
@@ -196,8 +196,10 @@ class Neighbour:
                     if response.delta.token_ids:
                         heard.times.append(time.monotonic())
                         heard.token_ids += response.delta.token_ids
+                        begun.set()
             except grpc.aio.AioRpcError as error:
                 heard.error = f"{error.code().name}: {error.details()}"
+                begun.set()
                 await asyncio.sleep(1.0)
 
     def gaps(self, begin: float, end: float) -> list[float]:

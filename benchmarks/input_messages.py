@@ -99,10 +99,16 @@ def mutated(shape: Shape, dice: random.Random) -> Shape:
     what = dice.choice(("count", "count", "part", "depth", "text"))
     if what == "text":
         return replace(shape, text=dice.choice(list(TEXTS)))
-    most = {"count": MANY, "part": _MAX_PART, "depth": MAX_DEPTH}[what]
-    value: int = getattr(shape, what)
+    if what == "count":
+        return replace(shape, count=_beside(shape.count, MANY, dice))
+    if what == "part":
+        return replace(shape, part=_beside(shape.part, _MAX_PART, dice))
+    return replace(shape, depth=_beside(shape.depth, MAX_DEPTH, dice))
+
+
+def _beside(value: int, most: int, dice: random.Random) -> int:
     changed = dice.choice((value * 2, value * 8, value // 2, value + 1, value - 1, round(value * dice.uniform(0.5, 2))))
-    return replace(shape, **{what: min(most, max(1, changed))})
+    return min(most, max(1, changed))
 
 
 # ---------------------------------------------------------------- JSON

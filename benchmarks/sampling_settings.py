@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from google.protobuf.message import Message
 
+from benchmarks.common import in_one_go
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.from_protobuf import read_request
 from disagg.router.gateway.http.schema import CompletionBody, decode
@@ -121,14 +122,14 @@ class Settings:
         text = ", ".join(f'"{name}": {value}' for name, value in fields.items())
         head = f'{{"model": "{self._limits.model.name}", "prompt": {list(prompt)}'
         body = decode(f"{head}, {text}}}".replace(", }", "}").encode(), self._bodies)
-        return read_completion(body).inputs[0]
+        return in_one_go(read_completion(body)).inputs[0]
 
     def _of_protobuf(self, prompt: Sequence[int]) -> GenerationInput:
         request = pb.GenerateRequest(model=self._limits.model.name, token_ids=pb.TokenIds(ids=prompt))
         for name, text in self._fields().items():
             message: Message = request.sampling if hasattr(request.sampling, name) else request.stopping
             _set(request if name == "n" else message, name, text)
-        return read_request(request, self._limits.model)
+        return in_one_go(read_request(request, self._limits.model))
 
 
 def _set(message: Any, name: str, text: str) -> None:

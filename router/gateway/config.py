@@ -139,5 +139,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return max(self.max_prompt_bytes, _MAX_BYTES_PER_ID * max_model_len) + _MESSAGE_OVERHEAD_BYTES
 
     def max_body_values(self, max_model_len: int) -> int:
-        """The most values that a JSON body may have: the ids of the longest prompt, and what goes with it."""
+        """The most values that a JSON body, or one list of a gRPC message, may have: the ids of the longest prompt, and
+        what goes with it."""
         return max_model_len + _MAX_OTHER_VALUES

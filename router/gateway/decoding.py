@@ -4,6 +4,7 @@ are the client's mistake like any other: INVALID_ARGUMENT, naming the field wher
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, cast
 
@@ -36,10 +37,12 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
 
     Args:
         turns: for large messages, see `decode`.
+        max_numbers: in one list of a message.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Turns, max_numbers: int) -> None:
         self._turns = turns
+        self._max_numbers = max_numbers
 
     async def intercept_service(
         self,
@@ -55,32 +58,32 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         wrap = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return wrap(_decoding(method, kind, self._turns), response_serializer=handler.response_serializer)
+        return wrap(self._decoding(method, kind), response_serializer=handler.response_serializer)
+
+    def _decoding(self, method: Any, kind: type[Message]) -> Any:
+        """The method as one that takes bytes."""
+
+        async def call(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            async with answered(context):
+                request = await decode(raw, kind, self._turns, self._max_numbers)
+            return await method(request, context)
+
+        return call
 
 
-def _decoding(method: Any, kind: type[Message], turns: Turns) -> Any:
-    """The method as one that takes bytes."""
-
-    async def call(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with answered(context):
-            request = await decode(raw, kind, turns)
-        return await method(request, context)
-
-    return call
-
-
-async def decode(raw: bytes, kind: type[M], turns: Turns) -> M:
+async def decode(raw: bytes, kind: type[M], turns: Turns, max_numbers: int) -> M:
     """The message of `kind` in `raw`. A large one waits for its turn, is counted in pieces, and then parsed in one: so
     many that arrive at once are not parsed in the same turn of the event loop.
 
     Raises:
-        InvalidRequestError: if it is none, or has too many fields.
+        InvalidRequestError: if it is none, or has too many fields, or more than `max_numbers` numbers in one.
         OverloadedError: if too many bytes wait.
     """
     if len(raw) <= SMALL_BYTES:
         return await _parse(raw, kind)
     async with turns.of(CALLER.get().tenant, len(raw)):
-        await in_pieces(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR)))
+        await in_pieces(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR), max_numbers))
+        await asyncio.sleep(0)
         return await _parse(raw, kind)
 
 

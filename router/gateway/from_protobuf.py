@@ -1,4 +1,7 @@
-"""A client's protobuf as the gateway's own types. Only lengths are checked here, before anything is copied."""
+"""A client's protobuf as the gateway's own types. Only lengths are checked here, before anything is copied.
+
+A long conversation is read in pieces, see `pieces`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from google.protobuf.message import Message
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
+from disagg.router.gateway.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.tokenizer import ModelInfo
 from disagg.router.gateway.validate import check_num_ids, check_num_turns
 from disagg.router.gateway.values import check_length
@@ -27,8 +31,8 @@ _SAMPLING = (
 )
 
 
-def read_request(request: pb.GenerateRequest, model: ModelInfo) -> GenerationInput:
-    """What `request` asks for.
+def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[GenerationInput]:
+    """What `request` asks for. Yields between pieces of work.
 
     Raises:
         ContextLengthError: if the prompt's ids alone are too many for `model`.
@@ -38,9 +42,10 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> GenerationInp
     check_length(len(sampling.logit_bias), "sampling.logit_bias", MAX_LOGIT_BIASES, "tokens")
     check_length(len(stopping.stop_token_ids), "stopping.stop_token_ids", MAX_STOP_IDS)
     check_length(len(stopping.stop), "stopping.stop", MAX_STOP_STRINGS)
+    prompt = yield from _read_prompt(request, model)
     return GenerationInput(
         model=request.model,
-        prompt=_read_prompt(request, model),
+        prompt=prompt,
         **{name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)},
         logit_bias=dict(sampling.logit_bias),
         max_tokens=_optional(stopping, "max_tokens"),
@@ -53,13 +58,18 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> GenerationInp
     )
 
 
-def read_turns(chat: pb.ChatMessages) -> tuple[ChatTurn, ...]:
-    """The turns of a conversation. Raises `InvalidRequestError` if they are too many."""
+def read_turns(chat: pb.ChatMessages) -> Pieces[tuple[ChatTurn, ...]]:
+    """The turns of a conversation. Yields between pieces of work. Raises `InvalidRequestError` if they are too many."""
     check_num_turns(len(chat.messages))
-    return tuple(ChatTurn(message.role, message.content) for message in chat.messages)
+    turns: list[ChatTurn] = []
+    for message in chat.messages:
+        turns.append(ChatTurn(message.role, message.content))
+        if len(turns) % TURNS_A_PIECE == 0:
+            yield
+    return tuple(turns)
 
 
-def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Prompt | None:
+def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Prompt | None]:
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text)
@@ -67,7 +77,7 @@ def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Prompt | None
             check_num_ids(len(request.token_ids.ids), IdsPrompt.field, model)
             return IdsPrompt(tuple(request.token_ids.ids))
         case "chat":
-            return ChatPrompt(read_turns(request.chat))
+            return ChatPrompt((yield from read_turns(request.chat)))
     return None
 
 

@@ -11,10 +11,11 @@ flight.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -32,11 +33,15 @@ from disagg.router.gateway.sampling import answer_seed
 from disagg.router.gateway.text import TextStream
 from disagg.router.gateway.tokenizer import ServedModel, Tokenizer
 from disagg.router.gateway.validate import CheckedRequest, Limits, check_deadline, check_request, fit_prompt
+from disagg.router.gateway.values import check_length
 from disagg.router.limits import NO_LIMITS
 
 __all__ = ["Delta", "Finish", "Generator"]
 
 T = TypeVar("T")
+
+MAX_LISTED_IDS: Final = 65_536
+"""Of one call that takes or gives ids only, where the context is not longer."""
 
 
 class Generator:
@@ -75,22 +80,32 @@ class Generator:
         self._offload = offload
 
     async def run(
-        self, given: GenerationInput, call: Call, charge: Charge | None = None
+        self,
+        given: GenerationInput,
+        call: Call,
+        charge: Charge | None = None,
+        checked: CheckedRequest | None = None,
     ) -> AsyncGenerator[Delta | Finish, None]:
         """Answer `given`, `n` times, mixed as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
-        early. `charge` is what was charged for it, where it is one prompt of several.
+        early. `charge` is what was charged for it, where it is one prompt of several; `checked` is what `check_request`
+        made of it, where that was done.
 
         Raises:
             DisaggError: whatever is wrong with the request or happens to one of its answers.
         """
         arrival = self._clock()
-        checked = check_request(given, self.limits, None if call.deadline is None else call.deadline - arrival)
+        time_left_s = None if call.deadline is None else call.deadline - arrival
+        if checked is None:
+            checked = check_request(given, self.limits, time_left_s)
+        check_deadline(time_left_s)
         own = self.charge([given], call.caller) if charge is None else None
         charge = charge or own
         answers: list[Answer] = []
         try:
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
             for i in range(checked.num_answers):
+                if i:
+                    await asyncio.sleep(0)  # one answer in a turn of the event loop
                 answer = self._submit(checked, self._one_of(routed, i), arrival, i)
                 answers.append(answer)  # one by one: the next may be refused
                 if charge is not None:
@@ -105,9 +120,18 @@ class Generator:
             if own is not None:
                 own.close()
 
-    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """The ids of a checked prompt. Raises `InvalidRequestError` where the chat template refuses it."""
-        return await self.offload(prompt.num_bytes, lambda: _encode(prompt, self.model.tokenizer))
+    @property
+    def max_listed_ids(self) -> int:
+        """Of one call that takes or gives ids only."""
+        return max(self.limits.model.max_model_len, MAX_LISTED_IDS)
+
+    async def tokenize(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
+        """The ids of a checked prompt; of a text without the special tokens around it where `special` is false. Raises
+        `InvalidRequestError` where the chat template refuses it, or it has too many."""
+        most, tokenizer = self.max_listed_ids, self.model.tokenizer
+        ids = await self.offload(prompt.num_bytes, lambda: _encode(prompt, tokenizer, most, special))
+        check_length(len(ids), prompt.field, most, "tokens")
+        return ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of checked ids, special tokens left out."""
@@ -183,10 +207,10 @@ def prefix_salt(tenant: str, cache_salt: str) -> bytes:
     return struct.pack("<I", len(name)) + name + cache_salt.encode()
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None = None) -> tuple[int, ...]:
+def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int, special: bool = True) -> tuple[int, ...]:
     match prompt:
         case TextPrompt(text):
-            return tuple(tokenizer.encode_text(text, max_tokens=max_tokens))
+            return tuple(tokenizer.encode_text(text, special, max_tokens))
         case IdsPrompt(token_ids):
             return token_ids
         case ChatPrompt(turns):

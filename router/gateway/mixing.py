@@ -16,8 +16,11 @@ T = TypeVar("T")
 async def mixed(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all `streams` as they come, each stream's in its order. Ends after the last stream, or with the
     first error; then, and when it is closed early, every stream is closed. Close it (`contextlib.aclosing`)."""
-    reading = {asyncio.create_task(_next(stream)): stream for stream in streams}
+    reading: dict[asyncio.Task[tuple[T, ...]], AsyncGenerator[T, None]] = {}
     try:
+        for stream in streams:
+            reading[asyncio.create_task(_next(stream))] = stream
+            await asyncio.sleep(0)  # what a stream does first is done in a turn of the event loop of its own
         while reading:
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in reading if task.done()]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from disagg.proto.ids import RequestId
@@ -28,14 +30,14 @@ class Targets(NamedTuple):
     tpot_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextPrompt:
     """A text to be tokenized as it is."""
 
     text: str
     field = "prompt.text"
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
         return len(self.text.encode())
@@ -54,17 +56,17 @@ class IdsPrompt:
         return BYTES_PER_ID * len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatPrompt:
     """Turns, to be rendered with the chat template."""
 
     turns: tuple[ChatTurn, ...]
     field = "chat.messages"
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        """Size, to tell small prompts from large ones."""
-        return sum(len(turn.role.encode()) + len(turn.content.encode()) for turn in self.turns)
+        """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
+        return len("".join(chain.from_iterable(self.turns)).encode())
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt

@@ -18,6 +18,7 @@ from disagg.router.gateway.tokenizer import ModelInfo
 from disagg.router.gateway.values import (
     FloatRange,
     as_float32,
+    as_floats32,
     check_float,
     check_ids,
     check_int,
@@ -123,7 +124,11 @@ def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple
     for token_id in logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(field, f"there is no token {shown(token_id)} in a vocabulary of {vocab_size}")
-    return tuple((i, check_float(logit_bias[i], f"{field}[{i}]", _LOGIT_BIAS)) for i in sorted(logit_bias))
+    token_ids = sorted(logit_bias)
+    biases = as_floats32([logit_bias[i] for i in token_ids], _LOGIT_BIAS)
+    if biases is None:
+        return tuple((i, check_float(logit_bias[i], f"{field}[{i}]", _LOGIT_BIAS)) for i in token_ids)
+    return tuple(zip(token_ids, biases, strict=True))
 
 
 def _check_logprobs(logprobs: int | None, vocab_size: int) -> int:

@@ -200,7 +200,7 @@ class GatewayServer:
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
-            DecodeRequests(self._decode_turns),
+            DecodeRequests(self._decode_turns, config.max_body_values(self.model.info.max_model_len)),
         )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)

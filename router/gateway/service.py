@@ -22,6 +22,7 @@ from disagg.router.gateway.generation import Delta, Finish, Generator
 from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
 from disagg.router.gateway.loop_watch import name_task
 from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.pieces import in_pieces
 from disagg.router.gateway.request import Call, GenerationInput, Prompt
 from disagg.router.gateway.stall import StalledError, StallWatch
 from disagg.router.gateway.status import answered
@@ -32,9 +33,6 @@ from disagg.router.gateway.validate import check_chat, check_model, check_target
 from disagg.router.gateway.values import check_ids, check_length
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
-
-MAX_DETOKENIZED = 65_536
-"""Ids of one call, where the context is not longer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -73,7 +71,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         request_id, trace_parent = await self._begin(context)
         async with answered(context, request_id):
             with self._metrics.counted("grpc"):
-                run = self._run(self._read(request), request_id, trace_parent, context)
+                run = self._run(await self._read(request), request_id, trace_parent, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
                         await self._write(context, _response(event), watch)
@@ -84,7 +82,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         answer = pb.GenerateOnceResponse()
         async with answered(context, request_id):
             with self._metrics.counted("grpc"):
-                given = self._read(request.request)
+                given = await self._read(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
                 async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
@@ -109,7 +107,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             if kind == "text":
                 prompt = check_text(request.text, "text", limits)
             else:
-                prompt = check_chat(read_turns(request.chat), limits)
+                prompt = check_chat(await in_pieces(read_turns(request.chat)), limits)
             return pb.TokenizeResponse(token_ids=await self._generator.tokenize(prompt))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -117,12 +115,12 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         async with answered(context):
             limits = self._generator.limits
             check_model(request.model, limits)
-            check_length(len(request.token_ids), "token_ids", max(limits.model.max_model_len, MAX_DETOKENIZED))
+            check_length(len(request.token_ids), "token_ids", self._generator.max_listed_ids)
             token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
             return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
 
-    def _read(self, request: pb.GenerateRequest) -> GenerationInput:
-        return read_request(request, self._generator.limits.model)
+    async def _read(self, request: pb.GenerateRequest) -> GenerationInput:
+        return await in_pieces(read_request(request, self._generator.limits.model))
 
     async def _begin(self, context: Context) -> tuple[RequestId, str]:
         """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can

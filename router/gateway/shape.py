@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -24,7 +24,9 @@ MAX_FIELDS: Final = 16_384
 MAX_JSON_PARTS: Final = 32_768
 """Strings, lists and objects of a JSON body, keys included. A conversation of 4,096 turns has about 20,500."""
 _FIELDS_A_PIECE: Final = 1024
-_STRINGS_A_PIECE: Final = 1024
+TURNS_A_PIECE: Final = 512
+"""Of a conversation that is read."""
+_STRINGS_A_PIECE: Final = 512
 _BYTES_A_PIECE: Final = 64 << 10
 
 _VARINT: Final = 0
@@ -32,17 +34,31 @@ _FIXED64: Final = 1
 _LENGTH_DELIMITED: Final = 2
 _FIXED32: Final = 5
 _MAX_VARINT_BYTES: Final = 10
+_NOT_LAST: Final = bytes(range(0x80, 0x100))
+"""Bytes of a varint but for its last."""
+_VARINT_TYPES: Final = (
+    FieldDescriptor.TYPE_BOOL,
+    FieldDescriptor.TYPE_ENUM,
+    FieldDescriptor.TYPE_INT32,
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_SINT32,
+    FieldDescriptor.TYPE_SINT64,
+    FieldDescriptor.TYPE_UINT32,
+    FieldDescriptor.TYPE_UINT64,
+)
 
-Pieces = Generator[None, None, None]
-"""Yields between pieces of work."""
+T = TypeVar("T")
+Pieces = Generator[None, None, T]
+"""Work that yields between its pieces."""
 
 
 class _BrokenWireError(Exception):
     """No protobuf, or with groups, which our messages do not have."""
 
 
-def count_fields(raw: bytes, kind: Descriptor) -> Pieces:
-    """Raises `InvalidRequestError` if `raw`, a message of `kind`, has more than `MAX_FIELDS` fields, or groups."""
+def count_fields(raw: bytes, kind: Descriptor, max_numbers: int) -> Pieces[None]:
+    """Raises `InvalidRequestError` if `raw`, a message of `kind`, has more than `MAX_FIELDS` fields, or groups, or a
+    field of more than `max_numbers` packed numbers."""
     num_fields = 0
     todo = [(0, len(raw), kind)]
     while todo:
@@ -55,21 +71,31 @@ def count_fields(raw: bytes, kind: Descriptor) -> Pieces:
                     raise InvalidRequestError("request", f"has more than {MAX_FIELDS} fields")
                 if num_fields % _FIELDS_A_PIECE == 0:
                     yield
-                if wire_type == _LENGTH_DELIMITED and (message := inner.get(number)) is not None:
+                if wire_type == _LENGTH_DELIMITED and start < stop and (message := inner.get(number)) is not None:
                     todo.append((start, stop, message))
+                elif wire_type == _LENGTH_DELIMITED and stop - start > max_numbers and number in _packed(kind):
+                    yield from _count_numbers(raw, start, stop, max_numbers)
         except _BrokenWireError:
             raise InvalidRequestError("request", "is no protobuf message, or has groups") from None
 
 
-def find_broken_text(raw: bytes, kind: Descriptor) -> Generator[None, None, str | None]:
+def _count_numbers(raw: bytes, start: int, stop: int, max_numbers: int) -> Pieces[None]:
+    """Raises `InvalidRequestError` if there are more than `max_numbers` varints in raw[start:stop]."""
+    num_numbers = 0
+    for begin in range(start, stop, _BYTES_A_PIECE):
+        num_numbers += len(raw[begin : min(stop, begin + _BYTES_A_PIECE)].translate(None, _NOT_LAST))
+        if num_numbers > max_numbers:
+            raise InvalidRequestError("request", f"has more than {max_numbers} numbers in one field")
+        yield
+
+
+def find_broken_text(raw: bytes, kind: Descriptor) -> Pieces[str | None]:
     """The path of the first string in `raw`, a message of `kind`, that is not UTF-8; None where there is none, or the
     message has more than `MAX_FIELDS` fields up to there."""
     return (yield from _find_broken_text(raw, 0, len(raw), kind, [0]))
 
 
-def _find_broken_text(
-    raw: bytes, begin: int, end: int, kind: Descriptor, num_fields: list[int]
-) -> Generator[None, None, str | None]:
+def _find_broken_text(raw: bytes, begin: int, end: int, kind: Descriptor, num_fields: list[int]) -> Pieces[str | None]:
     seen: dict[int, int] = {}
     try:
         for number, wire_type, start, stop in _fields(raw, begin, end):
@@ -145,6 +171,12 @@ def _inner_kinds(kind: Descriptor) -> dict[int, Descriptor]:
     return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
 
 
+@lru_cache(maxsize=64)
+def _packed(kind: Descriptor) -> frozenset[int]:
+    """The numbers of its fields that are lists of varints; lists of other numbers there are none."""
+    return frozenset(field.number for field in kind.fields if field.is_repeated and field.type in _VARINT_TYPES)
+
+
 def _path(field: FieldDescriptor, index: int) -> str:
     """The field as our errors name it, see `validate`."""
     if field.full_name == "disagg.v1.GenerateRequest.text":
@@ -166,7 +198,7 @@ _IN_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 """Possessive: no byte is looked at twice, whatever the string holds (Python 3.11)."""
 
 
-def count_json(raw: bytes, max_values: int) -> Pieces:
+def count_json(raw: bytes, max_values: int) -> Pieces[None]:
     """Raises `InvalidRequestError` if `raw`, a JSON text, has more than `MAX_JSON_PARTS` strings, lists and objects, or
     more than `max_values` values that a comma parts. Says nothing of what is no JSON: up to where it breaks off it is
     counted, and no parser gets further."""

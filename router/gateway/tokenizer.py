@@ -71,7 +71,7 @@ class Tokenizer:
             ContextLengthError: naming `prompt.text`, where it is soon seen that there are more than `max_tokens`.
         """
         self._check_length("prompt.text", text, max_tokens)
-        return self._encode(text, add_special_tokens=special)
+        return self._encode(text, special, "prompt.text", max_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None) -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added. Special
@@ -87,7 +87,7 @@ class Tokenizer:
         text = self._template.render(turns if marked is None else marked)
         if self._literal is None or marked is None:
             self._check_length("chat.messages", text, max_tokens)
-            return self._encode(text, add_special_tokens=False)
+            return self._encode(text, False, "chat.messages", max_tokens)
         self._check_length("chat.messages", self._literal.restore(text), max_tokens)
         return self._literal.encode(text)
 
@@ -95,7 +95,7 @@ class Tokenizer:
         """Raises `ContextLengthError` naming `field` if text of this size is always more than `max_tokens`."""
         if self.max_bytes_per_token is not None and num_bytes > max_tokens * self.max_bytes_per_token:
             raise ContextLengthError(
-                field, f"{num_bytes} bytes are more than {max_tokens} tokens, which is what the context has room for"
+                field, f"{num_bytes} bytes are more than {max_tokens} tokens, which is what there is room for"
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -119,18 +119,25 @@ class Tokenizer:
         self.check_num_bytes(field, len(text.encode()), max_tokens)
         num_chars = _FIRST_PREFIX_BYTES_PER_TOKEN * (max_tokens + 1)
         while num_chars < len(text):
-            if len(self._encode(text[:num_chars], add_special_tokens=False)) > 2 * max_tokens:
+            if self._num_tokens(text[:num_chars]) > 2 * max_tokens:
                 raise ContextLengthError(
                     field,
                     f"the first {num_chars} of {len(text)} characters are more than {2 * max_tokens} tokens"
-                    f", and the context has room for {max_tokens}",
+                    f", and there is room for {max_tokens}",
                 )
             num_chars *= 4
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _num_tokens(self, text: str) -> int:
+        return len(self.backend.encode_batch_fast([text], add_special_tokens=False)[0])
+
+    def _encode(self, text: str, special: bool, field: str, max_tokens: int | None) -> list[int]:
         # Only the batch calls of the library release the interpreter's lock: with `encode`, a megabyte of text on a
-        # thread would stop the event loop for half a second.
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        # thread would stop the event loop for half a second. To make the list of the ids takes the lock again, so it is
+        # not made of what is refused.
+        encoding = self.backend.encode_batch_fast([text], add_special_tokens=special)[0]
+        if max_tokens is not None and len(encoding) > 2 * max_tokens:
+            raise ContextLengthError(field, f"has {len(encoding)} tokens, and there is room for {max_tokens}")
+        return list(encoding.ids)
 
 
 @dataclass(frozen=True, slots=True)

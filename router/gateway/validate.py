@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -88,6 +88,11 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
     )
 
 
+def check_other_prompt(checked: CheckedRequest, given: GenerationInput, limits: Limits) -> CheckedRequest:
+    """Check `given`, which is alike but for its prompt to what `checked` was made of. Raises as `check_request`."""
+    return replace(checked, prompt=_check_prompt(given.prompt, limits))
+
+
 def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: Limits, minted_seed: int) -> Sampling:
     """Check the tokenized prompt against the context, and complete the sampling parameters.
 
@@ -149,8 +154,12 @@ def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
         raise InvalidRequestError(field, "must not be empty")
     if len(text) > limits.max_prompt_bytes:  # without a copy of it: what is too large is refused soonest
         raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {len(text)} characters")
-    _check_num_bytes(check_unicode(text, field), field, limits)
-    return TextPrompt(text)
+    prompt = TextPrompt(text)
+    try:
+        _check_num_bytes(prompt.num_bytes, field, limits)
+    except UnicodeEncodeError:
+        check_unicode(text, field)
+    return prompt
 
 
 def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
@@ -159,15 +168,24 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
     if not turns:
         raise InvalidRequestError(field, "must not be empty")
     check_num_turns(len(turns))
-    num_bytes = 0
-    for i, turn in enumerate(turns):
-        if turn.role not in ROLES:
-            raise InvalidRequestError(
-                f"{field}[{i}].role", f"must be one of {', '.join(ROLES)}, not {shown(turn.role)}"
-            )
-        num_bytes += len(turn.role) + check_unicode(turn.content, f"{field}[{i}].content")
+    prompt = ChatPrompt(tuple(turns))
+    try:
+        num_bytes = prompt.num_bytes
+    except UnicodeEncodeError:
+        num_bytes = 0
+    if not num_bytes or not {turn.role for turn in turns} <= set(ROLES):
+        _refuse_a_turn(turns, field)
     _check_num_bytes(num_bytes, field, limits)
-    return ChatPrompt(tuple(turns))
+    return prompt
+
+
+def _refuse_a_turn(turns: Sequence[ChatTurn], field: str) -> None:
+    """Raises `InvalidRequestError` naming the first turn with an unknown role, or with a content that is no Unicode."""
+    for i, (role, content) in enumerate(turns):
+        if role not in ROLES:
+            raise InvalidRequestError(f"{field}[{i}].role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+        if not content.isascii():
+            check_unicode(content, f"{field}[{i}].content")
 
 
 def check_num_turns(num_turns: int) -> None:

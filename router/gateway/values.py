@@ -6,6 +6,7 @@ may have half of a surrogate pair. Nothing here computes with a number before it
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,6 +44,18 @@ def check_float(value: float, field: str, allowed: FloatRange) -> float:
     if value in allowed and (rounded := as_float32(value)) in allowed:
         return rounded
     raise InvalidRequestError(field, f"must be in {allowed}, not {shown(value)}")
+
+
+def as_floats32(values: Sequence[float], allowed: FloatRange) -> tuple[float, ...] | None:
+    """The nearest 32-bit floats, all at once; `None` where `check_float` refuses one of them."""
+    try:
+        rounded: tuple[float, ...] = struct.unpack(f"<{len(values)}f", struct.pack(f"<{len(values)}f", *values))
+    except (OverflowError, struct.error):  # a number that is too large
+        return None
+    if math.isnan(sum(rounded)):
+        return None
+    bounds = (min(values), max(values), min(rounded), max(rounded)) if rounded else ()
+    return rounded if all(value in allowed for value in bounds) else None
 
 
 def check_int(value: int, field: str, low: int, high: int) -> int:

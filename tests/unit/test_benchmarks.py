@@ -214,7 +214,7 @@ def test_every_kind_of_bad_input_is_refused_before_tokenizing() -> None:
     seen = {}
     for kind in bad_input.kinds(MODEL):
         with pytest.raises(DisaggError) as raised:
-            check_request(read_request(kind.request, limits.model), limits)
+            check_request(common.in_one_go(read_request(kind.request, limits.model)), limits)
         assert raised.value.grpc_code == kind.expected.name, kind.name
         seen[kind.name] = raised.value.grpc_code
     assert len(seen) == 20

@@ -284,4 +284,4 @@ async def test_broken_messages_do_not_decode() -> None:
     assert len(kinds) == 8
     for raw in itertools.chain.from_iterable(kinds.values()):
         with pytest.raises(InvalidRequestError):
-            await decode(raw, pb.GenerateRequest, make_turns())
+            await decode(raw, pb.GenerateRequest, make_turns(), 10_000)

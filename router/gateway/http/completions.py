@@ -7,7 +7,7 @@ A stream's status waits for the first event, so that whatever is wrong before ha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -30,13 +30,21 @@ from disagg.router.gateway.http.chunks import (
 )
 from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.limits import BodyLimits
-from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decode
+from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
 from disagg.router.gateway.metrics import GatewayMetrics
 from disagg.router.gateway.mixing import mixed
+from disagg.router.gateway.pieces import in_pieces
 from disagg.router.gateway.request import Call, GenerationInput, IdsPrompt, TextPrompt
+from disagg.router.gateway.shape import Pieces
 from disagg.router.gateway.tokenizer import Tokenizer
-from disagg.router.gateway.validate import check_millis, check_request, check_targets
+from disagg.router.gateway.validate import (
+    CheckedRequest,
+    check_millis,
+    check_other_prompt,
+    check_request,
+    check_targets,
+)
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 """How long the whole answer may take, in milliseconds."""
@@ -50,14 +58,15 @@ Events = AsyncGenerator[Delta | Finish, None]
 class _Kind:
     """One of the two ways to generate."""
 
-    read: Callable[[bytes], Wanted]
+    read: Callable[[bytes], Pieces[Wanted]]
+    """Yields between pieces of work."""
     choices: Callable[[Tokenizer], Choices]
     id_prefix: str
 
 
 _KINDS: Final = {
-    "chat": _Kind(lambda raw: read_chat(decode(raw, _CHAT)), ChatChoices, "chatcmpl-"),
-    "text": _Kind(lambda raw: read_completion(decode(raw, _TEXT)), TextChoices, "cmpl-"),
+    "chat": _Kind(lambda raw: decoded(raw, _CHAT, read_chat), ChatChoices, "chatcmpl-"),
+    "text": _Kind(lambda raw: decoded(raw, _TEXT, read_completion), TextChoices, "cmpl-"),
 }
 
 
@@ -101,9 +110,9 @@ class Completions:
         with self._metrics.counted("http"):
             call = self._call(exchange, request_id)
             wanted = await self._limits.read(exchange, kind.read)
-            self._check(wanted)
+            checked = await in_pieces(self._check(wanted))
             with self._charged(wanted, call) as charge:
-                async with exchange.until_disconnect(), aclosing(self._run(wanted, call, charge)) as events:
+                async with exchange.until_disconnect(), aclosing(self._run(wanted, call, charge, checked)) as events:
                     await self._write(exchange, wanted, call, kind, events)
 
     async def _write(self, exchange: Exchange, wanted: Wanted, call: Call, kind: _Kind, events: Events) -> None:
@@ -139,16 +148,20 @@ class Completions:
             trace_parent=exchange.trace_parent,
         )
 
-    def _check(self, wanted: Wanted) -> None:
-        """Where there are several prompts, or something is done before they run, see that all are right: else the one
-        that is wrong would end a stream that has begun."""
-        if len(wanted.inputs) == 1 and not wanted.echo:
-            return
+    def _check(self, wanted: Wanted) -> Pieces[list[CheckedRequest]]:
+        """All prompts, which share all but themselves. Where there are several, or something is done before they run,
+        one that is wrong would else end a stream that has begun. Yields between pieces of work."""
+        checked: list[CheckedRequest] = []
         for given, names in zip(wanted.inputs, wanted.names, strict=True):
             try:
-                check_request(given, self._generator.limits)
+                if checked:
+                    yield
+                    checked.append(check_other_prompt(checked[0], given, self._generator.limits))
+                else:
+                    checked.append(check_request(given, self._generator.limits))
             except InvalidRequestError as error:
                 raise names.rename(error) from None
+        return checked
 
     @contextmanager
     def _charged(self, wanted: Wanted, call: Call) -> Iterator[Charge | None]:
@@ -160,19 +173,22 @@ class Completions:
             if charge is not None:
                 charge.close()
 
-    def _run(self, wanted: Wanted, call: Call, charge: Charge | None) -> Events:
+    def _run(self, wanted: Wanted, call: Call, charge: Charge | None, checked: Sequence[CheckedRequest]) -> Events:
         """The events of all prompts; choices are counted through."""
+        prompts = zip(wanted.inputs, checked, wanted.names, strict=True)
         runs = [
-            self._run_one(given, names, call if i == 0 else replace(call, request_id=self._mint_id()), charge)
-            for i, (given, names) in enumerate(zip(wanted.inputs, wanted.names, strict=True))
+            self._run_one(given, one, names, call if i == 0 else replace(call, request_id=self._mint_id()), charge)
+            for i, (given, one, names) in enumerate(prompts)
         ]
         if len(runs) == 1:
             return runs[0]
         return mixed([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
 
-    async def _run_one(self, given: GenerationInput, names: FieldNames, call: Call, charge: Charge | None) -> Events:
+    async def _run_one(
+        self, given: GenerationInput, checked: CheckedRequest, names: FieldNames, call: Call, charge: Charge | None
+    ) -> Events:
         try:
-            async with aclosing(self._generator.run(given, call, charge)) as events:
+            async with aclosing(self._generator.run(given, call, charge, checked)) as events:
                 async for event in events:
                     yield event
         except InvalidRequestError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -16,17 +16,24 @@ from disagg.router.gateway.generation import Generator
 from disagg.router.gateway.http.exchange import JSON, Exchange
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.logprobs import token_text
-from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decode
+from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
 from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.pieces import in_pieces
 from disagg.router.gateway.request import BYTES_PER_ID, ChatPrompt
 from disagg.router.gateway.rights import require_counts
+from disagg.router.gateway.shape import Pieces
 from disagg.router.gateway.validate import check_chat, check_model, check_text
-from disagg.router.gateway.values import check_ids
+from disagg.router.gateway.values import check_ids, check_length
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
 _NAMES: Final = FieldNames("messages", "logprobs")
+_TEXT_NAMES: Final = FieldNames("prompt", "logprobs")
+_VALUES_A_PIECE: Final = 16_384
+"""Of a long list that is written."""
+
+B = TypeVar("B")
 
 
 class Information:
@@ -86,22 +93,24 @@ class Information:
 
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
-        body = await self._limits.read(exchange, lambda raw: decode(raw, _TOKENIZE))
+        body = await self._limits.read(exchange, lambda raw: decoded(raw, _TOKENIZE, _as_it_is))
         self._check_model(body.model)
         token_ids = await self._encode(body)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self._generator.model.info.max_model_len,
-            "tokens": token_ids,
+            "tokens": msgspec.Raw(await in_pieces(_list_json(token_ids))),
         }
         if body.return_token_strs:
-            answer["token_strs"] = await self._token_texts(token_ids)
+            texts = await self._token_texts(token_ids)
+            answer["token_strs"] = msgspec.Raw(await in_pieces(_list_json(texts)))
         await _send(exchange, answer)
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /detokenize`."""
-        body = await self._limits.read(exchange, lambda raw: decode(raw, _DETOKENIZE))
+        body = await self._limits.read(exchange, lambda raw: decoded(raw, _DETOKENIZE, _as_it_is))
         self._check_model(body.model)
+        check_length(len(body.tokens), "tokens", self._generator.max_listed_ids)
         token_ids = check_ids(body.tokens, "tokens", self._generator.model.info.vocab_size)
         await _send(exchange, {"prompt": await self._generator.detokenize(token_ids)})
 
@@ -110,13 +119,12 @@ class Information:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", "one of prompt and messages must be set")
         if body.messages is not None:
-            return await self._encode_chat(ChatPrompt(read_turns(body.messages)))
+            return await self._encode_chat(ChatPrompt(await in_pieces(read_turns(body.messages))))
         prompt = check_text(body.prompt or "", "prompt", generator.limits)
-        if body.add_special_tokens is not False:
-            return await generator.tokenize(prompt)
-        tokenizer = generator.model.tokenizer
-        ids = await generator.offload(prompt.num_bytes, lambda: tokenizer.encode_text(prompt.text, special=False))
-        return tuple(ids)
+        try:
+            return await generator.tokenize(prompt, special=body.add_special_tokens is not False)
+        except InvalidRequestError as error:
+            raise _TEXT_NAMES.rename(error) from None
 
     async def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token; of many, made on a thread, as a long list would hold up all streams."""
@@ -146,6 +154,21 @@ class Information:
             "parent": None,
             "max_model_len": info.max_model_len,
         }
+
+
+def _as_it_is(body: B) -> Pieces[B]:
+    yield from ()
+    return body
+
+
+def _list_json(values: Sequence[int] | Sequence[str]) -> Pieces[bytes]:
+    """A list as JSON. Yields between pieces of work."""
+    parts: list[bytes] = []
+    for begin in range(0, len(values), _VALUES_A_PIECE):
+        if begin:
+            yield
+        parts.append(msgspec.json.encode(values[begin : begin + _VALUES_A_PIECE])[1:-1])
+    return b"[%b]" % b",".join(parts)
 
 
 async def _send(exchange: Exchange, body: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,7 +12,7 @@ from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.sites import check_content_type
 from disagg.router.gateway.http.unfinished import UnfinishedBodies
 from disagg.router.gateway.pieces import in_pieces
-from disagg.router.gateway.shape import SMALL_BYTES, count_json
+from disagg.router.gateway.shape import SMALL_BYTES, Pieces, count_json
 from disagg.router.gateway.turns import Turns
 
 T = TypeVar("T")
@@ -31,9 +32,9 @@ class BodyLimits:
     unfinished: UnfinishedBodies
     """Bodies of all connections that are not whole yet."""
 
-    async def read(self, exchange: Exchange, decode: Callable[[bytes], T]) -> T:
-        """What `decode` makes of the body of `exchange`. A large one waits for its turn, is counted in pieces, and then
-        decoded in one: so many that arrive at once are not decoded in the same turn of the event loop.
+    async def read(self, exchange: Exchange, decode: Callable[[bytes], Pieces[T]]) -> T:
+        """What `decode` makes of the body of `exchange`. A large one waits for its turn, and is counted and decoded in
+        pieces: so many that arrive at once are not decoded in the same turn of the event loop.
 
         Raises:
             ContentTypeError: if it is not announced as JSON.
@@ -44,7 +45,8 @@ class BodyLimits:
         check_content_type(exchange.headers.get("content-type"))
         body = await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished)
         if len(body) <= SMALL_BYTES:
-            return decode(body)
+            return await in_pieces(decode(body))
         async with self.turns.of(CALLER.get().tenant, len(body)):
             await in_pieces(count_json(body, self.max_values))
-            return decode(body)
+            await asyncio.sleep(0)
+            return await in_pieces(decode(body))

@@ -31,6 +31,8 @@ WRITE_BUFFER_BYTES: Final = 64 << 10
 """Of one connection, above which writing waits. One write may come on top."""
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of request line and headers."""
+MAX_HEADERS: Final = 256
+"""Of one request: each is a few calls of Python."""
 MAX_PIPELINED: Final = 16
 """Requests that may wait behind the one that is answered."""
 _LINGER_S: Final = 5.0
@@ -123,6 +125,7 @@ class HttpConnection(HttpToolsProtocol):
         """The request was answered, refused most likely, and its body still comes."""
         self._closed_since: float | None = None
         self._num_head_bytes = 0
+        self._num_headers = 0
         self._answered: RequestResponseCycle | None = None
         """The request that is answered now, or was last; uvicorn knows only the one that came last."""
 
@@ -174,7 +177,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._idle_since, self._head_since, self._num_head_bytes = None, self._owner.clock(), 0
+        self._idle_since, self._head_since = None, self._owner.clock()
+        self._num_head_bytes = self._num_headers = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line."""
@@ -183,6 +187,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A whole header."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self.send_400_response(f"the head has more than {MAX_HEADERS} headers")
+            raise ValueError("too many headers")  # ends the parser's run
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 

@@ -7,13 +7,16 @@ of this API do. What would change the answer and is not supported is declared, s
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.shape import SMALL_BYTES, Pieces
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 ABSENT: Final = msgspec.Raw(b"null")
 """Of fields that are only refused: what they hold is looked over and not built."""
@@ -155,6 +158,14 @@ def decode(raw: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequestError(_BODY, "is not UTF-8") from None
     except RecursionError:
         raise InvalidRequestError(_BODY, "is nested too deeply") from None
+
+
+def decoded(raw: bytes, decoder: msgspec.json.Decoder[T], read: Callable[[T], Pieces[R]]) -> Pieces[R]:
+    """What `read` makes of the body in `raw`. Yields between pieces of work."""
+    body = decode(raw, decoder)
+    if len(raw) > SMALL_BYTES:
+        yield
+    return (yield from read(body))
 
 
 def _wrong_value(message: str) -> InvalidRequestError:

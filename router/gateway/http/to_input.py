@@ -14,8 +14,19 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
-from disagg.router.gateway.http.schema import ABSENT, ChatBody, CompletionBody, GenerationBody, Message, StreamOptions
+from disagg.router.gateway.http.schema import (
+    ABSENT,
+    ChatBody,
+    CompletionBody,
+    ContentPart,
+    GenerationBody,
+    Message,
+    StreamOptions,
+)
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.sampling import MAX_LOGIT_BIASES
+from disagg.router.gateway.shape import TURNS_A_PIECE, Pieces
+from disagg.router.gateway.values import check_length
 
 MAX_PROMPTS: Final = 64
 """Of one call."""
@@ -115,8 +126,8 @@ class Wanted:
     """Each answer's text begins with its prompt."""
 
 
-def read_chat(body: ChatBody) -> Wanted:
-    """A conversation. Raises `InvalidRequestError`."""
+def read_chat(body: ChatBody) -> Pieces[Wanted]:
+    """A conversation. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     _refuse_unsupported(body, _HARMLESS_IN_CHAT)
     if body.top_logprobs and not body.logprobs:
@@ -125,21 +136,22 @@ def read_chat(body: ChatBody) -> Wanted:
     completion_tokens = body.max_completion_tokens
     return _wanted(
         body,
-        [ChatPrompt(read_turns(body.messages))],
+        [ChatPrompt((yield from read_turns(body.messages)))],
         [_names(body, "messages", "top_logprobs", "max_tokens" if completion_tokens is None else _NEW_MAX_TOKENS)],
         logprobs=logprobs,
         max_tokens=body.max_tokens if completion_tokens is None else completion_tokens,
     )
 
 
-def read_completion(body: CompletionBody) -> Wanted:
-    """One prompt or several. Raises `InvalidRequestError`."""
+def read_completion(body: CompletionBody) -> Pieces[Wanted]:
+    """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise InvalidRequestError("best_of", "must be n: the best of more answers is not supported")
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo", "with logprobs is not supported: prompts have no logprobs here")
     prompts, fields = _read_prompts(body.prompt)
+    yield from ()  # what there is takes less than a piece
     return _wanted(
         body,
         prompts,
@@ -150,12 +162,18 @@ def read_completion(body: CompletionBody) -> Wanted:
     )
 
 
-def read_turns(messages: Sequence[Message]) -> tuple[ChatTurn, ...]:
-    """The turns of a conversation; text parts are joined by line ends. Raises `InvalidRequestError`."""
-    return tuple(
-        ChatTurn(_read_role(message, f"messages[{i}]"), _read_content(message, f"messages[{i}]"))
-        for i, message in enumerate(messages)
-    )
+def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
+    """The turns of a conversation; text parts are joined by line ends. Yields between pieces of work. Raises
+    `InvalidRequestError`."""
+    turns: list[ChatTurn] = []
+    for message in messages:
+        if len(turns) % TURNS_A_PIECE == TURNS_A_PIECE - 1:
+            yield
+        role, content = _read_role(message, len(turns)), message.content
+        if not isinstance(content, str):
+            content = yield from _read_parts(content, len(turns))
+        turns.append(ChatTurn(role, content))
+    return tuple(turns)
 
 
 _NEW_MAX_TOKENS: Final = "max_completion_tokens"
@@ -163,27 +181,29 @@ _ROLES: Final = {"developer": "system"}
 _TOOL_ROLES: Final = ("tool", "function")
 
 
-def _read_role(message: Message, place: str) -> str:
+def _read_role(message: Message, index: int) -> str:
     if message.role in _TOOL_ROLES:
-        raise InvalidRequestError(f"{place}.role", "tool calls are not supported yet")
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name) not in (None, []):
-            raise InvalidRequestError(f"{place}.{name}", "tool calls are not supported yet")
+        raise InvalidRequestError(f"messages[{index}].role", "tool calls are not supported yet")
+    if message.tool_calls is not None or message.function_call is not None:
+        for name in ("tool_calls", "function_call"):
+            if getattr(message, name) not in (None, []):
+                raise InvalidRequestError(f"messages[{index}].{name}", "tool calls are not supported yet")
     return _ROLES.get(message.role, message.role)
 
 
-def _read_content(message: Message, place: str) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        raise InvalidRequestError(f"{place}.content", "must be set")
-    texts = []
-    for i, part in enumerate(message.content):
+def _read_parts(parts: Sequence[ContentPart] | None, index: int) -> Pieces[str]:
+    place = f"messages[{index}].content"
+    if parts is None:
+        raise InvalidRequestError(place, "must be set")
+    texts: list[str] = []
+    for part in parts:
         if part.type != "text":
-            raise InvalidRequestError(f"{place}.content[{i}].type", f"must be text, not {part.type[:64]!r}")
+            raise InvalidRequestError(f"{place}[{len(texts)}].type", f"must be text, not {part.type[:64]!r}")
         if part.text is None:
-            raise InvalidRequestError(f"{place}.content[{i}].text", "must be set")
+            raise InvalidRequestError(f"{place}[{len(texts)}].text", "must be set")
         texts.append(part.text)
+        if len(texts) % TURNS_A_PIECE == 0:
+            yield
     return "\n".join(texts)
 
 
@@ -261,6 +281,7 @@ def _translated(body: GenerationBody) -> dict[str, Any]:
     if seed is not None and _LEAST_SEED <= seed < 0:
         seed += _NUM_SEEDS
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    check_length(len(body.logit_bias or ()), "logit_bias", MAX_LOGIT_BIASES, "tokens")  # before the keys are read
     return {
         "seed": seed,
         "stop": stop,

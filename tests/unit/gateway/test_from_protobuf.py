@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.common import in_one_go
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.from_protobuf import read_request, read_turns
@@ -15,7 +16,7 @@ TURNS = (ChatTurn("user", "hi"), ChatTurn("robot", ""))
 
 
 def test_what_is_unset_stays_unset() -> None:
-    assert read_request(pb.GenerateRequest(), MODEL) == GenerationInput(model="", prompt=None)
+    assert in_one_go(read_request(pb.GenerateRequest(), MODEL)) == GenerationInput(model="", prompt=None)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_what_is_unset_stays_unset() -> None:
     ],
 )
 def test_the_prompts(request_: pb.GenerateRequest, prompt: Prompt) -> None:
-    assert read_request(request_, MODEL).prompt == prompt
+    assert in_one_go(read_request(request_, MODEL)).prompt == prompt
 
 
 def test_every_field_is_read() -> None:
@@ -55,7 +56,7 @@ def test_every_field_is_read() -> None:
         n=0,
         cache_salt="s",
     )
-    read = read_request(request, MODEL)
+    read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
         model="m",
         prompt=TextPrompt("x"),
@@ -90,7 +91,7 @@ def test_no_field_of_the_protobuf_is_left_out() -> None:
 
 
 def test_turns() -> None:
-    assert read_turns(CHAT) == TURNS
+    assert in_one_go(read_turns(CHAT)) == TURNS
 
 
 @pytest.mark.parametrize(
@@ -108,5 +109,5 @@ def test_turns() -> None:
 )
 def test_a_list_that_is_too_long_is_refused_before_it_is_copied(request_: pb.GenerateRequest, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        read_request(request_, MODEL)
+        in_one_go(read_request(request_, MODEL))
     assert caught.value.field == field

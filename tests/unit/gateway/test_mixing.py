@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -54,6 +55,17 @@ async def test_every_stream_to_its_end_in_its_order() -> None:
     assert sorted(seen) == ["a1", "a2", "a3", "c1"]
     assert [item for item in seen if item < "b"] == ["a1", "a2", "a3"]
     assert all(source.closed for source in sources)
+
+
+async def test_each_stream_begins_in_a_turn_of_its_own() -> None:
+    sources = [Source("x", None) for _ in range(64)]
+    reading = asyncio.create_task(read_into([], of(*sources)))
+    begun = [0]
+    while begun[-1] < len(sources):
+        await asyncio.sleep(0)
+        begun.append(sum(bool(source.num_asked) for source in sources))
+    assert max(later - earlier for earlier, later in itertools.pairwise(begun)) == 1
+    await reading
 
 
 async def test_an_item_does_not_wait_for_other_streams() -> None:

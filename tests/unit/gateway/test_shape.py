@@ -16,6 +16,7 @@ from disagg.v1 import inference_pb2 as pb
 
 GENERATE = cast(Descriptor, pb.GenerateRequest.DESCRIPTOR)
 MEBI = 1 << 20
+MAX_NUMBERS = 100_000
 
 
 def drive(work: Generator[None, None, Any]) -> tuple[Any, int]:
@@ -53,26 +54,47 @@ def chat_of(inner: bytes) -> bytes:
 )
 def test_messages_of_many_fields_are_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match=f"has more than {MAX_FIELDS} fields"):
-        drive(count_fields(raw, GENERATE))
+        drive(count_fields(raw, GENERATE, MAX_NUMBERS))
 
 
 @pytest.mark.parametrize("raw", [b"\x0b\x0c", b"\x0f", b"\x0a\x7f", b"\x08" + b"\xff" * 11, b"\x0a"])
 def test_what_no_message_of_ours_has_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="is no protobuf message, or has groups"):
-        drive(count_fields(raw, GENERATE))
+        drive(count_fields(raw, GENERATE, MAX_NUMBERS))
 
 
 def test_the_longest_conversation_is_counted_in_pieces() -> None:
     turns = [pb.ChatMessage(role="user", content="hello")] * 4096
     raw = pb.GenerateRequest(model="m", chat=pb.ChatMessages(messages=turns)).SerializeToString()
-    assert drive(count_fields(raw, GENERATE)) == (None, 1 + (2 + 3 * 4096) // 1024)
+    assert drive(count_fields(raw, GENERATE, MAX_NUMBERS)) == (None, 1 + (2 + 3 * 4096) // 1024)
 
 
 def test_a_long_text_and_packed_ids_are_one_field_each() -> None:
     raw = pb.GenerateRequest(text="x" * MEBI).SerializeToString()
-    assert drive(count_fields(raw, GENERATE)) == (None, 1)
-    raw = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(100_000))).SerializeToString()
-    assert drive(count_fields(raw, GENERATE)) == (None, 1)
+    assert drive(count_fields(raw, GENERATE, MAX_NUMBERS)) == (None, 1)
+    raw = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(30_000))).SerializeToString()
+    assert drive(count_fields(raw, GENERATE, MAX_NUMBERS)) == (None, 1)
+
+
+@pytest.mark.parametrize("token_id", [1, 300, 100_000], ids=["one byte", "two bytes", "three bytes"])
+def test_packed_numbers_are_counted_in_pieces(token_id: int) -> None:
+    most = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[token_id] * MAX_NUMBERS))
+    num_bytes = most.token_ids.ByteSize() - 4
+    counted = 0 if num_bytes <= MAX_NUMBERS else -(-num_bytes // (64 << 10))
+    assert drive(count_fields(most.SerializeToString(), GENERATE, MAX_NUMBERS)) == (None, 1 + counted)
+    most.token_ids.ids.append(token_id)
+    with pytest.raises(InvalidRequestError, match=f"^request: has more than {MAX_NUMBERS} numbers in one field"):
+        drive(count_fields(most.SerializeToString(), GENERATE, MAX_NUMBERS))
+
+
+def test_a_long_text_has_no_numbers() -> None:
+    raw = pb.GenerateRequest(text="x" * MEBI, cache_salt="y" * MEBI).SerializeToString()
+    assert drive(count_fields(raw, GENERATE, 1)) == (None, 1)
+
+
+def test_empty_messages_are_not_looked_into() -> None:
+    raw = chat_of(b"\x0a\x00" * 16_000)
+    assert drive(count_fields(raw, GENERATE, MAX_NUMBERS)) == (None, 1 + 16_001 // 1024)
 
 
 def test_random_messages_have_as_many_fields_as_were_written() -> None:
@@ -86,15 +108,15 @@ def test_random_messages_have_as_many_fields_as_were_written() -> None:
             n=dice.randrange(2**32),
         )
         raw = message.SerializeToString()
-        assert drive(count_fields(raw, GENERATE))[0] is None
+        assert drive(count_fields(raw, GENERATE, MAX_NUMBERS))[0] is None
         cut = raw[: dice.randrange(len(raw))]
         try:
             pb.GenerateRequest.FromString(cut)
         except Exception:
             with pytest.raises(InvalidRequestError):
-                drive(count_fields(cut, GENERATE))
+                drive(count_fields(cut, GENERATE, MAX_NUMBERS))
         else:
-            assert drive(count_fields(cut, GENERATE))[0] is None
+            assert drive(count_fields(cut, GENERATE, MAX_NUMBERS))[0] is None
 
 
 def test_the_search_for_broken_text_ends_at_the_limit() -> None:

@@ -23,6 +23,7 @@ from disagg.router.gateway.validate import (
     MAX_CHAT_MESSAGES,
     CheckedRequest,
     Limits,
+    check_other_prompt,
     check_request,
     check_targets,
     fit_prompt,
@@ -158,6 +159,22 @@ def test_as_many_biases_as_are_allowed(limits: Limits) -> None:
     model = dataclasses.replace(limits.model, vocab_size=2000)
     checked = check_request(asked(logit_bias=dict.fromkeys(range(1024), 1.0)), Limits(model, 4096))
     assert checked.sampling.logit_bias == tuple((i, 1.0) for i in range(1024))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 100.01, -1e300, 10**400])
+def test_one_wrong_bias_among_many_is_named(limits: Limits, wrong: float) -> None:
+    biases = {**dict.fromkeys(range(300), 1.0), 17: wrong}
+    with pytest.raises(InvalidRequestError, match=r"^sampling\.logit_bias\[17\]: must be in \[-100, 100\], not "):
+        check_request(asked(logit_bias=biases), limits)
+
+
+def test_other_prompts_are_checked_and_all_else_is_kept(limits: Limits) -> None:
+    first = check_request(asked(logit_bias={1: 1.0}, n=2), limits)
+    other = check_other_prompt(first, asked(prompt=IdsPrompt((5, 6))), limits)
+    assert other == dataclasses.replace(first, prompt=IdsPrompt((5, 6)))
+    assert other.sampling is first.sampling
+    with pytest.raises(InvalidRequestError, match=r"^prompt\.text: must not be empty"):
+        check_other_prompt(first, asked(prompt=TextPrompt("")), limits)
 
 
 def test_an_unknown_model(limits: Limits) -> None:

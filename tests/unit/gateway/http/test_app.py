@@ -456,6 +456,28 @@ async def test_tokens_of_texts_and_chats(app: TestApp) -> None:
     assert text.json() == {"prompt": "hello"}
 
 
+async def test_lists_of_ids_have_a_limit(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disagg.router.gateway.generation.MAX_LISTED_IDS", 1)
+    text, most = "q" * 100, MAX_MODEL_LEN
+    num_tokens = len(app.model.tokenizer.encode_text(text))
+    assert (await app.client.post("/tokenize", json={"prompt": text})).json()["count"] == num_tokens
+    for body in ({"prompt": text * 2}, {"prompt": text * 3, "add_special_tokens": False}):
+        assert error_of(await app.client.post("/tokenize", json=body))[:2] == (400, "prompt")
+    chat = {"messages": [{"role": "user", "content": text * 2}]}
+    assert error_of(await app.client.post("/tokenize", json=chat))[:2] == (400, "messages")
+    assert (await app.client.post("/detokenize", json={"tokens": [5] * most})).status_code == 200
+    refused = await app.client.post("/detokenize", json={"tokens": [5] * (most + 1)})
+    assert error_of(refused) == (400, "tokens", "invalid_value")
+
+
+async def test_a_long_list_is_written_in_pieces(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disagg.router.gateway.http.information._VALUES_A_PIECE", 3)
+    body: dict[str, Any] = {"prompt": 'q"\u00e9' * 5, "return_token_strs": True}
+    answer = (await app.client.post("/tokenize", json=body)).json()
+    assert answer["tokens"] == app.model.tokenizer.encode_text(body["prompt"])
+    assert len(answer["token_strs"]) == answer["count"] == len(answer["tokens"])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

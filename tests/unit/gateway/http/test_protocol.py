@@ -10,6 +10,7 @@ import pytest
 
 from disagg.router.gateway.http.protocol import (
     MAX_HEAD_BYTES,
+    MAX_HEADERS,
     MAX_PIPELINED,
     WRITE_BUFFER_BYTES,
     ConnectionLimits,
@@ -239,6 +240,19 @@ async def test_a_head_that_never_ends_is_bounded() -> None:
         num_pieces += 1
     assert num_pieces == MAX_HEAD_BYTES // 1000 + 1
     await rig.end()
+
+
+async def test_a_head_of_too_many_headers() -> None:
+    rig = Rig()
+    head = b"GET / HTTP/1.1\r\nhost: h\r\n"
+    most, _ = rig.connect()
+    most.data_received(head + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n")
+    connection, transport = rig.connect()
+    connection.data_received(head + b"a: b\r\n" * MAX_HEADERS + b"\r\n")
+    assert transport.state == "closed"
+    assert b"the head has more than 256 headers" in transport.written
+    await rig.end()
+    assert rig.num_calls == 1
 
 
 @pytest.mark.parametrize(

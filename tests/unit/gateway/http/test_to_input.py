@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.common import in_one_go
 from disagg.proto.errors import ContextLengthError, InvalidRequestError
 from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody
@@ -17,14 +18,16 @@ USER = {"role": "user", "content": "hi"}
 
 
 def chat(**fields: Any) -> Wanted:
-    return read_chat(
-        msgspec.json.decode(msgspec.json.encode({"model": "m", "messages": [USER], **fields}), type=ChatBody)
+    return in_one_go(
+        read_chat(msgspec.json.decode(msgspec.json.encode({"model": "m", "messages": [USER], **fields}), type=ChatBody))
     )
 
 
 def text(**fields: Any) -> Wanted:
-    return read_completion(
-        msgspec.json.decode(msgspec.json.encode({"model": "m", "prompt": "hi", **fields}), type=CompletionBody)
+    return in_one_go(
+        read_completion(
+            msgspec.json.decode(msgspec.json.encode({"model": "m", "prompt": "hi", **fields}), type=CompletionBody)
+        )
     )
 
 
