@@ -38,6 +38,8 @@ from disagg.v1 import inference_pb2 as pb
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.02
+OPERATOR = "operator"
+"""The tenant of the benchmark itself, where there are keys."""
 MEMORIES = ("tombstones",)
 """Counts of an audit that fade by time and hold nothing."""
 
@@ -54,9 +56,9 @@ class Up:
             device of its own would.
         failpoints: other faults of workers, before those of `step_ms`: the first that fits an opportunity happens.
         environment: on top of this process's own.
-        keys: contents of `gateway.api_keys`; without, the gateway has no keys.
-        key: of `client`, an admin's.
         prepare_logs: called with the folder of the logs before anything starts; without Ray only.
+        keys: of tenants, by name; then the gateway asks for one, and the benchmark itself has `OPERATOR`'s.
+        key: an admin's, where `config` has a file of keys of its own.
     """
 
     def __init__(
@@ -68,31 +70,37 @@ class Up:
         failpoints: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prepare_logs: Callable[[Path], None] | None = None,
-        keys: str = "",
+        keys: Mapping[str, str] | None = None,
         key: str | None = None,
     ) -> None:
         self._launcher = launcher
         self._prepare_logs = prepare_logs
         self._secret = ClusterSecret(secrets.token_bytes(NUM_BYTES))
         self._port, http_port = free_port(), free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="disagg-faults-")
         gateway = {**config.get("gateway", {}), "port": self._port, "http_port": http_port}
+        self.keys = dict(keys or {})
+        if self.keys:
+            gateway["api_keys"] = str(self._write_keys())
         recovery = {**config.get("recovery", {}), "failpoints": True}
         self._config = {**config, "gateway": gateway, "recovery": recovery}
         self.environment = {**os.environ, SECRET_VARIABLE: self._secret.value.hex(), **(environment or {})}
         if faults := [*failpoints, *([f"engine.step=hang(ms={step_ms:g})"] if step_ms else [])]:
             self.environment[FAILPOINTS_VARIABLE] = "; ".join(faults)
-        self._folder = tempfile.TemporaryDirectory(prefix="disagg-faults-")
         self.logs = Path(self._folder.name) / "logs"
         self.output = Path(self._folder.name) / "up.log"
         self.address = f"127.0.0.1:{self._port}"
         self.http_address = f"127.0.0.1:{http_port}"
-        if keys:
-            file = Path(self._folder.name) / "keys.yaml"
-            file.touch(mode=0o600)
-            file.write_text(keys, encoding="utf-8")
-            gateway["api_keys"] = str(file)
-        self.client = AsyncClient(self.address, key)
+        self.client = AsyncClient(self.address, self.keys.get(OPERATOR, key))
         self.process: subprocess.Popen[bytes] | None = None
+
+    def _write_keys(self) -> Path:
+        path = Path(self._folder.name) / "keys.yaml"
+        path.touch(mode=0o600)
+        self.keys[OPERATOR] = secrets.token_hex(16)
+        entries = [{"tenant": name, "key": key, "admin": name == OPERATOR} for name, key in self.keys.items()]
+        path.write_text(yaml.safe_dump(entries), encoding="utf-8")
+        return path
 
     def launch(self) -> subprocess.Popen[bytes]:
         """Start `disagg up` and do not wait."""
@@ -218,7 +226,7 @@ class Up:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 where it is not there."""
-        text = await asyncio.to_thread(_fetch, f"http://{self.http_address}/metrics")
+        text = await asyncio.to_thread(_fetch, f"http://{self.http_address}/metrics", self.keys.get(OPERATOR))
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         for line in text.splitlines():
             head, _, value = line.rpartition(" ")
@@ -255,9 +263,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _fetch(url: str) -> str:
+def _fetch(url: str, key: str | None) -> str:
     import urllib.request
 
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=5.0) as answer:
+    question = urllib.request.Request(url, headers={} if key is None else {"authorization": f"Bearer {key}"})
+    with opener.open(question, timeout=5.0) as answer:
         return str(answer.read().decode())

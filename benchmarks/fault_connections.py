@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,14 +17,13 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common import percentile
-from benchmarks.fault_cluster import Up, until
+from benchmarks.fault_cluster import OPERATOR, Up, until
 from benchmarks.fault_load import Model
 from benchmarks.fault_row import Row
 from disagg.proto.errors import DisaggError
 
-KEY: Final = "key-of-the-client-that-is-measured"
-OTHER_KEY: Final = "key-of-the-tenant-with-the-bodies"
-KEYS: Final = f"[{{tenant: own, key: {KEY}, admin: true}}, {{tenant: other, key: {OTHER_KEY}}}]"
+SENDER: Final = "sender-of-bodies"
+KEYS: Final[Mapping[str, str]] = {SENDER: "key-of-the-tenant-with-the-bodies"}
 NUM_SILENT: Final = 4100
 """To each port: more than `gateway.max_connections`."""
 NUM_BODIES: Final = 100
@@ -90,7 +89,7 @@ def _calls(up: Up, prompt: list[int]) -> dict[str, Call]:
 
     async def http_new() -> None:
         body = f'{{"model":"fake","prompt":{prompt},"max_tokens":1}}'.encode()
-        reader, writer = await _post(up, KEY, len(body), body)
+        reader, writer = await _post(up, up.keys[OPERATOR], len(body), body)
         try:
             status = await reader.readline()
             if b" 200 " not in status:
@@ -134,7 +133,7 @@ async def _occupy(up: Up, held: contextlib.AsyncExitStack) -> int:
     """Hold everything until `held` closes; how many health streams are open."""
     channel = await held.enter_async_context(grpc.aio.insecure_channel(up.address))
     stub = health_pb2_grpc.HealthStub(channel)
-    keyed = (("authorization", f"Bearer {KEY}"),)
+    keyed = (("authorization", f"Bearer {up.keys[OPERATOR]}"),)
     watches = [
         stub.Watch(health_pb2.HealthCheckRequest(), metadata=keyed if number % 2 else ())
         for number in range(NUM_WATCHES)
@@ -143,7 +142,7 @@ async def _occupy(up: Up, held: contextlib.AsyncExitStack) -> int:
         held.callback(watch.cancel)
     first = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
     for _ in range(NUM_BODIES):
-        _, writer = await _post(up, OTHER_KEY, BODY_BYTES + 1, b" " * BODY_BYTES)
+        _, writer = await _post(up, up.keys[SENDER], BODY_BYTES + 1, b" " * BODY_BYTES)
         held.callback(writer.close)
     for address in (up.http_address, up.address):
         host, _, port = address.rpartition(":")

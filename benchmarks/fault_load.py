@@ -132,8 +132,8 @@ async def send(
 class Load:
     """Streams that begin at a steady rate, until told to stop; an asynchronous context manager that waits for all."""
 
-    def __init__(self, address: str, model: Model, *, rate: float, num_tokens: int) -> None:
-        self._client = AsyncClient(address)
+    def __init__(self, address: str, model: Model, *, rate: float, num_tokens: int, key: str | None = None) -> None:
+        self._client = AsyncClient(address, key)
         self._pairs = model.pairs(num_tokens)
         self._rate = rate
         self._tasks: list[asyncio.Task[Stream]] = []

@@ -32,6 +32,8 @@ class Row:
     """From the end of the load until nothing was held."""
     figures: dict[str, float] = field(default_factory=dict)
     """What only this row has."""
+    loop_longest_s: float = 0.0
+    """The longest turn of the gateway's event loop since that gateway's start, by its own gauge; 0 below 5 ms."""
     errors: tuple[str, ...] = ()
     """The first few that clients got."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 
 from disagg.cluster.control.register_link import Resolve
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 15.0
 """How long the workers, which listen already, may take to greet the router. What is missing then is followed further:
 the controller knows whether it comes back."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that renders or tokenizes may keep the interpreter from the event loop, which asks for it after
+each look at its sockets. With the five milliseconds of Python, a token that passes several turns waits for each."""
 
 
 class GatewayHost:
@@ -73,6 +78,7 @@ class GatewayHost:
 
     def _run(self) -> None:
         interrupt_nobody()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             selector = TimedSelector()
             with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:

@@ -4,7 +4,7 @@ are the client's mistake like any other: INVALID_ARGUMENT, naming the field wher
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, cast
 
@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.auth import CALLER
-from disagg.router.gateway.pieces import in_pieces
+from disagg.router.gateway.pieces import in_pieces, rest_after
 from disagg.router.gateway.shape import SMALL_BYTES, count_fields, find_broken_text
 from disagg.router.gateway.status import answered
 from disagg.router.gateway.turns import Turns
@@ -83,8 +83,11 @@ async def decode(raw: bytes, kind: type[M], turns: Turns, max_numbers: int) -> M
         return await _parse(raw, kind)
     async with turns.of(CALLER.get().tenant, len(raw)):
         await in_pieces(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR), max_numbers))
-        await asyncio.sleep(0)
-        return await _parse(raw, kind)
+        began = time.monotonic()
+        try:
+            return await _parse(raw, kind)
+        finally:
+            await rest_after(began)
 
 
 async def _parse(raw: bytes, kind: type[M]) -> M:

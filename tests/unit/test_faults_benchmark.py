@@ -60,12 +60,22 @@ def test_a_row_s_figures() -> None:
 
 def test_the_summary_counts_rows_and_has_each_row_s_figures() -> None:
     rows = [
-        Row(name="a", promise="", met=True, streams=2, completed=2, figures={"detected_s": 2.50049}),
-        Row(name="b", promise="", met=False),
+        Row(
+            name="a",
+            promise="",
+            met=True,
+            streams=2,
+            completed=2,
+            figures={"detected_s": 2.50049},
+            loop_longest_s=0.0071,
+        ),
+        Row(name="b", promise="", met=False, loop_longest_s=0.0609518),
     ]
     flat = summary(rows)
     assert (flat["rows_met"], flat["rows_total"], flat["a_streams"], flat["a_detected_s"]) == (1, 2, 2, 2.5)
     assert flat["b_completed"] == 0
+    assert flat["loop_longest_ms"] == 60.952
+    assert summary([])["loop_longest_ms"] == 0.0
 
 
 def test_prompts_have_no_common_start_and_known_answers() -> None:

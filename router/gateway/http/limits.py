@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,5 +47,4 @@ class BodyLimits:
             return await in_pieces(decode(body))
         async with self.turns.of(CALLER.get().tenant, len(body)):
             await in_pieces(count_json(body, self.max_values))
-            await asyncio.sleep(0)
             return await in_pieces(decode(body))

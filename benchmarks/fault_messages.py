@@ -1,0 +1,113 @@
+"""A row in which one tenant sends the messages that cost a gateway most, while another one reads streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from benchmarks.common import percentile
+from benchmarks.fault_cluster import Up, is_running
+from benchmarks.fault_kills import LEFT_S
+from benchmarks.fault_load import Load, Model, Stream
+from benchmarks.fault_row import Row, all_right, of_streams
+from benchmarks.input_clients import Answer, Sender
+from benchmarks.input_messages import Message, Served, Shape, make
+from disagg.router.gateway.config import GatewayConfig
+
+NEIGHBOUR: Final = "neighbour"
+ATTACKER: Final = "attacker"
+KEYS: Final[Mapping[str, str]] = {name: f"key-of-the-{name}-tenant" for name in (NEIGHBOUR, ATTACKER)}
+WORST: Final = (
+    ("tokenize_chat", Shape(count=1913, part=64_000, text="emoji")),
+    ("logit_bias", Shape(count=30_000, part=2)),
+    ("grpc_detokenize", Shape(count=65_000, part=15)),
+    ("long_prompt", Shape(part=1 << 20, text="quotes")),
+    ("grpc_tokenize_text", Shape(part=1 << 20, text="emoji")),
+    ("grpc_broken_text", Shape(part=1 << 20, text="emoji")),
+    ("chat_turns", Shape(count=4096, part=200)),
+    ("tokenize_strings", Shape(part=1 << 20, text="two_bytes")),
+)
+"""What `input_fuzz.py --seconds 60 --seed 1` found to hold the event loop longest, one for each connection. Not those
+whose answers workers compute for long: many prompts in one call are a matter of a tenant's limits."""
+RATE: Final = 4.0
+NUM_TOKENS: Final = 60
+PERIOD_S: Final = 6.0
+NUM_PERIODS: Final = 4
+"""Of each kind, with the messages and without, in turn: the machine is as busy with other things in both."""
+MAX_RATIO: Final = 1.3
+MAX_MODEL_LEN: Final = 8192
+
+
+async def worst_messages(up: Up, model: Model) -> Row:
+    """Eight connections send the worst messages that there are, again and again."""
+    await up.settled()
+    gateway, workers = up.pid_of_child("gateway_process"), [worker.pid for worker in (await up.state()).values()]
+    served = Served(
+        model.name, GatewayConfig(model_name="x", model_path="fake", fingerprint="").max_message_bytes(MAX_MODEL_LEN)
+    )
+    messages = [make(family, shape, served) for family, shape in WORST]
+    answers: list[Answer] = []
+    with_messages: list[tuple[float, float]] = []
+    without: list[tuple[float, float]] = []
+    async with (
+        Sender(up.address, up.http_address, up.keys[ATTACKER]) as sender,
+        Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS, key=up.keys[NEIGHBOUR]) as streams,
+    ):
+        await asyncio.sleep(PERIOD_S / 2)
+        for _ in range(NUM_PERIODS):
+            began = time.monotonic()
+            await asyncio.sleep(PERIOD_S)
+            without.append((began, time.monotonic()))
+            began = time.monotonic()
+            answers += await _flood(sender, messages, began + PERIOD_S)
+            with_messages.append((began, time.monotonic()))
+    left_for_s, left = await up.emptied()
+    quiet, busy = _p99_s(streams, without), _p99_s(streams, with_messages)
+    seen = of_streams(streams)
+    faults = [f"{answer.code}: {answer.problem}" for answer in answers if answer.problem]
+    are_there = all(is_running(pid) for pid in (gateway, *workers)) and gateway == up.pid_of_child("gateway_process")
+    met = all_right(seen) and busy <= MAX_RATIO * quiet and not faults and are_there
+    return Row(
+        name="worst_messages",
+        promise=f"another tenant's p99 ITL at most {MAX_RATIO:g} times that without; no fault; no process ends",
+        met=met and not left and left_for_s <= LEFT_S,
+        left=sum(left.values()),
+        left_for_s=left_for_s,
+        figures={
+            "itl_p99_ms": busy * 1e3,
+            "quiet_itl_p99_ms": quiet * 1e3,
+            "ratio": busy / quiet,
+            "messages": float(len(answers)),
+            "faults": float(len(faults)),
+            "same_processes": float(are_there),
+        },
+        **{**seen, "errors": (*seen["errors"], *faults)[:3]},
+    )
+
+
+async def _flood(sender: Sender, messages: Sequence[Message], until: float) -> list[Answer]:
+    """One connection for each message."""
+    answers: list[Answer] = []
+
+    async def send(message: Message) -> None:
+        while time.monotonic() < until:
+            answers.append(await sender.send(message))
+
+    await asyncio.gather(*(send(message) for message in messages))
+    return answers
+
+
+def _p99_s(streams: Sequence[Stream], periods: Sequence[tuple[float, float]]) -> float:
+    """Of the gaps between tokens that ended in one of these periods."""
+    return percentile(
+        [
+            later - earlier
+            for stream in streams
+            for earlier, later in pairwise(stream.times)
+            if any(begin <= later <= end for begin, end in periods)
+        ],
+        99,
+    )
