@@ -65,7 +65,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: msgspec.Raw = ABSENT
+    """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
 
     # Not supported: these constrain the answer, so that ignoring them would give a wrong one.
@@ -146,7 +147,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _BODY = "body"
 
 
-def decode(raw: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
     """The body in `raw`. Raises `InvalidRequestError`, which names the field where there is one."""
     try:
         return decoder.decode(raw)
@@ -166,6 +167,14 @@ def decoded(raw: bytes, decoder: msgspec.json.Decoder[T], read: Callable[[T], Pi
     if len(raw) > SMALL_BYTES:
         yield
     return (yield from read(body))
+
+
+def decode_field(raw: msgspec.Raw, decoder: msgspec.json.Decoder[T], field: str) -> T:
+    """The value of a field that was not read with its body. Raises `InvalidRequestError` naming it."""
+    try:
+        return decode(raw, decoder)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field, error.message.removeprefix(f"{error.field}: ")) from None
 
 
 def _wrong_value(message: str) -> InvalidRequestError:

@@ -22,6 +22,7 @@ from disagg.router.gateway.http.schema import (
     GenerationBody,
     Message,
     StreamOptions,
+    decode_field,
 )
 from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.sampling import MAX_LOGIT_BIASES
@@ -40,6 +41,9 @@ _NUM_SEEDS: Final = 1 << 64
 _MAX_KEY_CHARS: Final = 20
 """Of a token id as the key of an object."""
 
+_MAX_BIASES_BYTES: Final = 64 << 10
+"""Of JSON: 64 for each of the most biases that there may be."""
+_BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 _MAX_SMALL_BYTES: Final = 64
 """Of JSON, in which a value may stand that asks for nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
@@ -281,13 +285,21 @@ def _translated(body: GenerationBody) -> dict[str, Any]:
     if seed is not None and _LEAST_SEED <= seed < 0:
         seed += _NUM_SEEDS
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    check_length(len(body.logit_bias or ()), "logit_bias", MAX_LOGIT_BIASES, "tokens")  # before the keys are read
     return {
         "seed": seed,
         "stop": stop,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "logit_bias": {_read_id(key): bias for key, bias in (body.logit_bias or {}).items()},
+        "logit_bias": _read_biases(body.logit_bias),
     }
+
+
+def _read_biases(given: msgspec.Raw) -> dict[int, float]:
+    num_bytes = memoryview(given).nbytes
+    if num_bytes > _MAX_BIASES_BYTES:
+        raise InvalidRequestError("logit_bias", f"at most {_MAX_BIASES_BYTES} bytes of JSON, not {num_bytes}")
+    biases = decode_field(given, _BIASES, "logit_bias") or {}
+    check_length(len(biases), "logit_bias", MAX_LOGIT_BIASES, "tokens")  # before the keys are read
+    return {_read_id(key): bias for key, bias in biases.items()}
 
 
 def _read_id(key: str) -> int:

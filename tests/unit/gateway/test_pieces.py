@@ -43,9 +43,9 @@ def work(times: Times, *pieces_s: float, error: Exception | None = None) -> Gene
     return "done"
 
 
-def test_work_rests_as_long_as_each_piece_took(times: Times) -> None:
+def test_work_rests_twice_as_long_as_each_piece_took(times: Times) -> None:
     assert asyncio.run(in_pieces(work(times, 0.002, 0.0001, 0.5, 0.003))) == "done"
-    assert times.slept == [0.002, 0, 0.01, 0.003]
+    assert times.slept == [0.004, 0, 0.02, 0.006]
 
 
 def test_short_work_does_not_give_the_loop_away(times: Times) -> None:
@@ -56,4 +56,4 @@ def test_short_work_does_not_give_the_loop_away(times: Times) -> None:
 def test_refused_work_rests_too(times: Times) -> None:
     with pytest.raises(ValueError, match="refused"):
         asyncio.run(in_pieces(work(times, 0.0001, 0.004, error=ValueError("refused"))))
-    assert times.slept == [0, 0.004]
+    assert times.slept == [0, 0.008]

@@ -275,3 +275,19 @@ def test_fields_have_the_names_of_a_completion(field: str, name: str) -> None:
 def test_a_renamed_error_stays_what_it_is() -> None:
     error = FieldNames("prompt", "logprobs").rename(ContextLengthError("stopping.max_tokens", "at most 3"))
     assert (type(error), error.field, error.message) == (ContextLengthError, "max_tokens", "max_tokens: at most 3")
+
+
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        ({"5": "x"}, "logit_bias: expected `float`, got `str`"),
+        (5, "logit_bias: expected `object | null`, got `int`"),
+        ({str(i): 1 for i in range(1025)}, "logit_bias: at most 1024 tokens, not 1025"),
+        ({str(i): 1 for i in range(9000)}, "logit_bias: at most 65536 bytes of JSON, not 79891"),
+    ],
+    ids=["value", "kind", "tokens", "bytes"],
+)
+def test_biases_are_read_within_their_limits(biases: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        text(logit_bias=biases)
+    assert str(caught.value) == message
