@@ -24,6 +24,8 @@ MAX_FIELDS: Final = 16_384
 MAX_JSON_PARTS: Final = 32_768
 """Strings, lists and objects of a JSON body, keys included. A conversation of 4,096 turns has about 20,500."""
 _FIELDS_A_PIECE: Final = 1024
+_SEARCHED_A_PIECE: Final = 256
+"""Fields that are looked into for broken text, which takes longer than to count them."""
 TURNS_A_PIECE: Final = 512
 """Of a conversation that is read."""
 _STRINGS_A_PIECE: Final = 512
@@ -102,7 +104,7 @@ def _find_broken_text(raw: bytes, begin: int, end: int, kind: Descriptor, num_fi
             num_fields[0] += 1
             if num_fields[0] > MAX_FIELDS:
                 return None
-            if num_fields[0] % _FIELDS_A_PIECE == 0:
+            if num_fields[0] % _SEARCHED_A_PIECE == 0:
                 yield
             field = kind.fields_by_number.get(number)
             if field is None or wire_type != _LENGTH_DELIMITED:
