@@ -137,7 +137,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _through(self, method: str, node: nodes.Expr) -> nodes.Expr:
         """A call of a method of this environment, which no variable of a template can hide."""
         call = nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
-        return call.set_lineno(node.lineno).set_environment(self)
+        call.set_lineno(node.lineno).set_environment(self)
+        return call
 
 
 class _Work:
