@@ -78,6 +78,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest payload of one KV message, and the size of a staging slot."""
     staging_bytes: Bytes = 64 << 20
     """Most staging memory of each pair of workers, on each side."""
+    max_pairs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
+    """Connections to workers of the other pool that a worker keeps; beyond them the one that was not used for longest
+    is closed. Each takes a few threads and up to 14 descriptors on both sides."""
     lease_timeout_s: Seconds = 5.0
     """A reservation on a decode worker ends when its prefill worker was silent for this long."""
     heartbeat_s: Seconds = 0.5

@@ -148,6 +148,7 @@ def worker_config(
         plaintext_kv=config.network.plaintext_kv,
         chunk_bytes=transfer.chunk_bytes,
         staging_bytes=transfer.staging_bytes,
+        max_pairs=transfer.max_pairs,
         lease_timeout_s=transfer.lease_timeout_s,
         heartbeat_s=transfer.heartbeat_s,
         transfer_timeout_s=transfer.timeout_s,

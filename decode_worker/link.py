@@ -34,7 +34,7 @@ from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.parallel.routes import PairPlan
 from disagg.engine.plan import Buffer
 from disagg.engine.role import RoleContext
-from disagg.proto.handover import SenderToReceiver
+from disagg.proto.handover import CloseWhenIdle, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, WorkerInfo
 
@@ -81,6 +81,8 @@ class PrefillLink:
         self._transport: PairTransport | None = None
         self._lost = asyncio.Event()
         self._is_forming = True
+        self.used_at = context.now()
+        """When the last attempt was offered, or the pair was begun."""
         self._receiver = Receiver(
             context.now(),
             bytes_per_token=plan.bytes_per_token,
@@ -204,7 +206,17 @@ class PrefillLink:
                     logger.warning("closing the pair with %s: %s", self.sender.worker_id, reason)
                     self.give_up()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no attempt uses the pair. Its prefill worker may know of one that is on its way."""
+        return not self._scatters and not any(self.holdings().values())
+
+    def ask_to_close(self) -> None:
+        """Have the prefill worker close the pair, unless it is about to use it."""
+        self._outgoing.put(CloseWhenIdle())
+
     def _reserve(self, spec: SequenceSpec) -> None:
+        self.used_at = self._context.now()
         if self._callbacks.on_offered(self, spec):
             self._context.post(Reserve(spec))
         else:

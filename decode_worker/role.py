@@ -107,6 +107,7 @@ class DecodeRole:
             lambda: form_pair(end, rendezvous.accept, context.followers),
             callbacks,
         )
+        self._make_room()
         self._links.add(link)
         welcome = PairWelcome(
             incarnation=info.incarnation,
@@ -118,6 +119,16 @@ class DecodeRole:
             max_chunk_bytes=config.chunk_bytes,
         )
         return welcome, link
+
+    def _make_room(self) -> None:
+        """Have idle pairs closed for one more, those first that were not used for longest."""
+        most = self._context.config.max_pairs
+        surplus = len(self._links) - most + 1
+        if surplus > 0:
+            idle = sorted((link for link in self._links if link.is_idle), key=lambda link: link.used_at)
+            for link in idle[:surplus]:
+                logger.info("asking %s to close its idle pair: this worker keeps %d", link.sender.worker_id, most)
+                link.ask_to_close()
 
     def _why_not(self, hello: PairHello) -> str:
         """Why this pair must not be formed; empty if it may."""

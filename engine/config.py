@@ -83,6 +83,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest payload of one KV message, and the size of a staging slot."""
     staging_bytes: int = 64 << 20
     """Most staging memory of a pair, on each side; slots are allocated when first used."""
+    max_pairs: int = 32
+    """Pairs that a worker keeps: beyond them the one that was not used for longest is closed, as soon as none of its
+    attempts is left."""
+    pair_idle_s: float = 90.0
+    """A pair that no attempt used for so long is closed, unless a gateway asked for it ahead of time. Longer than the
+    gateways' `pair_idle_s`, after which they no longer count on it."""
     lease_timeout_s: float = 5.0
     """A reservation on D ends when P was silent for this long."""
     transfer_timeout_s: float = 30.0

@@ -1,7 +1,6 @@
 """The prefill role: takes dispatches that name a decode worker, computes their prompts, hands their KV over.
 
-    dispatch -> link to D (made on demand, or ahead of time when a decode worker joins) -> Offer -> Reserved -> engine
-    Add
+    dispatch -> link to D (made on demand, or ahead of time when a gateway asks) -> Offer -> Reserved -> engine Add
              -> KV chunks as they are computed -> token 0 to the gateway, Commit to D -> CommitAck -> engine Release
 
 The protocol is the pure `Sender` of each link; this file knows which link an attempt belongs to.
@@ -64,6 +63,8 @@ class PrefillRole:
         """Links that take attempts, or will."""
         self._all_links: set[DecodeLink] = set()
         """Also those that are being closed."""
+        self._warm: set[PeerRef] = set()
+        """Peers whose pairs a gateway asked for ahead of time: those are not closed for being idle."""
         self._link_of: dict[AttemptKey, DecodeLink] = {}
         self._attempts: dict[AttemptKey, _Attempt] = {}
         """Until each is over."""
@@ -84,12 +85,15 @@ class PrefillRole:
         return []
 
     def connect(self, peer: PeerRef) -> None:
-        """Form the pair with a decode worker, unless it is there."""
-        self._link_to(peer)
+        """Form the pair with a decode worker, unless it is there, or this worker has as many as it keeps."""
+        if peer in self._links or len(self._links) < self._context.config.max_pairs:
+            self._warm.add(peer)
+            self._link_to(peer)
 
     def _link_to(self, peer: PeerRef) -> DecodeLink:
         link = self._links.get(peer)
         if link is None:
+            self._make_room()
             callbacks = LinkCallbacks(
                 self._on_reserved,
                 lambda over: self._attempt_over(over, peer.worker_id),
@@ -100,6 +104,19 @@ class PrefillRole:
             self._all_links.add(link)
             link.start()
         return link
+
+    def _make_room(self) -> None:
+        """Close pairs for one more, those first that were not used for longest. Where all are in use there are more for
+        a while."""
+        surplus = len(self._links) - self._context.config.max_pairs + 1
+        if surplus > 0:
+            for link in self._idle_links()[:surplus]:
+                link.retire(f"this worker keeps {self._context.config.max_pairs}")
+
+    def _idle_links(self) -> list[DecodeLink]:
+        """The one that was not used for longest first."""
+        idle = [link for link in self._links.values() if link.use().is_idle]
+        return sorted(idle, key=lambda link: link.use().used_at)
 
     def takes(self, dispatch: Dispatch) -> bool:
         """Dispatches with a decode worker."""
@@ -153,6 +170,9 @@ class PrefillRole:
         """Heartbeats, leases and deadlines of all pairs."""
         for link in list(self._all_links):
             link.tick(now)
+        for link in self._idle_links():
+            if link.peer not in self._warm and now - link.use().used_at >= self._context.config.pair_idle_s:
+                link.retire("no attempt used it")
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
         """Live attempts of one gateway."""
@@ -217,3 +237,4 @@ class PrefillRole:
     def _link_closed(self, link: DecodeLink) -> None:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
+            self._warm.discard(link.peer)

@@ -168,6 +168,10 @@ class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """Renews the leases of all attempts of the pair."""
 
 
+class CloseWhenIdle(Message, frozen=True, kw_only=True, tag=True):
+    """D has more pairs than it keeps: P closes this one, unless an attempt uses it."""
+
+
 SenderToReceiver = PairHello | Offer | ChunkHeader | ChunkSum | Commit | Abort | AbortAck | PairHeartbeat
 ReceiverToSender = (
     PairWelcome
@@ -180,4 +184,5 @@ ReceiverToSender = (
     | Abort
     | AbortAck
     | PairHeartbeat
+    | CloseWhenIdle
 )

@@ -32,7 +32,17 @@ from disagg.engine.commands import (
 from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
 from disagg.engine.kv_transfer.transport import TransportError
 from disagg.proto import handover
-from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Offer, PairHello
+from disagg.proto.handover import (
+    Abort,
+    ChunkDone,
+    ChunkHeader,
+    ClearToSend,
+    CloseWhenIdle,
+    Commit,
+    CommitAck,
+    Offer,
+    PairHello,
+)
 from disagg.proto.ids import GatewayId, Incarnation, RequestId
 from disagg.proto.messages import Dispatch, HandedOver, TokenLogprobs, WorkerInfo
 from tests.support.roles import (
@@ -150,6 +160,23 @@ async def chunk(it: Bench, peer: Peer, seq: int) -> Scatter:
     peer.send()
     await until(lambda: it.context._commands)
     return it.context.command(Scatter)
+
+
+async def test_idle_pairs_are_to_make_room_for_one_more() -> None:
+    async with bench() as it:
+        it.context.config = msgspec.structs.replace(it.context.config, max_pairs=2)
+        first, second = it.peer("p-0"), it.peer("p-1")
+        await first.connect()
+        it.context.time += 1.0
+        it.reserved(first)
+        third = it.peer("p-2")
+        assert (first.said(), second.said(), third.said()) == ([], [CloseWhenIdle()], [])
+        second.link.on_lost()  # its prefill worker closes it
+        await second.link.wait_gone()
+        it.peer("p-3")
+        assert (first.said(), third.said()) == ([], [CloseWhenIdle()])
+        first.link.cancel(key_of("a"))
+        assert it.context.command(Release) == Release(key_of("a"))
 
 
 # ---------------------------------------------------------------- the whole way

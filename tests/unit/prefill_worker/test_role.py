@@ -26,6 +26,7 @@ from disagg.proto.handover import (
     ChunkHeader,
     ChunkSum,
     ClearToSend,
+    CloseWhenIdle,
     Commit,
     CommitAck,
     Offer,
@@ -218,6 +219,22 @@ async def test_an_attempt_does_not_wait_for_ever_for_a_pair_that_goes_on_being_f
         await it.form(streams[0])
         await until(lambda: streams[0]._sent)
         assert streams[0].message(Offer).spec == spec_of("b")
+
+
+async def test_d_has_a_pair_closed_that_nothing_uses(streams: list[PlayedStream]) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(CloseWhenIdle())
+        stream.say(Refused(request_id=A, attempt=1, reason="no blocks"))  # so the first one was read
+        await until(it.idle)
+        assert not stream.closed
+        stream.say(CloseWhenIdle())
+        await until(lambda: stream.closed)
+        await until(lambda: not it.role._all_links)
+        it.dispatch(spec_of("b"))
+        await it.form(streams[1])
+        await until(lambda: streams[1]._sent)
+        assert streams[1].message(Offer).spec == spec_of("b")
+        assert [each.reason for each in it.context.ends] == ["refused"]
 
 
 async def test_a_refusal_of_d_is_no_fault_of_the_pair(streams: list[PlayedStream]) -> None:
