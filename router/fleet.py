@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
@@ -24,6 +23,7 @@ from disagg.router.api import WorkerView
 from disagg.router.books import Booking, Books
 from disagg.router.config import RouterConfig
 from disagg.router.cost_model import LinkModel
+from disagg.router.in_use import InUse, find_in_use
 from disagg.router.kinds import Kind, longest_of
 from disagg.router.openings import wait_ms
 from disagg.router.pairs import Pairs
@@ -32,7 +32,7 @@ from disagg.router.pools import Pool
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.prefix_match import PrefixMatch
 from disagg.router.quarantine import NOTHING_LEFT_OUT, LeftOut, Leg, Quarantine
-from disagg.router.worker import Worker, decodes_only, longest_sequence, prefills_only
+from disagg.router.worker import Worker, decodes_only
 from disagg.router.worker_counts import WorkerCounts
 
 FORECAST_S = 0.02
@@ -41,31 +41,6 @@ _AS_SOON = 1.25
 """Waits of which one is so many times the other are equal: forecasts are not that exact."""
 MAX_FORECAST = 8
 """Workers of a pool that it looks at; the others are taken to be like them."""
-
-
-class _InUse(NamedTuple):
-    """The workers that get new work, by role, and what of them is left out."""
-
-    prefills: frozenset[WorkerId]
-    decodes: frozenset[WorkerId]
-    wholes: frozenset[WorkerId]
-    left_out: LeftOut
-    longest_prefill: int
-    """Of the sequences that fit on a P that is not left out."""
-    longest_decode: int
-    longest_alone: int
-
-    def left_out_for(self, num_tokens: int) -> LeftOut:
-        """What a request of so many tokens must not use: nothing of a role where only those left out could take it."""
-        left_out = self.left_out
-        if num_tokens < min(self.longest_prefill, self.longest_decode, self.longest_alone):
-            return left_out
-        return LeftOut(
-            left_out.prefills if num_tokens < self.longest_prefill else frozenset(),
-            left_out.decodes if num_tokens < self.longest_decode else frozenset(),
-            left_out.alone if num_tokens < self.longest_alone else frozenset(),
-            left_out.pairs,
-        )
 
 
 class Fleet:
@@ -103,7 +78,7 @@ class Fleet:
         self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest answer of the index, while it holds."""
-        self._left_out: tuple[int, _InUse] | None = None
+        self._left_out: tuple[int, InUse] | None = None
         """What the quarantine last said of the present workers, and when."""
 
     # ---------------------------------------------------------------- lives
@@ -445,12 +420,12 @@ class Fleet:
     def _left_out_now(self) -> LeftOut:
         return NOTHING_LEFT_OUT if self.quarantine.is_clear else self._in_use().left_out
 
-    def _in_use(self) -> _InUse:
+    def _in_use(self) -> InUse:
         """What there is and what of it is left out; made anew after a change of either."""
         known, version = self._left_out, self.quarantine.version
         if known is None or known[0] != version:
             workers = [self._workers[worker_id] for worker_id in self._pool_of]
-            known = self._left_out = version, _in_use(workers, self.quarantine)
+            known = self._left_out = version, find_in_use(workers, self.quarantine)
         return known[1]
 
     def _kind(self, info: WorkerInfo) -> Kind:
@@ -483,26 +458,6 @@ class Fleet:
             worker.refresh()
         elif pool.changed(worker):
             self.num_openings += 1
-
-
-def _in_use(workers: Collection[Worker], quarantine: Quarantine) -> _InUse:
-    prefills = frozenset(w.worker_id for w in workers if prefills_only(w.info))
-    decodes = frozenset(w.worker_id for w in workers if decodes_only(w.info))
-    wholes = frozenset(w.worker_id for w in workers) - prefills - decodes
-    left_out = quarantine.left_out(prefills, decodes, wholes)
-
-    def longest(those: frozenset[WorkerId]) -> int:
-        return max((longest_sequence(w.info) for w in workers if w.worker_id in those), default=0)
-
-    return _InUse(
-        prefills,
-        decodes,
-        wholes,
-        left_out,
-        longest(prefills - left_out.prefills),
-        longest(decodes - left_out.decodes),
-        longest((decodes | wholes) - left_out.alone),
-    )
 
 
 def _emptiest(workers: Iterable[Worker]) -> Worker | None:

@@ -57,6 +57,7 @@ PURE = (
     "router/prefix_match.py",
     "router/quarantine.py",
     "router/queue.py",
+    "router/in_use.py",
     "router/integrity.py",
     "router/record.py",
     "router/reservation.py",
