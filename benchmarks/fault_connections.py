@@ -25,7 +25,7 @@ from disagg.proto.errors import DisaggError
 SENDER: Final = "sender-of-bodies"
 KEYS: Final[Mapping[str, str]] = {SENDER: "key-of-the-tenant-with-the-bodies"}
 NUM_SILENT: Final = 4100
-"""To each port: more than `gateway.max_connections`."""
+"""To each port: more than the HTTP connections that there may be."""
 NUM_BODIES: Final = 100
 BODY_BYTES: Final = 1 << 20
 NUM_WATCHES: Final = 300
@@ -85,7 +85,7 @@ async def silent_connections(up: Up, model: Model) -> Row:
 
 
 def _calls(up: Up, prompt: list[int]) -> dict[str, Call]:
-    """One token by each way in: HTTP on new connections, gRPC on an open one. New gRPC connections are not promised."""
+    """One token by each way in."""
 
     async def http_new() -> None:
         body = f'{{"model":"fake","prompt":{prompt},"max_tokens":1}}'.encode()
@@ -100,7 +100,17 @@ def _calls(up: Up, prompt: list[int]) -> dict[str, Call]:
     async def grpc_open() -> None:
         await up.client.generate(prompt, max_tokens=1, timeout_s=CALL_TIMEOUT_S)
 
-    return {"http_new": http_new, "grpc_open": grpc_open}
+    async def grpc_new() -> None:
+        # Else gRPC shares a connection that is open already.
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(up.address, options=options) as channel:
+            request = health_pb2.HealthCheckRequest()
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_TIMEOUT_S)
+            except grpc.RpcError as error:
+                raise ConnectionError(f"gRPC: {error}") from error
+
+    return {"http_new": http_new, "grpc_open": grpc_open, "grpc_new": grpc_new}
 
 
 async def _series(call: Call) -> tuple[list[float], list[str]]:

@@ -106,8 +106,11 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[Name, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys."""
     max_connections: Count = 4096
-    """Connections at a time, of gRPC and of HTTP each. A further one of HTTP takes the place of the one that has been
-    without a request for longest; one of gRPC is closed at once."""
+    """HTTP connections at a time. A further one takes the place of the one that has been without a request for
+    longest."""
+    max_grpc_connections: Count = 16_384
+    """gRPC connections at a time; a further one is closed at once. The process needs as many open files beside those of
+    HTTP: `ulimit -n`."""
     max_queued: Count = 1024
     """Requests that wait for a worker; one more is refused as overload."""
     token_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0

@@ -200,6 +200,7 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
         allowed_hosts=config.gateway.allowed_hosts,
         allowed_origins=config.gateway.allowed_origins,
         max_connections=config.gateway.max_connections,
+        max_grpc_connections=config.gateway.max_grpc_connections,
         max_model_len=min(info.max_model_len for info in infos),
         vllm_aliases=config.metrics.vllm_aliases,
     )

@@ -96,14 +96,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed_origins: tuple[str, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
     max_connections: int = 4096
-    """Connections at a time, of each protocol. A further one of HTTP takes the place of the one that has been without a
-    request for longest; one of gRPC is closed at once."""
+    """HTTP connections at a time. A further one takes the place of the one that has been without a request for
+    longest."""
+    max_grpc_connections: int = 16_384
+    """gRPC connections at a time; a further one is closed at once. gRPC closes no silent one for it, so they are more
+    than those of HTTP."""
     idle_timeout_s: float = 75.0
     """How long a connection may stay open without a request. Longer than clients keep theirs, so that none is
     closed under a request that is on its way."""
     read_timeout_s: float = 20.0
-    """How long the head of an HTTP request may take to arrive, and how long its body; and the handshake of a gRPC
-    connection."""
+    """How long the head of an HTTP request may take to arrive, and how long its body."""
+    grpc_handshake_timeout_s: float = 5.0
+    """How long a gRPC connection may take for TLS and its first frame."""
 
     def __post_init__(self) -> None:
         if not self.model_name:
@@ -123,11 +127,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_tenant_tokenizing_bytes",
             "max_concurrent_streams",
             "max_connections",
+            "max_grpc_connections",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"gateway.{name}: must be at least 1, not {value}")
-        for name in ("write_timeout_s", "idle_timeout_s", "read_timeout_s"):
+        for name in ("write_timeout_s", "idle_timeout_s", "read_timeout_s", "grpc_handshake_timeout_s"):
             timeout_s = getattr(self, name)
             if not 0 < timeout_s < math.inf:
                 raise ConfigError(f"gateway.{name}: must be a positive number, not {timeout_s}")

@@ -250,9 +250,9 @@ class GatewayServer:
         return [
             ("grpc.max_receive_message_length", self.config.max_message_bytes(self.model.info.max_model_len)),
             ("grpc.max_concurrent_streams", self.config.max_concurrent_streams),
-            ("grpc.max_allowed_incoming_connections", self.config.max_connections),
+            ("grpc.max_allowed_incoming_connections", self.config.max_grpc_connections),
             # TLS and the first frame of HTTP/2 together: a silent connection ends.
-            ("grpc.server_handshake_timeout_ms", round(self.config.read_timeout_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", round(self.config.grpc_handshake_timeout_s * 1000)),
             # Clients connect again by themselves.
             ("grpc.max_connection_idle_ms", round(self.config.idle_timeout_s * 1000)),
             NO_COMPRESSION,

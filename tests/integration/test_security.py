@@ -373,7 +373,7 @@ async def closed_by_server(address: str, num_connections: int) -> list[bool]:
 
 
 async def test_silent_grpc_connections_are_closed(folder: Path, keys: str) -> None:
-    async with keyed(folder, keys, read_timeout_s=0.5) as (server, _):
+    async with keyed(folder, keys, grpc_handshake_timeout_s=0.5) as (server, _):
         assert await closed_by_server(server.address, 50) == [True] * 50
         async with AsyncClient(server.address, KEY_A) as client:
             assert (await client.generate("hello")).reason == "length"
@@ -388,7 +388,7 @@ async def first_answer(client: AsyncClient) -> str:
 
 
 async def test_more_grpc_connections_than_allowed_are_closed(folder: Path, keys: str) -> None:
-    async with keyed(folder, keys, max_connections=3) as (server, _):
+    async with keyed(folder, keys, max_grpc_connections=3) as (server, _):
         assert sorted(await closed_by_server(server.address, 5)) == [False] * 3 + [True] * 2
         async with asyncio.timeout(10), AsyncClient(server.address, KEY_A) as client:
             assert await first_answer(client) == "length"

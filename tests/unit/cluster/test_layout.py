@@ -137,6 +137,7 @@ def test_router_and_gateway_configs() -> None:
                 "port": 5,
                 "max_queued": 6,
                 "max_connections": 7,
+                "max_grpc_connections": 9,
                 "api_keys": "/a",
                 "tls": {"cert": "/c", "key": "/k"},
             },
@@ -150,7 +151,7 @@ def test_router_and_gateway_configs() -> None:
     gateway = layout.gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
     assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
     assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
-    assert (gateway.max_connections, gateway.api_keys) == (7, "/a")
+    assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
     assert gateway.tls == TlsFiles(cert="/c", key="/k")
 
 

@@ -30,6 +30,8 @@ def config(**changes: Any) -> GatewayConfig:
         ({"idle_timeout_s": 0.0}, "idle_timeout_s"),
         ({"read_timeout_s": float("inf")}, "read_timeout_s"),
         ({"max_connections": 0}, "max_connections"),
+        ({"max_grpc_connections": 0}, "max_grpc_connections"),
+        ({"grpc_handshake_timeout_s": 0.0}, "grpc_handshake_timeout_s"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
