@@ -5,7 +5,7 @@ Owner: the router's fleet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
@@ -17,6 +17,8 @@ from disagg.router.quarantine import LeftOut
 from disagg.router.worker import Worker, decodes_only, has_both_roles, longest_sequence, prefills_only
 
 _Shape = tuple[int, ...]
+_WITH_PARTNERS = 2
+"""So many prefill workers are looked at for a decode worker that they have a formed pair with."""
 
 
 class Kind:
@@ -96,21 +98,21 @@ class Kind:
 
     def _partners(
         self,
-        prefills: Collection[Candidate],
-        decodes: Collection[Candidate],
+        prefills: Sequence[Candidate],
+        decodes: Sequence[Candidate],
         demand: Demand,
         without: Collection[WorkerId],
         matched: PrefixMatch | None,
     ) -> list[Candidate]:
-        """For each prefill worker that has a formed pair with none of the decode workers in the list, the best one that
-        it has. Of many workers the best of each role seldom have a pair with each other."""
+        """For each of the best prefill workers that has a formed pair with none of the decode workers in the list, the
+        best one that it has. Of many workers the best of each role seldom have a pair with each other."""
         if not self._policy.weighs_setup:
             return []
         found: dict[WorkerId, Candidate] = {}
-        setup_ms = self._pairs.setup_ms
-        for prefill in prefills:
+        listed = {decode.worker.worker_id for decode in decodes}
+        for prefill in prefills[:_WITH_PARTNERS]:
             name = prefill.worker.worker_id
-            if any(not setup_ms(name, decode.worker.worker_id) for decode in decodes):
+            if not listed.isdisjoint(self._pairs.formed_with(name)):
                 continue
             best: tuple[float, Pool, Worker] | None = None
             for pool in self._decodes.values():

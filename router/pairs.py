@@ -32,6 +32,8 @@ class Pairs:
         """Both ways."""
         self._used: dict[tuple[WorkerId, WorkerId], float] = {}
         """(P, D) -> when it was used, the one that was used the longest time ago first."""
+        self._formed: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
+        """Worker -> the peers of its warm pairs, and of a P also those of used ones."""
 
     def warm_up(self, worker_id: WorkerId, peers: Sequence[WorkerId]) -> frozenset[WorkerId]:
         """A worker is there: those of its possible peers with which a pair is formed now, the ones with the fewest warm
@@ -42,6 +44,8 @@ class Pairs:
         for peer in open_peers[: max(0, most - len(own))]:
             own.add(peer)
             self._warm[peer].add(worker_id)
+            self._formed[worker_id].add(peer)
+            self._formed[peer].add(worker_id)
         return frozenset(own)
 
     def used(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
@@ -49,10 +53,16 @@ class Pairs:
         pair = (prefill, decode)
         self._used.pop(pair, None)
         self._used[pair] = now
+        self._formed[prefill].add(decode)
 
     def failed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """A transfer there failed: the next one may have to form the pair again."""
-        self._used.pop((prefill, decode), None)
+        if self._used.pop((prefill, decode), None) is not None:
+            self._not_used(prefill, decode)
+
+    def _not_used(self, prefill: WorkerId, decode: WorkerId) -> None:
+        if decode not in self._warm.get(prefill, ()):
+            self._formed[prefill].discard(decode)
 
     def expire(self, now: float) -> None:
         """Time passed: pairs that were not used for long are taken to be closed."""
@@ -61,18 +71,25 @@ class Pairs:
             if now < used_at + self._idle_s:
                 return
             del self._used[pair]
+            self._not_used(*pair)
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is gone, and its pairs with it."""
         for peer in self._warm.pop(worker_id, ()):
             self._warm[peer].discard(worker_id)
+        self._formed.pop(worker_id, None)
+        for formed in self._formed.values():
+            formed.discard(worker_id)
         for pair in [pair for pair in self._used if worker_id in pair]:
             del self._used[pair]
 
     def setup_ms(self, prefill: WorkerId, decode: WorkerId) -> float:
         """How long a request would wait there for the pair to be formed."""
-        is_formed = (prefill, decode) in self._used or decode in self._warm.get(prefill, ())
-        return 0.0 if is_formed else self._setup_ms
+        return 0.0 if decode in self.formed_with(prefill) else self._setup_ms
+
+    def formed_with(self, prefill: WorkerId) -> Collection[WorkerId]:
+        """The decode workers with which this prefill worker has a formed pair."""
+        return self._formed.get(prefill, ())
 
     def partners(self, worker_id: WorkerId) -> Collection[WorkerId]:
         """The peers with which a worker's pairs are kept formed."""

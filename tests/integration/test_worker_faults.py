@@ -272,6 +272,7 @@ class _Unstartable(DecodeRole):
 
 class _Unstoppable(DecodeRole):
     async def stop(self) -> None:
+        await super().stop()
         raise OSError("cannot stop")
 
 
