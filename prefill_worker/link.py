@@ -116,6 +116,7 @@ class DecodeLink:
         self._peer_tp = 1
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
+        self._is_retired = False
         self._used_at = context.now()
 
     # ------------------------------------------------------------ life
@@ -133,8 +134,11 @@ class DecodeLink:
         """End a pair that is idle, in the background; the role makes a new link when it needs one."""
         idle_s = self._context.now() - self._used_at
         logger.info("closing the pair with %s, idle for %.0f s: %s", self.peer.worker_id, idle_s, why)
+        self._is_retired = True
         self._callbacks.on_closed(self)
-        if self._task is not None and not self._is_shutting_down:
+        if self._sender is not None:
+            self._stream.abandon()  # a cancelled reader would keep call and socket until the collector comes
+        elif self._task is not None and not self._is_shutting_down:
             self._task.cancel()
 
     async def close(self) -> None:
@@ -155,7 +159,8 @@ class DecodeLink:
             reason = f"{PAIR_LOST} {self.peer.worker_id}: it ended the control stream"
         except (PairError, OSError, RuntimeError, ValueError) as error:
             reason = f"{PAIR_LOST} {self.peer.worker_id}: {error}"
-            logger.warning("%s", reason)
+            if not self._is_retired:
+                logger.warning("%s", reason)
         except Exception:
             # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
             reason = f"{PAIR_LOST} {self.peer.worker_id}: a fault of this worker"
