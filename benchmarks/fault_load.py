@@ -20,7 +20,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from disagg.client import AsyncClient
+from disagg.client import AsyncClient, Targets
 from disagg.engine.fake import DEFAULT_VOCAB_SIZE, fake_generate
 from disagg.proto.errors import DisaggError
 
@@ -112,12 +112,23 @@ class Stream:
 
 
 async def send(
-    client: AsyncClient, prompt: Sequence[int], expected: tuple[int, ...], timeout_s: float = 60.0
+    client: AsyncClient,
+    prompt: Sequence[int],
+    expected: tuple[int, ...],
+    timeout_s: float = 60.0,
+    targets: Targets | None = None,
 ) -> Stream:
     """One request, to its end."""
     stream = Stream(time.monotonic(), expected)
     try:
-        deltas = client.stream(prompt, max_tokens=len(expected), temperature=0.0, ignore_eos=True, timeout_s=timeout_s)
+        deltas = client.stream(
+            prompt,
+            max_tokens=len(expected),
+            temperature=0.0,
+            ignore_eos=True,
+            timeout_s=timeout_s,
+            targets=targets or Targets(),
+        )
         async with aclosing(deltas):
             async for delta in deltas:
                 if delta.token_ids:

@@ -1,7 +1,7 @@
 """What a tenant sees of another one that offers ten times its share: `benchmarks/tenants.py` on a real `disagg up`,
 whose model has no weights and whose steps take `STEP_MS`.
 
-    python benchmarks/tenants_real.py [--answers 120] [--json FILE]
+    python benchmarks/tenants_real.py [--answers 120] [--stated] [--json FILE]
 
 The neighbour asks for a quarter of what the cluster can do, one answer a call over gRPC, alone and then beside the
 flood, which comes over HTTP in each of four manners: many calls, n = 16, long prompts, refused ones. The flood begins
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.fault_cluster import Up
 from benchmarks.fault_load import Model, Stream, send
-from disagg.client import AsyncClient
+from disagg.client import AsyncClient, Targets
 
 STEP_MS = 30.0
 TOKEN_BUDGET = 512
@@ -138,7 +138,7 @@ class Flooding:
 
 
 async def neighbour(
-    client: AsyncClient, model: Model, num_answers: int, flooding: Flooding | None = None
+    client: AsyncClient, model: Model, num_answers: int, targets: Targets, flooding: Flooding | None = None
 ) -> list[Stream]:
     """Its answers from the begin of the flood on, asked for at the times of a Poisson process, the same in each row."""
     rng = random.Random(1)
@@ -151,7 +151,7 @@ async def neighbour(
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         prompt, expected = pairs[number % len(pairs)]
         num_tokens = rng.randint(OUTPUT_TOKENS // 2, OUTPUT_TOKENS * 3 // 2)
-        tasks.append(asyncio.create_task(send(client, prompt, expected[:num_tokens])))
+        tasks.append(asyncio.create_task(send(client, prompt, expected[:num_tokens], targets=targets)))
     return list(await asyncio.gather(*tasks))[NUM_BEFORE:]
 
 
@@ -183,7 +183,7 @@ def row_of(name: str, streams: Sequence[Stream], flooding: Flooding | None, left
     }
 
 
-async def measure(num_answers: int) -> list[Row]:
+async def measure(num_answers: int, targets: Targets) -> list[Row]:
     """All rows, on one cluster."""
     keys = {name: secrets.token_hex(16) for name in ("neighbour", "flood", "limited", "operators")}
     pool = {"num_blocks": 8192, "max_num_seqs": PLACES, "token_budget": TOKEN_BUDGET}
@@ -208,25 +208,31 @@ async def measure(num_answers: int) -> list[Row]:
         async with Up(config, step_ms=STEP_MS, key=keys["operators"]) as up:
             client = AsyncClient(up.address, keys["neighbour"])
             try:
-                await neighbour(client, model, 10)  # pairs are formed, and the costs of steps are known
-                rows = [await _row("alone", None, up, client, keys, num_answers)]
+                await neighbour(client, model, 10, targets)  # pairs are formed, and the costs of steps are known
+                rows = [await _row("alone", None, up, client, keys, num_answers, targets)]
                 for name, flood in FLOODS.items():
-                    rows.append(await _row(name, flood, up, client, keys, num_answers))
+                    rows.append(await _row(name, flood, up, client, keys, num_answers, targets))
                 return rows
             finally:
                 await client.close()
 
 
 async def _row(
-    name: str, flood: Flood | None, up: Up, client: AsyncClient, keys: dict[str, str], num_answers: int
+    name: str,
+    flood: Flood | None,
+    up: Up,
+    client: AsyncClient,
+    keys: dict[str, str],
+    num_answers: int,
+    targets: Targets,
 ) -> Row:
     model, flooding = Model(), None
     if flood is None:
-        streams = await neighbour(client, model, num_answers)
+        streams = await neighbour(client, model, num_answers, targets)
     else:
         key = keys["limited" if flood.limited else "flood"]
         async with Flooding(up.http_address, key, model.name, flood) as flooding:
-            streams = await neighbour(client, model, num_answers, flooding)
+            streams = await neighbour(client, model, num_answers, targets, flooding)
     _, left = await up.emptied(EMPTY_TIMEOUT_S)
     row = row_of(name, streams, flooding, left)
     print(row, file=sys.stderr, flush=True)
@@ -243,9 +249,13 @@ def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=120, help="of the neighbour in each row")
+    parser.add_argument(
+        "--stated", action="store_true", help="the neighbour states its TTFT target, and may be refused"
+    )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args()
-    rows = asyncio.run(measure(options.answers))
+    targets = Targets(ttft_ms=1000 * TTFT_S) if options.stated else Targets()
+    rows = asyncio.run(measure(options.answers, targets))
     columns = list(rows[0])
     print_table(
         "Tenants, real cluster",
