@@ -388,7 +388,7 @@ async def first_answer(client: AsyncClient) -> str:
 
 
 async def test_more_grpc_connections_than_allowed_are_closed(folder: Path, keys: str) -> None:
-    async with keyed(folder, keys, max_grpc_connections=3) as (server, _):
+    async with keyed(folder, keys, max_grpc_connections=3, grpc_handshake_timeout_s=60.0) as (server, _):
         assert sorted(await closed_by_server(server.address, 5)) == [False] * 3 + [True] * 2
         async with asyncio.timeout(10), AsyncClient(server.address, KEY_A) as client:
             assert await first_answer(client) == "length"
