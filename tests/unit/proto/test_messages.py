@@ -115,6 +115,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             h.Abort(request_id=R, attempt=2, reason="lease"),
             h.AbortAck(request_id=R, attempt=2),
             h.PairHeartbeat(),
+            h.CloseWhenIdle(),
         ],
     ),
 }
