@@ -14,7 +14,7 @@ from __future__ import annotations
 import hmac
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -69,8 +69,7 @@ def proof(
     rank: int,
 ) -> bytes:
     """What `giver` shows; `nonces` are the listener's and the joiner's, one behind the other."""
-    told = msgspec.msgpack.encode((f"disagg {purpose}", giver, nonces, name, rank))
-    return hmac.digest(secret.value, told, "sha256")
+    return secret.sign(f"disagg {purpose}", giver, nonces, name, rank)
 
 
 def challenge(
@@ -89,7 +88,8 @@ def challenge(
         raise HandshakeError("it does not know the cluster's secret")
     if not takes(*who):
         raise HandshakeError(f"rank {said.rank} of {said.name!r} is here already, or is not expected")
-    line.send(Welcome(proof=proof(secret, purpose, "listener", nonces, *who)))
+    with suppress(LineError):  # it is taken now: who gets the line notices that it broke, and gives it back
+        line.send(Welcome(proof=proof(secret, purpose, "listener", nonces, *who)))
     return who
 
 

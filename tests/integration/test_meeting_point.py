@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,17 +18,11 @@ from disagg.engine.meeting_point import MeetingPoint, join_meeting
 from disagg.engine.process_groups import gloo_group, meet
 from disagg.proto.cluster_secret import ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
+from tests.support.waiting import until
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0
 _dist: Any = torch.distributed
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def point() -> Iterator[MeetingPoint]:
     point = MeetingPoint(HOST, SECRET)
     yield point
     point.close()
-    assert set(threading.enumerate()) <= before
+    until(lambda: set(threading.enumerate()) <= before, "a thread is left")
 
 
 def form(point: MeetingPoint, name: str, rank: int, size: int, secret: ClusterSecret = SECRET) -> Any:

@@ -45,7 +45,10 @@ def num_threads(pid: int) -> int:
 async def until_at_most(worker: WorkerInfo, most: tuple[int, int]) -> None:
     """Until the worker has at most so many sockets and threads."""
     deadline = time.monotonic() + WAIT_S
-    while (found := (num_sockets(worker.pid), num_threads(worker.pid))) > most or found[1] > most[1]:
+    while True:
+        found = num_sockets(worker.pid), num_threads(worker.pid)
+        if found[0] <= most[0] and found[1] <= most[1]:
+            return
         assert time.monotonic() < deadline, f"{found} sockets and threads, at most {most}"
         await asyncio.sleep(0.05)
 

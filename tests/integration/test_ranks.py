@@ -41,6 +41,7 @@ from tests.support.rank_lines import NoTransports
 from tests.support.registry import Registry
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.tiny_models import make_checkpoint
+from tests.support.waiting import until
 from tests.support.workers import GatewayStub, open_gateway
 
 WAIT_S = 20.0
@@ -51,13 +52,6 @@ def config(**values: Any) -> WorkerConfig:
     """A worker with both roles."""
     defaults: dict[str, Any] = {"model_path": "fake", "tp": 2, "num_blocks": 512, "num_threads": 1}
     return WorkerConfig(worker_id="decode-0", roles=("prefill", "decode"), **{**defaults, **values})
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------- lines

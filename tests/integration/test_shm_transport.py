@@ -31,6 +31,7 @@ from disagg.engine.kv_transfer.transport import CLOSED, TransportError, make_con
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content
+from tests.support.waiting import until
 from tests.support.workers import wait_until_workers_idle
 
 SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, PIECE_BYTES, (4 << 20) - 1, RING_BYTES + 1]
@@ -61,7 +62,7 @@ def rendezvous() -> Iterator[ShmRendezvous]:
     rendezvous = ShmRendezvous(SECRET)
     yield rendezvous
     rendezvous.close()
-    assert set(threading.enumerate()) <= threads
+    until(lambda: set(threading.enumerate()) <= threads, "a thread is left")
     assert (num_rings(), num_descriptors() - descriptors) == (0, 0)
 
 

@@ -72,6 +72,22 @@ def test_a_stranger_is_refused_without_an_answer(changes: dict[str, Any]) -> Non
     assert NO_REFUSAL in str(follower)
 
 
+def test_a_joiner_that_is_gone_before_its_welcome_is_handed_on_so_that_its_rank_is_given_back() -> None:
+    ours, theirs = memory_lines()
+
+    def takes(name: str, rank: int) -> bool:
+        theirs.close()
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(challenge, ours, SECRET, "rank line", LEADER_NONCE, takes)
+        with pytest.raises(LineError):
+            answer(theirs, SECRET, "rank line", "decode-0", 2, FOLLOWER_NONCE)
+        assert leading.result(WAIT_S) == ("decode-0", 2)
+    with pytest.raises(LineError):
+        ours.send(Challenge(nonce=LEADER_NONCE))
+
+
 def test_a_rank_that_is_not_wanted_is_refused() -> None:
     asked: list[tuple[str, int]] = []
 
