@@ -29,6 +29,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.effects import ReceiveOver
+from disagg.engine.kv_transfer.pair_state import to_make_room
 from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
 from disagg.engine.parallel.routes import plan_pair
 from disagg.engine.parallel.transport import PairEnd, form_pair
@@ -123,12 +124,9 @@ class DecodeRole:
     def _make_room(self) -> None:
         """Have idle pairs closed for one more, those first that were not used for longest."""
         most = self._context.config.max_pairs
-        surplus = len(self._links) - most + 1
-        if surplus > 0:
-            idle = sorted((link for link in self._links if link.is_idle), key=lambda link: link.used_at)
-            for link in idle[:surplus]:
-                logger.info("asking %s to close its idle pair: this worker keeps %d", link.sender.worker_id, most)
-                link.ask_to_close()
+        for link in to_make_room(self._links, most):
+            logger.info("asking %s to close its idle pair: this worker keeps %d", link.sender.worker_id, most)
+            link.ask_to_close()
 
     def _why_not(self, hello: PairHello) -> str:
         """Why this pair must not be formed; empty if it may."""

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, Final
 
-import msgspec
 import torch
 import torch.distributed
 
@@ -85,8 +84,7 @@ def prove_members(group: Any, secret: ClusterSecret, name: str, rank: int, size:
 
 
 def _proof(secret: ClusterSecret, name: str, giver: int, taker: int, nonces: bytes) -> bytes:
-    told = msgspec.msgpack.encode(("disagg group connection", name, giver, taker, nonces))
-    return hmac.digest(secret.value, told, "sha256")
+    return secret.sign("disagg group connection", name, giver, taker, nonces)
 
 
 def _exchange(group: Any, outgoing: dict[int, bytes]) -> dict[int, bytes]:

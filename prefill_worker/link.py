@@ -87,15 +87,6 @@ class LinkCallbacks:
     """Nothing of the link is left but what the engine still copies."""
 
 
-class Use(NamedTuple):
-    """Whether a pair may be closed, and how soon."""
-
-    is_idle: bool
-    """No attempt is offered, sent or waiting for the pair."""
-    used_at: float
-    """When the last attempt was offered, or the link was made."""
-
-
 class DecodeLink:
     """One pair, from the prefill side."""
 
@@ -117,7 +108,8 @@ class DecodeLink:
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
         self._is_retired = False
-        self._used_at = context.now()
+        self.used_at = context.now()
+        """When the last attempt was offered, or the link was made."""
 
     # ------------------------------------------------------------ life
 
@@ -126,13 +118,14 @@ class DecodeLink:
         self._task = asyncio.create_task(self._run(), name=f"pair-{self.peer.worker_id}")
         self._task.add_done_callback(lambda _: self._callbacks.on_gone(self))
 
-    def use(self) -> Use:
-        """See `Use`."""
-        return Use(not self._gathers and not any(self.holdings().values()), self._used_at)
+    @property
+    def is_idle(self) -> bool:
+        """Whether no attempt is offered, sent or waiting for the pair."""
+        return not self._gathers and not any(self.holdings().values())
 
     def retire(self, why: str) -> None:
         """End a pair that is idle, in the background; the role makes a new link when it needs one."""
-        idle_s = self._context.now() - self._used_at
+        idle_s = self._context.now() - self.used_at
         logger.info("closing the pair with %s, idle for %.0f s: %s", self.peer.worker_id, idle_s, why)
         self._is_retired = True
         self._callbacks.on_closed(self)
@@ -244,7 +237,7 @@ class DecodeLink:
     def _on_message(self, message: ReceiverToSender) -> None:
         assert self._sender is not None
         if isinstance(message, CloseWhenIdle):
-            if self.use().is_idle:
+            if self.is_idle:
                 self.retire("the decode worker has too many")
             return
         self._carry_out(self._sender.on_message(message, self._context.now()))
@@ -253,7 +246,7 @@ class DecodeLink:
     def offer(self, spec: SequenceSpec, pair_timeout_s: float | None) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
         `pair_timeout_s` the attempt is refused, while the pair goes on being formed."""
-        self._used_at = now = self._context.now()
+        self.used_at = now = self._context.now()
         if self._sender is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s
             self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s)

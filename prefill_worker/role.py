@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, PrefillComputed
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
+from disagg.engine.kv_transfer.pair_state import to_make_room
 from disagg.engine.kv_transfer.reasons import PAIR_LOST, kind_of_failure
 from disagg.engine.kv_transfer.transport import make_connector
 from disagg.engine.role import RoleContext
@@ -108,15 +109,9 @@ class PrefillRole:
     def _make_room(self) -> None:
         """Close pairs for one more, those first that were not used for longest. Where all are in use there are more for
         a while."""
-        surplus = len(self._links) - self._context.config.max_pairs + 1
-        if surplus > 0:
-            for link in self._idle_links()[:surplus]:
-                link.retire(f"this worker keeps {self._context.config.max_pairs}")
-
-    def _idle_links(self) -> list[DecodeLink]:
-        """The one that was not used for longest first."""
-        idle = [link for link in self._links.values() if link.use().is_idle]
-        return sorted(idle, key=lambda link: link.use().used_at)
+        most = self._context.config.max_pairs
+        for link in to_make_room(self._links.values(), most):
+            link.retire(f"this worker keeps {most}")
 
     def takes(self, dispatch: Dispatch) -> bool:
         """Dispatches with a decode worker."""
@@ -170,8 +165,9 @@ class PrefillRole:
         """Heartbeats, leases and deadlines of all pairs."""
         for link in list(self._all_links):
             link.tick(now)
-        for link in self._idle_links():
-            if link.peer not in self._warm and now - link.use().used_at >= self._context.config.pair_idle_s:
+        idle_s = self._context.config.pair_idle_s
+        for link in list(self._links.values()):
+            if now - link.used_at >= idle_s and link.peer not in self._warm and link.is_idle:
                 link.retire("no attempt used it")
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:

@@ -94,7 +94,3 @@ class Pairs:
     def partners(self, worker_id: WorkerId) -> Collection[WorkerId]:
         """The peers with which a worker's pairs are kept formed."""
         return self._warm.get(worker_id, ())
-
-    def num_warm(self, worker_id: WorkerId) -> int:
-        """Pairs of this worker that are kept formed."""
-        return len(self._warm.get(worker_id, ()))

@@ -7,7 +7,6 @@ sense; what one would cost is in ADR 38.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -26,7 +25,7 @@ class Checksum:
     @classmethod
     def of_secret(cls, secret: ClusterSecret) -> Self:
         """That of a cluster's workers."""
-        return cls(int.from_bytes(hmac.digest(secret.value, b"disagg kv checksum", "sha256")[:8], "little"))
+        return cls(int.from_bytes(secret.sign("disagg kv checksum")[:8], "little"))
 
     def __call__(self, payload: Buffer) -> int:
         """Of a flat uint8 numpy array, or of a uint8 tensor, which is copied to the host first if it is on a GPU."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Collection, Hashable, Mapping
+from typing import Generic, Protocol, TypeVar
 
 from disagg.proto.ids import AttemptKey
 
@@ -158,3 +158,26 @@ class FadingSet:
     def clear(self) -> None:
         """Forget all."""
         self._added.clear()
+
+
+class Closable(Protocol):
+    """A pair, as whoever has too many of them sees it."""
+
+    used_at: float
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be closed."""
+        ...
+
+
+P = TypeVar("P", bound=Closable)
+
+
+def to_make_room(pairs: Collection[P], most: int) -> list[P]:
+    """Those to close so that with one more there are at most `most`: idle ones, not used for longest first. Fewer where
+    the others are in use."""
+    surplus = len(pairs) - most + 1
+    if surplus <= 0:
+        return []
+    return sorted((pair for pair in pairs if pair.is_idle), key=lambda pair: pair.used_at)[:surplus]

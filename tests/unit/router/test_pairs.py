@@ -66,7 +66,7 @@ def test_the_peers_with_the_fewest_warm_pairs_come_first_and_none_has_too_many()
     assert pairs.warm_up(WorkerId("p1"), decodes) == {"d2", "d0"}
     assert pairs.warm_up(WorkerId("p2"), decodes) == {"d1", "d2"}
     assert pairs.warm_up(WorkerId("p3"), decodes) == frozenset()
-    assert [pairs.num_warm(worker_id) for worker_id in decodes] == [2, 2, 2]
+    assert [len(pairs.partners(worker_id)) for worker_id in decodes] == [2, 2, 2]
     pairs.forget(WorkerId("p1"))
     assert pairs.warm_up(WorkerId("p3"), decodes) == {"d0", "d2"}
 
