@@ -21,7 +21,7 @@ from benchmarks import bad_input_grpc, bad_input_http
 from benchmarks.gateway_clients import GENERATE
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
-from disagg.router.gateway.tokenizer import ModelInfo, fake_model
+from disagg.router.gateway.text.tokenizer import ModelInfo, fake_model
 from disagg.v1 import inference_pb2 as pb
 
 T = TypeVar("T")

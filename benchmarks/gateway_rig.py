@@ -20,7 +20,7 @@ from benchmarks.gateway_process import GatewayJob, Sample, Started
 from benchmarks.gateway_worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models import DEFAULT_MODEL, resolve_model
 from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.tokenizer import FAKE_MODEL_PATH, load_model
+from disagg.router.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb
 
 Protocol = Literal["grpc", "http"]

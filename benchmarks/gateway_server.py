@@ -12,7 +12,7 @@ from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.server import GatewayServer
-from disagg.router.server import RouterServer
+from disagg.router.shell.server import RouterServer
 
 CONNECT_TIMEOUT_S = 15.0
 

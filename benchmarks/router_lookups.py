@@ -18,7 +18,7 @@ from typing import Any
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, Load, WorkerReport
-from disagg.router.prefix_index import PrefixIndex
+from disagg.router.workers.prefix_index import PrefixIndex
 
 NUM_WORKERS = 16
 NUM_PROMPTS = 8

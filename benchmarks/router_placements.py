@@ -42,10 +42,10 @@ from disagg.proto.messages import (
     WorkerReport,
 )
 from disagg.proto.token_ids import pack_token_ids, slice_token_ids
-from disagg.router import events
 from disagg.router.api import RoutedRequest
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.core import RouterCore
+from disagg.router.requests import events
+from disagg.router.requests.router_core import RouterCore
 
 BLOCK_TOKENS = 16
 NUM_PROMPTS = 16

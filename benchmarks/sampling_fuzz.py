@@ -63,7 +63,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec, encode
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
-from disagg.router.gateway.tokenizer import ModelInfo
+from disagg.router.gateway.text.tokenizer import ModelInfo
 from tests.support.captured import CapturedRunner, captured_steps
 from tests.support.engine import VOCAB_SIZE
 from tests.support.rank_lines import fake_group

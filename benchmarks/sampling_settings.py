@@ -17,12 +17,12 @@ from google.protobuf.message import Message
 
 from benchmarks.common import in_one_go
 from disagg.proto.messages import Sampling
-from disagg.router.gateway.from_protobuf import read_request
 from disagg.router.gateway.http.schema import CompletionBody, decode
 from disagg.router.gateway.http.to_input import read_completion
-from disagg.router.gateway.request import GenerationInput
-from disagg.router.gateway.tokenizer import ModelInfo
-from disagg.router.gateway.validate import Limits, check_request, fit_prompt
+from disagg.router.gateway.requests.request import GenerationInput
+from disagg.router.gateway.requests.validate import Limits, check_request, fit_prompt
+from disagg.router.gateway.rpc.from_protobuf import read_request
+from disagg.router.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 
 _FLOAT_RANGES = {

@@ -30,12 +30,12 @@ from disagg.proto.messages import (
     WorkerReport,
 )
 from disagg.proto.token_ids import pack_token_ids
-from disagg.router import events
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.core import RouterCore
-from disagg.router.draw import in_turn
 from disagg.router.limits import CallDemand, TenantLimits
+from disagg.router.placement.draw import in_turn
+from disagg.router.requests import events
+from disagg.router.requests.router_core import RouterCore
 
 PREFILL_MS = 0.05
 """A prompt token."""

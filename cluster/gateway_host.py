@@ -20,12 +20,12 @@ from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.launch import GatewayLaunch
 from disagg.cluster.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
-from disagg.router.gateway.beat_line import BeatLine
-from disagg.router.gateway.loop_times import LoopTimes
-from disagg.router.gateway.loop_watch import LoopWatch, TimedSelector
+from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.server import GatewayServer
-from disagg.router.server import RouterServer
+from disagg.router.shell.server import RouterServer
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import yaml
 from rich.console import Console
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.api_keys import KeyEntry, parse_entries, read_private_file
-from disagg.router.gateway.auth import digest_of
+from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries, read_private_file
+from disagg.router.gateway.auth.auth import digest_of
 
 PREFIX: Final = "disagg_"
 """So that people and secret scanners know one when they see it."""

@@ -228,7 +228,7 @@ def plan_launch(config: ClusterConfig) -> LaunchPlan:
 def check_gateway(config: ClusterConfig) -> None:
     """Find out before models are loaded that a port of the gateway is taken, or that its keys or certificates cannot be
     used; raises `LaunchError` or `ConfigError`."""
-    from disagg.router.gateway.security import check_files  # loads gRPC
+    from disagg.router.gateway.auth.security import check_files  # loads gRPC
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)

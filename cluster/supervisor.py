@@ -22,7 +22,7 @@ from typing import NamedTuple
 from disagg.cluster.config_sections import RecoveryConfig
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.launcher import Launcher
-from disagg.router.vigil import SWEEP_S, Vigil, limit
+from disagg.router.shell.vigil import SWEEP_S, Vigil, limit
 
 logger = logging.getLogger(__name__)
 

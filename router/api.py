@@ -13,7 +13,7 @@ from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.limits import NO_LIMITS, CallDemand, TenantLimits
-from disagg.router.tally import Rates, Tally
+from disagg.router.telemetry.tally import Rates, Tally
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -23,35 +23,35 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router
-from disagg.router.gateway.admin import AdminService, Control, no_controller
-from disagg.router.gateway.audit import Audit
-from disagg.router.gateway.auth import CALLER, STRANGER
+from disagg.router.gateway.answers.generation import Generator
+from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.auth import CALLER, STRANGER
+from disagg.router.gateway.auth.security import secure
+from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.config import GatewayConfig, is_loopback
-from disagg.router.gateway.decoding import DecodeRequests
-from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
+from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.http.app import HttpApp
-from disagg.router.gateway.http.body_budget import BodyBudget
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
-from disagg.router.gateway.http.protocol import ConnectionLimits
 from disagg.router.gateway.http.server import HttpServer
-from disagg.router.gateway.http.sites import Sites
-from disagg.router.gateway.http.unfinished import UnfinishedBodies
-from disagg.router.gateway.interceptors import Authenticate
-from disagg.router.gateway.loop_times import LoopTimes
-from disagg.router.gateway.metrics import GatewayMetrics
-from disagg.router.gateway.offload import Offload
-from disagg.router.gateway.offload_turns import OffloadTurns
-from disagg.router.gateway.probe import PairProbe
-from disagg.router.gateway.security import secure
-from disagg.router.gateway.service import InferenceService
+from disagg.router.gateway.http.transport.body_budget import BodyBudget
+from disagg.router.gateway.http.transport.protocol import ConnectionLimits
+from disagg.router.gateway.http.transport.sites import Sites
+from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.requests.validate import Limits
+from disagg.router.gateway.rpc.admin import AdminService, Control, no_controller
+from disagg.router.gateway.rpc.decoding import DecodeRequests
+from disagg.router.gateway.rpc.interceptors import Authenticate
+from disagg.router.gateway.rpc.probe import PairProbe
+from disagg.router.gateway.rpc.service import InferenceService
+from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.router.gateway.status import answered
-from disagg.router.gateway.tls import ServerTls
-from disagg.router.gateway.tokenizer import ServedModel, load_model
-from disagg.router.gateway.turns import Turns
-from disagg.router.gateway.validate import Limits
-from disagg.router.gateway.watch_places import WatchPlaces, address_of
+from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 from disagg.router.limits import TenantLimits
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc

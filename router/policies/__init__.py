@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.cost_model import LinkModel
-from disagg.router.draw import Draw
-from disagg.router.pairs import Pairs
-from disagg.router.placement import Policy
+from disagg.router.placement.draw import Draw
+from disagg.router.placement.placement import Policy
 from disagg.router.policies.joint import Joint
 from disagg.router.policies.least_loaded import LeastLoaded
 from disagg.router.policies.prefix import Prefix
 from disagg.router.policies.random import Random
 from disagg.router.policies.round_robin import RoundRobin
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.pairs import Pairs
 
 
 def create(name: PolicyName, config: RouterConfig, links: LinkModel, pairs: Pairs, draw: Draw) -> Policy:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from disagg.router.placement import Candidate, Demand, Weight
-from disagg.router.worker import Worker
+from disagg.router.placement.placement import Candidate, Demand, Weight
+from disagg.router.workers.worker import Worker
 
 NOTHING = Weight(0.0)
 

@@ -20,11 +20,11 @@ The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
 
 from __future__ import annotations
 
-from disagg.router.cost_model import LinkModel
-from disagg.router.pairs import Pairs
-from disagg.router.placement import Candidate, Demand, Weight
-from disagg.router.times import compute_ms, prefill_ms
-from disagg.router.worker import Worker
+from disagg.router.placement.placement import Candidate, Demand, Weight
+from disagg.router.placement.times import compute_ms, prefill_ms
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.worker import Worker
 
 _SLACK_SHARE = 0.02
 _SLACK_MS = 0.5

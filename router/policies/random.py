@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.router.draw import Draw
+from disagg.router.placement.draw import Draw
 from disagg.router.policies.base import Simple
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from disagg.router.placement import Candidate, Demand, Weight
+from disagg.router.placement.placement import Candidate, Demand, Weight
 from disagg.router.policies.base import Simple
-from disagg.router.worker import Worker
+from disagg.router.workers.worker import Worker
 
 
 class RoundRobin(Simple):

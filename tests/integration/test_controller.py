@@ -24,9 +24,9 @@ from disagg.proto.control import ControlRefused, ControlState, DrainRequest, Sca
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
-from disagg.router.gateway.beat_line import BeatLine
-from disagg.router.gateway.loop_times import LoopTimes
-from disagg.router.gateway.loop_watch import LoopWatch, TimedSelector
+from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
 from tests.integration.test_processes import FAKE, PROMPT, wait_until
 from tests.support.secret import SECRET

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.input_clients import Answer, Sender
 from benchmarks.input_messages import FAMILIES, Served, make
-from disagg.router.gateway import pieces
+from disagg.router.gateway.event_loop import pieces
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running

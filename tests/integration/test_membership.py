@@ -16,7 +16,7 @@ from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.membership import ControllerLink
-from disagg.router.server import RouterServer
+from disagg.router.shell.server import RouterServer
 from tests.support.secret import SECRET
 
 SIDE = 10

@@ -21,7 +21,7 @@ from disagg.proto.messages import Sampling, WorkerInfo
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.server import RouterServer
+from disagg.router.shell.server import RouterServer
 from tests.integration.test_scaling import endless_streams, replaced
 from tests.support.secret import SECRET
 from tests.support.workers import running_workers, wait_until_workers_idle

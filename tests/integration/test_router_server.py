@@ -16,7 +16,7 @@ from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, Dispatch, Load
 from disagg.router.api import Completion, RequestHandle
 from disagg.router.config import RouterConfig
-from disagg.router.server import RouterServer
+from disagg.router.shell.server import RouterServer
 from tests.support.router import (
     EMPTY,
     end_update,

@@ -47,7 +47,7 @@ from disagg.proto.services import (
     service_and_method,
 )
 from disagg.router.api import RequestTrace
-from disagg.router.gateway.auth import KEY_NEEDED
+from disagg.router.gateway.auth.auth import KEY_NEEDED
 from disagg.router.gateway.config import TlsFiles
 from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
@@ -242,7 +242,7 @@ async def test_strangers_may_change_nothing(folder: Path, monkeypatch: pytest.Mo
         async with AsyncClient(address) as client:
             assert (await client.generate("hello")).reason == "length"
             await client.requests()
-            monkeypatch.setattr("disagg.router.gateway.rights.is_local_peer", lambda peer: False)
+            monkeypatch.setattr("disagg.router.gateway.auth.rights.is_local_peer", lambda peer: False)
             for operation in ADMIN_ONLY.values():
                 with pytest.raises(PermissionDeniedError, match=message):
                     await operation(client)

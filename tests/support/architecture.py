@@ -66,7 +66,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/guard.py",
         "proto/connections/channels.py",
         "router/gateway/*",
-        "router/worker_link.py",
+        "router/shell/worker_link.py",
         "cluster/control/*_link.py",
         "cluster/ray_auth.py",
         "loadtests/locust_*.py",

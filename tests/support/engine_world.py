@@ -22,12 +22,12 @@ from disagg.engine.fake import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Dispatch, Load, SequenceSpec, StepUpdate
-from disagg.router import events
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.core import RouterCore
-from disagg.router.record import new_record, new_trace
-from disagg.router.tenants import Tenants
+from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests import events
+from disagg.router.requests.record import new_record, new_trace
+from disagg.router.requests.router_core import RouterCore
 from tests.support.engine import BLOCK
 from tests.support.placing import samples
 from tests.support.router import (

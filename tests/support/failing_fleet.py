@@ -16,9 +16,9 @@ from typing import Literal
 
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, SequenceSpec, StepUpdate, TokenOut
-from disagg.router import events
 from disagg.router.config import RouterConfig
-from disagg.router.core import RouterCore
+from disagg.router.requests import events
+from disagg.router.requests.router_core import RouterCore
 from tests.support.router import (
     end_update,
     handed_over_update,

@@ -16,10 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, TokenBatch
-from disagg.router.gateway.offload_turns import OffloadTurns
-from disagg.router.gateway.tokenizer import ServedModel, load_model
-from disagg.router.gateway.turns import Turns
-from disagg.router.gateway.validate import Limits
+from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
+from disagg.router.gateway.event_loop.turns import Turns
+from disagg.router.gateway.requests.validate import Limits
+from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 from disagg.router.limits import CallDemand, TenantLimits
 
 MODEL_NAME = "tiny"

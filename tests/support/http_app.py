@@ -11,18 +11,18 @@ from typing import Any
 import httpx
 
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.audit import Audit
-from disagg.router.gateway.auth import Authenticator, Everybody
-from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.answers.generation import Generator
+from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.auth import Authenticator, Everybody
 from disagg.router.gateway.http.app import HttpApp
-from disagg.router.gateway.http.body_budget import BodyBudget
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.limits import BodyLimits
-from disagg.router.gateway.http.sites import Sites
-from disagg.router.gateway.http.unfinished import UnfinishedBodies
-from disagg.router.gateway.metrics import GatewayMetrics
-from disagg.router.gateway.tokenizer import ServedModel
+from disagg.router.gateway.http.transport.body_budget import BodyBudget
+from disagg.router.gateway.http.transport.sites import Sites
+from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
 
 CREATED = 1_700_000_000

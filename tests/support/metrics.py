@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, WorkerMetrics
 from disagg.router.api import ClusterView, WorkerView
-from disagg.router.tally import Tally, TenantUsage
+from disagg.router.telemetry.tally import Tally, TenantUsage
 from tests.support.router import worker_info
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, StepSample, WorkerInfo
-from disagg.router.books import Booking, marks_of
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.cost_model import LinkModel
-from disagg.router.draw import in_turn
-from disagg.router.fleet import Fleet
-from disagg.router.pairs import Pairs
-from disagg.router.placement import Choice, Demand, choose
+from disagg.router.placement.draw import in_turn
+from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import Choice, Demand, choose
 from disagg.router.policies import create
+from disagg.router.workers.books import Booking, marks_of
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.pairs import Pairs
 from tests.support.router import routed_request, worker_info, worker_report
 
 

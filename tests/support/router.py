@@ -34,9 +34,8 @@ from disagg.proto.messages import (
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.router.config import RouterConfig
-from disagg.router.core import RouterCore
-from disagg.router.draw import in_turn
-from disagg.router.events import (
+from disagg.router.placement.draw import in_turn
+from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
     Command,
@@ -59,6 +58,7 @@ from disagg.router.events import (
     WorkerSuspected,
     WorkerUp,
 )
+from disagg.router.requests.router_core import RouterCore
 
 FINGERPRINT = "model-a"
 ROOT = root_hash(FINGERPRINT)

@@ -26,10 +26,10 @@ from disagg.proto.messages import (
     SequenceSpec,
     StepUpdate,
 )
-from disagg.router import events
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.core import RouterCore
+from disagg.router.requests import events
+from disagg.router.requests.router_core import RouterCore
 from tests.support.placing import samples
 from tests.support.router import (
     end_update,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from disagg.router.gateway import pieces
+from disagg.router.gateway.event_loop import pieces
 
 os.environ["TRITON_INTERPRET"] = "1"
 """Triton reads this when it is imported, which transformers does: so here, before any test's imports."""

@@ -19,9 +19,9 @@ from benchmarks.serving import parse_arguments
 from benchmarks.serving_side_by_side import num_requests
 from disagg.cluster.config import parse_config
 from disagg.proto.errors import DisaggError
-from disagg.router.gateway.from_protobuf import read_request
-from disagg.router.gateway.tokenizer import ModelInfo
-from disagg.router.gateway.validate import Limits, check_request
+from disagg.router.gateway.requests.validate import Limits, check_request
+from disagg.router.gateway.rpc.from_protobuf import read_request
+from disagg.router.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from disagg.cluster.config import ClusterConfig
-from disagg.router.gateway.metrics import GatewayMetrics
+from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import busy_view, read_samples
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -172,7 +172,9 @@ def test_planted_faults_are_found() -> None:
         "adr/9999-none.md",
         "#nowhere",
     ]
-    assert missing_files("`router/core.py`, core.py and `engine/nothing.py`; cluster/ray_*.py, x_*.py") == [
+    assert missing_files(
+        "`router/requests/router_core.py`, core.py and `engine/nothing.py`; cluster/ray_*.py, x_*.py"
+    ) == [
         "engine/nothing.py",
         "x_*.py",
     ]

@@ -23,7 +23,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut
 from disagg.proto.token_ids import pack_token_ids
-from disagg.router.gateway.decoding import decode
+from disagg.router.gateway.rpc.decoding import decode
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import make_turns
 from tests.support.router import ROOT

@@ -15,22 +15,22 @@ from starlette.routing import Match, Route
 
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.audit import Audit
-from disagg.router.gateway.auth import CALLER, STRANGER, Authenticator, RefusedError
+from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.auth import CALLER, STRANGER, Authenticator, RefusedError
+from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
-from disagg.router.gateway.http.errors import (
+from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
+from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.transport.errors import (
     Headers,
     MethodNotAllowedError,
     UnknownUrlError,
     error_headers,
     error_json,
 )
-from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
-from disagg.router.gateway.http.information import Information
-from disagg.router.gateway.http.sites import Sites
+from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
-from disagg.router.gateway.loop_watch import name_task
 from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
 from disagg.router.gateway.traceparent import child_of
 

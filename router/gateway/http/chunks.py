@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from disagg.router.gateway.generation import Delta, Finish
+from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
-from disagg.router.gateway.tokenizer import Tokenizer
+from disagg.router.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
 _JSON: Final = msgspec.json.Encoder()

@@ -16,9 +16,10 @@ import msgspec
 
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth import CALLER
-from disagg.router.gateway.charge import Charge
-from disagg.router.gateway.generation import Delta, Finish, Generator
+from disagg.router.gateway.answers.generation import Delta, Finish, Generator
+from disagg.router.gateway.answers.mixing import mixed
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.event_loop.pieces import in_pieces
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
     ChatChoices,
@@ -32,19 +33,18 @@ from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
-from disagg.router.gateway.metrics import GatewayMetrics
-from disagg.router.gateway.mixing import mixed
-from disagg.router.gateway.pieces import in_pieces
-from disagg.router.gateway.request import Call, GenerationInput, IdsPrompt, TextPrompt
-from disagg.router.gateway.shape import Pieces
-from disagg.router.gateway.tokenizer import Tokenizer
-from disagg.router.gateway.validate import (
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.requests.charge import Charge
+from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, TextPrompt
+from disagg.router.gateway.requests.shape import Pieces
+from disagg.router.gateway.requests.validate import (
     CheckedRequest,
     check_millis,
     check_other_prompt,
     check_request,
     check_targets,
 )
+from disagg.router.gateway.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 """How long the whole answer may take, in milliseconds."""

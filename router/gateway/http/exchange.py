@@ -19,10 +19,10 @@ from starlette.datastructures import Headers as RequestHeaders
 
 from disagg.proto.addresses import join_address
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
-from disagg.router.gateway.auth import CALLER
-from disagg.router.gateway.http.errors import Headers, SlowBodyError
-from disagg.router.gateway.http.unfinished import UnfinishedBodies
-from disagg.router.gateway.tls import name_in
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.auth.tls import name_in
+from disagg.router.gateway.http.transport.errors import Headers, SlowBodyError
+from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

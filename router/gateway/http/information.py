@@ -11,20 +11,20 @@ from disagg import __version__
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView
-from disagg.router.gateway.auth import CALLER
-from disagg.router.gateway.generation import Generator
+from disagg.router.gateway.answers.generation import Generator
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.auth.rights import require_counts
+from disagg.router.gateway.event_loop.pieces import in_pieces
 from disagg.router.gateway.http.exchange import JSON, Exchange
 from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.logprobs import token_text
 from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
-from disagg.router.gateway.metrics import GatewayMetrics
-from disagg.router.gateway.pieces import in_pieces
-from disagg.router.gateway.request import BYTES_PER_ID, ChatPrompt
-from disagg.router.gateway.rights import require_counts
-from disagg.router.gateway.shape import Pieces
-from disagg.router.gateway.validate import check_chat, check_model, check_text
-from disagg.router.gateway.values import check_ids, check_length
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.requests.request import BYTES_PER_ID, ChatPrompt
+from disagg.router.gateway.requests.shape import Pieces
+from disagg.router.gateway.requests.validate import check_chat, check_model, check_text
+from disagg.router.gateway.requests.values import check_ids, check_length
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)

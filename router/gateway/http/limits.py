@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from disagg.router.gateway.auth import CALLER
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.event_loop.pieces import in_pieces
+from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.http.exchange import Exchange
-from disagg.router.gateway.http.sites import check_content_type
-from disagg.router.gateway.http.unfinished import UnfinishedBodies
-from disagg.router.gateway.pieces import in_pieces
-from disagg.router.gateway.shape import SMALL_BYTES, Pieces, count_json
-from disagg.router.gateway.turns import Turns
+from disagg.router.gateway.http.transport.sites import check_content_type
+from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.requests.shape import SMALL_BYTES, Pieces, count_json
 
 T = TypeVar("T")
 

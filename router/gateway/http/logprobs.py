@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.tokenizer import Tokenizer
+from disagg.router.gateway.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB: Final = -9999.0
 """JSON has no infinity; this is what clients of this API know for it."""

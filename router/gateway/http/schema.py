@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.shape import SMALL_BYTES, Pieces
+from disagg.router.gateway.requests.shape import SMALL_BYTES, Pieces
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from disagg.router.gateway.http.app import HttpApp
-from disagg.router.gateway.http.protocol import ConnectionLimits, Connections, make_config
+from disagg.router.gateway.http.transport.protocol import ConnectionLimits, Connections, make_config
 
 _BACKLOG: Final = 2048
 _SEND_BUFFER_BYTES: Final = 64 << 10

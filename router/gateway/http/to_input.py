@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.http.schema import (
     ABSENT,
     ChatBody,
@@ -24,10 +23,11 @@ from disagg.router.gateway.http.schema import (
     StreamOptions,
     decode_field,
 )
-from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
-from disagg.router.gateway.sampling import MAX_LOGIT_BIASES
-from disagg.router.gateway.shape import TURNS_A_PIECE, Pieces
-from disagg.router.gateway.values import check_length
+from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES
+from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
+from disagg.router.gateway.requests.values import check_length
+from disagg.router.gateway.text.chat_template import ChatTurn
 
 MAX_PROMPTS: Final = 64
 """Of one call."""

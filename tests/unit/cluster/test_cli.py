@@ -22,8 +22,8 @@ from disagg.proto.errors import (
     RequestNotFoundError,
     UnavailableError,
 )
-from disagg.router.gateway.api_keys import load_keys
-from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.auth.api_keys import load_keys
+from disagg.router.gateway.auth.auth import Caller
 from disagg.router.limits import NO_LIMITS
 from tests.support.checkpoints import write_checkpoint
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from disagg.cluster.keys import run_key_new
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.api_keys import MIN_KEY_CHARS, load_keys
-from disagg.router.gateway.auth import Caller
+from disagg.router.gateway.auth.api_keys import MIN_KEY_CHARS, load_keys
+from disagg.router.gateway.auth.auth import Caller
 from disagg.router.limits import NO_LIMITS
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.router.api import RoutedRequest
-from disagg.router.books import MARK_BLOCKS, Booking, Books, marks_of, num_held
 from disagg.router.config import RouterConfig
+from disagg.router.workers.books import MARK_BLOCKS, Booking, Books, marks_of, num_held
 from tests.support.engine_world import EngineWorld
 from tests.support.router import routed_request
 

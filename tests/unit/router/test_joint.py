@@ -7,8 +7,8 @@ import pytest
 
 from disagg.proto.messages import KvLayout, StepSample
 from disagg.router.config import RouterConfig
-from disagg.router.explain import Placed
-from disagg.router.placement import Demand
+from disagg.router.placement.placement import Demand
+from disagg.router.requests.explain import Placed
 from tests.support.placing import Busy, Placing, busy, samples
 from tests.support.router import worker_info
 

@@ -10,10 +10,10 @@ import pytest
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import Load
 from disagg.router.api import RoutedRequest
-from disagg.router.books import Account, Booking
 from disagg.router.config import RouterConfig
-from disagg.router.openings import openings, wait_ms
-from disagg.router.worker import Worker
+from disagg.router.workers.books import Account, Booking
+from disagg.router.workers.openings import openings, wait_ms
+from disagg.router.workers.worker import Worker
 from tests.support.engine_world import EngineWorld
 from tests.support.placing import samples
 from tests.support.router import routed_request, worker_info, worker_report

@@ -3,9 +3,9 @@
 import pytest
 
 from disagg.proto.ids import AttemptKey, RequestId
-from disagg.router.books import Booking
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.draw import in_turn, mixed
+from disagg.router.placement.draw import in_turn, mixed
+from disagg.router.workers.books import Booking
 from tests.support.placing import Placing, busy
 
 # ---------------------------------------------------------------- least_loaded

@@ -8,14 +8,14 @@ import pytest
 from disagg.proto.errors import ConfigError, InternalError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Cancel, SessionHello, StepUpdate, TokenLogprobs, encode
-from disagg.router import server as server_module
-from disagg.router import wire
 from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
-from disagg.router.events import WorkerUp
-from disagg.router.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
-from disagg.router.server import RouterServer
-from disagg.router.wakeups import Wakeups
+from disagg.router.requests.events import WorkerUp
+from disagg.router.requests.wakeups import Wakeups
+from disagg.router.shell import server as server_module
+from disagg.router.shell import wire
+from disagg.router.shell.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
+from disagg.router.shell.server import RouterServer
 from tests.support.router import EMPTY, routed_request, tokens_update, worker_info
 from tests.support.secret import SECRET
 

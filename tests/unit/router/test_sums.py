@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import TransferCount, WorkerMetrics
-from disagg.router.histogram import Histogram, merged
-from disagg.router.recent import Recent
-from disagg.router.worker_counts import WorkerCounts
+from disagg.router.telemetry.histogram import Histogram, merged
+from disagg.router.telemetry.recent import Recent
+from disagg.router.workers.worker_counts import WorkerCounts
 from tests.support.router import worker_report
 
 # ---------------------------------------------------------------- histograms

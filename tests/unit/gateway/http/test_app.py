@@ -12,10 +12,10 @@ from disagg.proto.errors import OverloadedError, UnavailableError
 from disagg.proto.messages import Load, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, TokenBatch, WorkerView
-from disagg.router.gateway.auth import Caller, RefusedError
-from disagg.router.gateway.http.sites import Sites
-from disagg.router.gateway.request import Targets
-from disagg.router.gateway.tokenizer import ServedModel
+from disagg.router.gateway.auth.auth import Caller, RefusedError
+from disagg.router.gateway.http.transport.sites import Sites
+from disagg.router.gateway.requests.request import Targets
+from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, FakeRouter, Wait
 from tests.support.http_app import CHAT, CREATED, MAX_BODY_BYTES, TEXT, AsgiCall, TestApp, error_of, events_of
 from tests.support.router import worker_info
@@ -457,7 +457,7 @@ async def test_tokens_of_texts_and_chats(app: TestApp) -> None:
 
 
 async def test_lists_of_ids_have_a_limit(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.router.gateway.generation.MAX_LISTED_IDS", 1)
+    monkeypatch.setattr("disagg.router.gateway.answers.generation.MAX_LISTED_IDS", 1)
     text, most = "q" * 100, MAX_MODEL_LEN
     num_tokens = len(app.model.tokenizer.encode_text(text))
     assert (await app.client.post("/tokenize", json={"prompt": text})).json()["count"] == num_tokens

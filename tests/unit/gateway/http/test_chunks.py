@@ -9,7 +9,7 @@ import pytest
 
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.generation import Delta, Finish
+from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
     ChatChoices,
@@ -19,7 +19,7 @@ from disagg.router.gateway.http.chunks import (
     UsageCount,
     encode_text,
 )
-from disagg.router.gateway.tokenizer import ServedModel
+from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.http_app import events_of
 
 HEAD = {"id": "cmpl-r", "created": 5, "model": "m"}

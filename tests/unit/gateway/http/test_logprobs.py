@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
-from disagg.router.gateway.tokenizer import ServedModel
+from disagg.router.gateway.text.tokenizer import ServedModel
 
 NEVER = float("-inf")
 

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.common import in_one_go
 from disagg.proto.errors import ContextLengthError, InvalidRequestError
-from disagg.router.gateway.chat_template import ChatTurn
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody
 from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
-from disagg.router.gateway.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
+from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
+from disagg.router.gateway.text.chat_template import ChatTurn
 
 USER = {"role": "user", "content": "hi"}
 

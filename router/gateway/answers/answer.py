@@ -1,0 +1,162 @@
+"""One answer in the gateway: the router's tokens become text, until the router or a stop string ends it.
+
+submitted ──> delta* ──> finish
+    └─ stop string, error, deadline, the consumer leaves ──> cancelled in the cluster
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from disagg.proto.errors import DeadlineError, InternalError
+from disagg.proto.ids import RequestId
+from disagg.proto.messages import TokenLogprobs
+from disagg.router.api import RoutedRequest, Router, TokenBatch
+from disagg.router.gateway.text.detokenizer import Piece, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of an answer. `text` may lag behind the ids; the last delta may have text only."""
+
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, or none where the request did not ask."""
+    answer_index: int = 0
+    num_prompt_tokens: int = field(default=0, compare=False)
+    """Of the prompt that is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of an answer; comes once, last of this answer."""
+
+    request_id: RequestId
+    reason: Literal["stop", "length"]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    answer_index: int = 0
+
+
+class Answer:
+    """Owner of one request in the cluster, which runs from here on. It must be cancelled or read to its end.
+
+    Args:
+        router: where the request goes.
+        routed: the request.
+        arrival: when it came in, on `clock`.
+        text: makes the text.
+        clock: monotonic seconds, the clock of the deadline.
+        answer_index: which answer of its call.
+
+    Raises:
+        DisaggError: if the router refuses it.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        routed: RoutedRequest,
+        arrival: float,
+        text: TextStream,
+        clock: Callable[[], float],
+        answer_index: int = 0,
+    ) -> None:
+        self._routed = routed
+        self._text = text
+        self._clock = clock
+        self._index = answer_index
+        self._cancelled = False
+        self._handle = router.submit(routed, arrival)
+        self._trace = router.trace(routed.request_id)
+
+    def cancel(self) -> None:
+        """Give it up, unless it ended. Idempotent."""
+        if self._handle.completion is None and not self._cancelled:
+            self._cancelled = True
+            self._handle.cancel()
+
+    async def events(self) -> AsyncGenerator[Delta | Finish, None]:
+        """The answer; for one consumer. However it ends, nothing of it is left in the cluster.
+
+        Raises:
+            DisaggError: whatever happens to the request.
+        """
+        text, tokens = self._text, aiter(self._handle)
+        num_prompt_tokens = self._routed.num_prompt_tokens
+        try:
+            while (batch := await self._read(tokens)) is not None:
+                first_index = text.num_tokens
+                piece = self._push(batch)
+                logprobs = self._logprobs(batch, len(piece.token_ids))
+                yield Delta(first_index, piece.token_ids, piece.text, logprobs, self._index, num_prompt_tokens)
+                if piece.stopped:
+                    self._handle.num_answered = text.num_tokens
+                    self.cancel()
+                    yield self._finish(stopped=True)
+                    return
+            tail = text.finish()
+            if tail.text:
+                yield Delta(text.num_tokens, (), tail.text, (), self._index, num_prompt_tokens)
+            yield self._finish(tail.stopped)
+        finally:
+            self.cancel()
+
+    async def _read(self, tokens: AsyncIterator[TokenBatch]) -> TokenBatch | None:
+        """The next batch, `None` at the end. Raises `DeadlineError` on time also where the router does not."""
+        deadline = self._routed.deadline
+        if deadline is None:
+            return await anext(tokens, None)
+        scope = asyncio.timeout(max(0.0, deadline - self._clock()))
+        try:
+            async with scope:
+                return await anext(tokens, None)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlineError("the deadline passed while the answer was generated") from None
+
+    def _push(self, batch: TokenBatch) -> Piece:
+        """The text of `batch`; how long that took is part of the request's story."""
+        began = self._clock()
+        piece = self._text.push(batch.token_ids)
+        if self._trace is not None:
+            self._trace.detokenize_s += self._clock() - began
+        return piece
+
+    def _logprobs(self, batch: TokenBatch, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+        """Those of the first `num_tokens` tokens of `batch`, where they were asked for."""
+        if self._routed.sampling.logprobs < 0:
+            return ()
+        if len(batch.logprobs) != len(batch.token_ids):
+            raise InternalError(
+                f"request {self._routed.request_id} has {len(batch.logprobs)} logprobs of {len(batch.token_ids)} tokens"
+            )
+        return tuple(batch.logprobs[:num_tokens])
+
+    def _finish(self, stopped: bool) -> Finish:
+        """The end: by a stop string, or as the router saw it."""
+        completion = None if stopped else self._handle.completion
+        if completion is None and not stopped:
+            raise InternalError(f"request {self._routed.request_id} ended without a completion")
+        return Finish(
+            request_id=self._routed.request_id,
+            reason="stop" if completion is None else completion.reason,
+            num_prompt_tokens=self._routed.num_prompt_tokens,
+            num_cached_tokens=self._traced_cached_tokens() if completion is None else completion.cached_tokens,
+            num_output_tokens=self._text.num_tokens,
+            answer_index=self._index,
+        )
+
+    def _traced_cached_tokens(self) -> int:
+        """Prompt tokens that nobody computed, of an answer that was cut short."""
+        trace = self._trace
+        if trace is None:
+            return 0
+        return trace.decode_cached_tokens if trace.prefill_worker is None else trace.prefill_cached_tokens

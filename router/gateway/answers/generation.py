@@ -1,0 +1,225 @@
+"""One call's life in the gateway, from the client's wishes to text.
+
+    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, mixed ──> finish
+                           an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
+
+Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
+generator asks for more tokens only when its consumer wants more, and the router's handle merges what came meanwhile:
+a client that reads slowly, or not at all, costs the memory of its ids and of the messages that its connection has in
+flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Final, TypeVar
+
+import msgspec
+
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.ids import RequestId
+from disagg.proto.token_ids import pack_token_ids
+from disagg.router.api import RoutedRequest, Router
+from disagg.router.gateway.answers.answer import Answer, Delta, Finish
+from disagg.router.gateway.answers.mixing import mixed
+from disagg.router.gateway.auth.auth import CALLER, Caller
+from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.requests.charge import Charge, least_tokens
+from disagg.router.gateway.requests.request import (
+    BYTES_PER_ID,
+    Call,
+    ChatPrompt,
+    GenerationInput,
+    IdsPrompt,
+    Prompt,
+    TextPrompt,
+)
+from disagg.router.gateway.requests.sampling import answer_seed
+from disagg.router.gateway.requests.validate import CheckedRequest, Limits, check_deadline, check_request, fit_prompt
+from disagg.router.gateway.requests.values import check_length
+from disagg.router.gateway.text.detokenizer import TextStream
+from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
+from disagg.router.limits import NO_LIMITS
+
+__all__ = ["Delta", "Finish", "Generator"]
+
+T = TypeVar("T")
+
+MAX_LISTED_IDS: Final = 65_536
+"""Of one call that takes or gives ids only, where the context is not longer."""
+
+
+class Generator:
+    """Runs calls for one model. Keeps nothing between calls.
+
+    Args:
+        model: what is served.
+        router: where requests go.
+        limits: what requests are checked against.
+        fingerprint: of the workers' model; block hashes start from it.
+        offload: tokenizes large prompts; `None` tokenizes all on the event loop.
+        clock: monotonic seconds, the clock of the deadlines.
+        mint_seed: 64 random bits.
+        mint_id: a request id that was never used, for all answers of a call but the first.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        router: Router,
+        limits: Limits,
+        fingerprint: str,
+        *,
+        clock: Callable[[], float],
+        mint_seed: Callable[[], int],
+        mint_id: Callable[[], RequestId],
+        offload: Offload | None = None,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self._router = router
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._mint_seed = mint_seed
+        self._mint_id = mint_id
+        self._offload = offload
+
+    async def run(
+        self,
+        given: GenerationInput,
+        call: Call,
+        charge: Charge | None = None,
+        checked: CheckedRequest | None = None,
+    ) -> AsyncGenerator[Delta | Finish, None]:
+        """Answer `given`, `n` times, mixed as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
+        early. `charge` is what was charged for it, where it is one prompt of several; `checked` is what `check_request`
+        made of it, where that was done.
+
+        Raises:
+            DisaggError: whatever is wrong with the request or happens to one of its answers.
+        """
+        arrival = self._clock()
+        time_left_s = None if call.deadline is None else call.deadline - arrival
+        if checked is None:
+            checked = check_request(given, self.limits, time_left_s)
+        check_deadline(time_left_s)
+        own = self.charge([given], call.caller) if charge is None else None
+        charge = charge or own
+        answers: list[Answer] = []
+        try:
+            routed = await self._route(checked, call, None if charge is None else least_tokens(given))
+            for i in range(checked.num_answers):
+                if i:
+                    await asyncio.sleep(0)  # one answer in a turn of the event loop
+                answer = self._submit(checked, self._one_of(routed, i), arrival, i)
+                answers.append(answer)  # one by one: the next may be refused
+                if charge is not None:
+                    charge.submitted(least_tokens(given))
+            streams = [answer.events() for answer in answers]
+            async with aclosing(streams[0] if len(streams) == 1 else mixed(streams)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            for answer in answers:
+                answer.cancel()
+            if own is not None:
+                own.close()
+
+    @property
+    def max_listed_ids(self) -> int:
+        """Of one call that takes or gives ids only."""
+        return max(self.limits.model.max_model_len, MAX_LISTED_IDS)
+
+    async def tokenize(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
+        """The ids of a checked prompt; of a text without the special tokens around it where `special` is false. Raises
+        `InvalidRequestError` where the chat template refuses it, or it has too many."""
+        most, tokenizer = self.max_listed_ids, self.model.tokenizer
+        ids = await self.offload(prompt.num_bytes, lambda: _encode(prompt, tokenizer, most, special))
+        check_length(len(ids), prompt.field, most, "tokens")
+        return ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of checked ids, special tokens left out."""
+        return await self.offload(BYTES_PER_ID * len(token_ids), lambda: self.model.tokenizer.decode(token_ids))
+
+    async def offload(self, num_bytes: int, work: Callable[[], T], deadline: float | None = None) -> T:
+        """Do `work`, whose input has `num_bytes`: at once if it is small, else on a thread when it is the caller's
+        turn. Raises as `Offload.run`."""
+        if self._offload is None:
+            return work()
+        return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
+
+    def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
+        """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
+        return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
+
+    async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
+        """Tokenize, check the context, hash: the first answer's request."""
+        seed = self._mint_seed()
+        waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
+        came = self._clock() if waits else 0.0
+        max_tokens = self.limits.model.max_model_len - 1
+        if isinstance(checked.prompt, TextPrompt):
+            self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
+        if waits:
+            self._router.check_room()
+
+        def prepare() -> RoutedRequest:
+            queue_s = self._clock() - came if waits else 0.0
+            token_ids = _encode(checked.prompt, self.model.tokenizer, max_tokens)
+            sampling = fit_prompt(checked, token_ids, self.limits, seed)
+            packed = pack_token_ids(token_ids)
+            root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
+            return RoutedRequest(
+                request_id=call.request_id,
+                sampling=sampling,
+                prompt_token_ids=packed,
+                block_hashes=tuple(chain_hashes(root, packed)),
+                root_hash=root,
+                deadline=call.deadline,
+                ttft_slo_s=call.targets.ttft_s,
+                tpot_slo_s=call.targets.tpot_s,
+                trace_parent=call.trace_parent,
+                tenant=call.caller.tenant,
+                limits=call.caller.limits,
+                prepaid_tokens=prepaid_tokens,
+                tokenize_queue_s=queue_s,
+            )
+
+        routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
+        check_deadline(None if call.deadline is None else call.deadline - self._clock())
+        return routed
+
+    def _one_of(self, first: RoutedRequest, answer_index: int) -> RoutedRequest:
+        """The request of one answer, which is its own but for the prompt."""
+        if answer_index == 0:
+            return first
+        seed = answer_seed(first.sampling.seed, answer_index)
+        sampling = msgspec.structs.replace(first.sampling, seed=seed)
+        return msgspec.structs.replace(first, request_id=self._mint_id(), sampling=sampling)
+
+    def _submit(self, checked: CheckedRequest, routed: RoutedRequest, arrival: float, answer_index: int) -> Answer:
+        sampling = routed.sampling
+        text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
+        return Answer(self._router, routed, arrival, text, self._clock, answer_index)
+
+
+def prefix_salt(tenant: str, cache_salt: str) -> bytes:
+    """What separates cached prefixes: another pair, another salt. Empty where both are."""
+    if not tenant and not cache_salt:
+        return b""
+    name = tenant.encode()
+    return struct.pack("<I", len(name)) + name + cache_salt.encode()
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int, special: bool = True) -> tuple[int, ...]:
+    match prompt:
+        case TextPrompt(text):
+            return tuple(tokenizer.encode_text(text, special, max_tokens))
+        case IdsPrompt(token_ids):
+            return token_ids
+        case ChatPrompt(turns):
+            return tuple(tokenizer.encode_chat(turns, max_tokens))

@@ -1,0 +1,206 @@
+"""The file of API keys.
+
+    - tenant: team-a
+      sha256: 5e88...        # of the key; `disagg key new` writes this form
+    - tenant: operators
+      key: some-long-random-key
+      admin: true
+    - tenant: monitoring
+      sha256: 9b71...
+      metrics: true          # may read /metrics
+    - tenant: team-b
+      certificate: b.example # the common name of a client certificate (gateway.tls.client_ca) instead of a key
+
+A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts, and again
+when it changes.
+
+Any one of a tenant's keys may say what it may take, all keys of the tenant together:
+
+    - tenant: team-a
+      sha256: 5e88...
+      limits: {requests_per_minute: 600, tokens_per_minute: 1000000, running: 64, weight: 2}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from disagg.proto.errors import ConfigError
+from disagg.router.gateway.auth.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
+from disagg.router.limits import TenantLimits
+
+MIN_KEY_CHARS = 16
+MAX_KEY_CHARS = 512
+MAX_KEYS = 10_000
+ROOT = 0
+"""May own a file that others read, such as a mounted secret."""
+_KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
+_TENANT = Annotated[str, msgspec.Meta(pattern=TENANT)]
+_SHA256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
+
+
+_COUNT = Annotated[int, msgspec.Meta(ge=1)]
+_POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
+
+
+class LimitsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`limits` of an entry; see `TenantLimits`. Left out is no limit."""
+
+    requests_per_minute: _COUNT | None = None
+    """Answers to prompts: each of `n` is one. A minute's worth may come at once."""
+    tokens_per_minute: _COUNT | None = None
+    """Prompt tokens and output tokens. An answer is charged `max_tokens` at first."""
+    running: _COUNT | None = None
+    """Answers that workers are at; further ones wait."""
+    queued: _COUNT | None = None
+    """Answers that wait; further ones are refused."""
+    weight: _POSITIVE = 1.0
+    """Its share of tokens while others wait, compared with theirs."""
+    max_priority: int = 0
+    """Requests of a higher priority get this one."""
+    min_ttft_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Requests with a tighter `x-slo-ttft-ms` are queued as if they had this one."""
+    boosted: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Requests at a time that are queued by an `x-slo-ttft-ms` of their own."""
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One entry of the file; one of `key`, `sha256` and `certificate`."""
+
+    tenant: _TENANT
+    key: str | None = None
+    """Printable ASCII without spaces."""
+    sha256: _SHA256 | None = None
+    """Its SHA-256 in hex."""
+    certificate: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
+    """Common name of a client certificate that stands for a key."""
+    admin: bool = False
+    """May change the cluster, and see every tenant's requests."""
+    metrics: bool = False
+    """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
+    limits: LimitsEntry | None = None
+    """Of the tenant. Where several of its keys say them, they say the same."""
+
+    def __repr__(self) -> str:
+        return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
+
+    def caller(self, limits: TenantLimits) -> Caller:
+        """Who comes with this entry's key; `limits` are of its tenant."""
+        return Caller(self.tenant, self.admin, limits, self.metrics)
+
+
+def load_keys(path: str) -> ApiKeys:
+    """What the file says.
+
+    Raises:
+        ConfigError: if it cannot be read, others can read it, or an entry is wrong. No message repeats a key.
+    """
+    try:
+        text = read_private_file(path, "gateway.api_keys").decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"gateway.api_keys: {path} is not UTF-8") from None
+    entries = parse_entries(text, path)
+    if len(entries) > MAX_KEYS:
+        raise ConfigError(f"gateway.api_keys: {path} has {len(entries)} keys; at most {MAX_KEYS}")
+    if not entries:
+        raise ConfigError(f"gateway.api_keys: {path} has no key; next: disagg key new TENANT --file {path}")
+    limits = _limits_of(entries, path)
+    places: dict[bytes | str, int] = {}
+    keys: list[ApiKey] = []
+    certificates: dict[str, Caller] = {}
+    for index, entry in enumerate(entries):
+        credential = _credential(entry, f"{path}[{index}]")
+        if (first := places.setdefault(credential, index)) != index:
+            kind = "certificate" if isinstance(credential, str) else "key"
+            raise ConfigError(f"gateway.api_keys: {path}[{index}] is the same {kind} as [{first}]; each needs its own")
+        if isinstance(credential, str):
+            certificates[credential] = entry.caller(limits[entry.tenant])
+        else:
+            keys.append(ApiKey(credential, entry.caller(limits[entry.tenant])))
+    return ApiKeys(keys, certificates)
+
+
+def parse_entries(text: str, path: str) -> list[KeyEntry]:
+    """The entries of a file, each by itself of the right form. Raises `ConfigError` as `load_keys` does."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:  # its own words quote the file
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
+        raise ConfigError(f"gateway.api_keys: {path} is not valid YAML, line {line}") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"gateway.api_keys: {path} is not valid YAML") from None
+    try:
+        return msgspec.convert([] if raw is None else raw, list[KeyEntry])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"gateway.api_keys: {path}: {str(error).replace('`', '')}") from None
+
+
+def read_private_file(path: str, name: str) -> bytes:
+    """A file that only its owner may write, and only its owner and group may read. `name` is the configuration's key.
+
+    Raises:
+        ConfigError: if it cannot be read, is another user's, or others can use it.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid not in (os.geteuid(), ROOT):
+                raise ConfigError(f"{name}: {path} belongs to another user (uid {status.st_uid}), who could change it")
+            if mode & (stat.S_IRWXO | stat.S_IWGRP):
+                raise ConfigError(f"{name}: others can use {path} (mode {mode:04o}); next: chmod 600 {path}")
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path} ({error.strerror})") from None
+
+
+def _limits_of(entries: Sequence[KeyEntry], path: str) -> dict[str, TenantLimits]:
+    """By tenant. Raises `ConfigError` where two keys of one say different ones."""
+    said: dict[str, LimitsEntry] = {}
+    for index, entry in enumerate(entries):
+        if entry.limits is not None and said.setdefault(entry.tenant, entry.limits) != entry.limits:
+            raise ConfigError(
+                f"gateway.api_keys: {path}[{index}].limits differ from those of another key of {entry.tenant}; one "
+                "tenant has one set of limits, so say them at one of its keys"
+            )
+    tenants = {entry.tenant for entry in entries}
+    return {tenant: _limits(said.get(tenant, LimitsEntry()), is_sole=len(tenants) == 1) for tenant in tenants}
+
+
+def _limits(entry: LimitsEntry, is_sole: bool) -> TenantLimits:
+    return TenantLimits(
+        requests_per_minute=entry.requests_per_minute,
+        tokens_per_minute=entry.tokens_per_minute,
+        running=entry.running,
+        queued=entry.queued,
+        weight=entry.weight,
+        max_priority=entry.max_priority,
+        min_ttft_s=entry.min_ttft_ms / 1000,
+        boosted=entry.boosted,
+        is_sole=is_sole,
+    )
+
+
+def _credential(entry: KeyEntry, where: str) -> bytes | str:
+    """The digest of the entry's key, or the name of its certificate."""
+    if sum(given is not None for given in (entry.key, entry.sha256, entry.certificate)) != 1:
+        raise ConfigError(f"gateway.api_keys: {where} needs one of key, sha256 and certificate")
+    if entry.certificate is not None:
+        return entry.certificate
+    if entry.sha256 is not None:
+        return bytes.fromhex(entry.sha256)
+    key = entry.key or ""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"gateway.api_keys: {where}.key must have {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters "
+            "and no space"
+        )
+    return digest_of(key)

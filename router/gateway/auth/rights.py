@@ -1,0 +1,78 @@
+"""Who may do what in `AdminService`, and read `/metrics`.
+
+    see workers and pools                everybody whom the authenticator let in
+    addresses and processes of workers   an admin
+    exact counts over all tenants        keys with `metrics`, an admin
+    explain a request                    its tenant, an admin
+    change the cluster, list requests    an admin
+
+On a gateway without keys that others can reach, admins are those who call from this machine itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+from disagg.proto.addresses import split_address
+from disagg.proto.errors import PermissionDeniedError
+from disagg.router.gateway.auth.auth import CALLER, Caller
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Rights:
+    """What the caller of the running call may do.
+
+    Args:
+        local_is_admin: whether calls from this machine are an admin's, whatever the authenticator said.
+    """
+
+    def __init__(self, local_is_admin: bool = False) -> None:
+        self._local_is_admin = local_is_admin
+
+    def require_admin(self, context: Context) -> None:
+        """Raises `PermissionDeniedError` for anybody else."""
+        if self.caller(context).is_admin:
+            return
+        if self._local_is_admin:
+            raise PermissionDeniedError(
+                "this gateway has no API keys and others can reach it, so it takes this from its own machine only; "
+                "set gateway.api_keys in its configuration"
+            )
+        raise PermissionDeniedError("this needs the key of an admin")
+
+    def may_see(self, tenant: str, context: Context) -> bool:
+        """Whether the caller may know of a tenant's request."""
+        caller = self.caller(context)
+        return caller.is_admin or caller.tenant == tenant
+
+    def caller(self, context: Context) -> Caller:
+        """Who calls, with what it may do here."""
+        caller = CALLER.get()
+        if self._local_is_admin and is_local_peer(context.peer()):
+            return caller._replace(is_admin=True)
+        return caller
+
+
+def require_counts(caller: Caller) -> None:
+    """Raises `PermissionDeniedError` for a caller who may not see exact counts over all tenants."""
+    if not caller.sees_counts:
+        raise PermissionDeniedError("this needs a key with `metrics: true`, or the key of an admin")
+
+
+def is_local_peer(peer: str) -> bool:
+    """Whether gRPC's name of a peer (`ipv4:127.0.0.1:5`, `ipv6:[::1]:5`, `ipv6:%5B::1%5D:5`) is of this machine."""
+    kind, _, rest = unquote(peer).partition(":")
+    host, _ = split_address(rest)
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,63 @@
+"""Turns on the event loop itself: one large message at a time is decoded there, tenant by tenant.
+
+    async with turns.of(tenant, num_bytes): ...        waits; what waits is bounded in bytes, and leaves when cancelled
+
+For what holds the interpreter, so that a thread would not help: `offload` is for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from disagg.router.gateway.event_loop.offload_turns import OffloadTurns, Work
+
+
+class Turns:
+    """Lives on one event loop. Owner of the order.
+
+    Args:
+        order: who is next; empty.
+    """
+
+    def __init__(self, order: OffloadTurns) -> None:
+        self._order = order
+        self._waiting: dict[Work, asyncio.Future[None]] = {}
+        self._is_taken = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that wait for their turn."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def of(self, tenant: str, num_bytes: int) -> AsyncGenerator[None, None]:
+        """Wait for the turn and have it. Raises `OverloadedError` at once where too much waits."""
+        work = Work(tenant, num_bytes)
+        self._order.offer(work)
+        turn = self._waiting[work] = asyncio.get_running_loop().create_future()
+        if not self._is_taken:
+            self._pass_on()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if self._order.cancel(work):
+                del self._waiting[work]
+            else:  # it was given, and will not be used
+                self._end(work)
+            raise
+        try:
+            yield
+        finally:
+            self._end(work)
+
+    def _end(self, work: Work) -> None:
+        self._order.finished(work)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        work, _ = self._order.take(0.0)  # none of them has a deadline
+        self._is_taken = work is not None
+        if work is not None and not (turn := self._waiting.pop(work)).done():
+            turn.set_result(None)  # One that was cancelled just now passes the turn on itself.

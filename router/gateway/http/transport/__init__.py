@@ -1,0 +1,1 @@
+"""Connections: the protocol, silent ones, unfinished bodies, errors on the wire."""

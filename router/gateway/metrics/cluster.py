@@ -1,0 +1,261 @@
+"""The metrics under names of our own: requests and targets, the router's decisions and how good they were, instances,
+KV transfers. Base units; see docs/observability.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
+from disagg.router.api import STAGES, ClusterView, WorkerView
+from disagg.router.gateway.metrics.families import counter, gauge, histogram, histogram_of_counts
+from disagg.router.telemetry.journal import ANSWERED, SLOS
+from disagg.router.telemetry.tally import Tally
+
+ROLES = ("prefill", "decode", "colocated")
+STATES = ("ready", "draining", "unreachable")
+DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "no_room", "no_slot")
+
+
+def cluster_families(view: ClusterView) -> Iterator[Metric]:
+    """All of them."""
+    yield from _requests(view)
+    yield from _tenants(view)
+    yield from _latencies(view.tally)
+    yield from _router(view)
+    yield from _instances(view)
+    yield from _engines(view)
+    yield from _transfers(view)
+
+
+def role_of(info: WorkerInfo) -> str:
+    """What an instance is there for."""
+    return "colocated" if len(info.roles) > 1 else info.roles[0]
+
+
+def _requests(view: ClusterView) -> Iterator[Metric]:
+    tally = view.tally
+    yield gauge(
+        "disagg_requests_in_flight",
+        "Requests by what they wait for: queued, prefill, transfer, decode.",
+        ("stage",),
+        [((stage,), view.stages.get(stage, 0)) for stage in STAGES],
+    )
+    outcomes = {**dict.fromkeys(ANSWERED, 0), **tally.outcomes}
+    yield counter(
+        "disagg_requests",
+        "Requests that ended, by outcome: stop, length, or the code of an error. Each answer to a prompt is one.",
+        ("outcome",),
+        [((outcome,), count) for outcome, count in sorted(outcomes.items())],
+    )
+    yield counter(
+        "disagg_slo_requests",
+        "Requests that ended and had a target (ttft, tpot; both: all that it had), by whether they met it.",
+        ("slo", "met"),
+        [((slo, str(met).lower()), tally.slos[slo, met]) for slo in SLOS for met in (True, False)],
+    )
+    yield counter(
+        "disagg_prompt_tokens", "Prompt tokens of answered requests.", (), [((), int(tally.prompt_tokens.total))]
+    )
+    yield counter(
+        "disagg_cached_prompt_tokens",
+        "Prompt tokens of answered requests that nobody had to compute.",
+        (),
+        [((), tally.cached_tokens)],
+    )
+    yield counter(
+        "disagg_output_tokens",
+        "Output tokens that reached the gateway, of all requests.",
+        (),
+        [((), tally.num_output_tokens)],
+    )
+
+
+def _tenants(view: ClusterView) -> Iterator[Metric]:
+    """The names of tenants come from the file of keys, so there are no more than it has."""
+    usage = sorted(view.tally.tenants.items())
+    yield gauge(
+        "disagg_tenant_requests_in_flight",
+        "Requests of a tenant that wait for a worker (queued), and that have one (running).",
+        ("tenant", "state"),
+        [
+            ((tenant, state), count)
+            for tenant, counts in sorted(view.tenants.items())
+            for state, count in zip(("queued", "running"), counts, strict=True)
+        ],
+    )
+    yield counter(
+        "disagg_tenant_requests",
+        "Requests of a tenant that ended, by outcome: stop, length, or the code of an error.",
+        ("tenant", "outcome"),
+        [((tenant, outcome), count) for tenant, each in usage for outcome, count in sorted(each.outcomes.items())],
+    )
+    yield counter(
+        "disagg_tenant_prompt_tokens",
+        "Prompt tokens of a tenant's requests that a worker was given, however they ended.",
+        ("tenant",),
+        [((tenant,), each.prompt_tokens) for tenant, each in usage],
+    )
+    yield counter(
+        "disagg_tenant_output_tokens",
+        "Output tokens that reached the gateway, of a tenant's requests that ended.",
+        ("tenant",),
+        [((tenant,), each.output_tokens) for tenant, each in usage],
+    )
+    yield counter(
+        "disagg_tenant_refused",
+        "Calls and requests that were refused because of a limit of their tenant, by the limit.",
+        ("tenant", "limit"),
+        [((tenant, limit), count) for tenant, each in usage for limit, count in sorted(each.refused.items())],
+    )
+
+
+def _latencies(tally: Tally) -> Iterator[Metric]:
+    yield histogram(
+        "disagg_time_to_first_token_seconds",
+        "From arrival at the gateway to the first token; path: pd (a pair), local (a decode worker alone), colocated.",
+        ("path",),
+        [((path,), found) for path, found in tally.ttft.items()],
+    )
+    yield histogram(
+        "disagg_inter_token_latency_seconds",
+        "Between two tokens of an answer; 0 between tokens that came together.",
+        (),
+        [((), tally.itl)],
+    )
+    yield histogram("disagg_request_duration_seconds", "From arrival to the end of an answer.", (), [((), tally.e2e)])
+    yield histogram(
+        "disagg_request_stage_seconds",
+        "Time of a request in each stage; kv_transfer overlaps prefill, kv_transfer_exposed is what follows it.",
+        ("stage",),
+        [((stage,), found) for stage, found in tally.stages.items()],
+    )
+
+
+def _router(view: ClusterView) -> Iterator[Metric]:
+    decisions = {**dict.fromkeys(DECISIONS, 0), **view.tally.decisions}
+    yield counter(
+        "disagg_router_decisions",
+        "Placements by what was decided, and looks for a place that found no room or no slot.",
+        ("reason",),
+        [((reason,), count) for reason, count in sorted(decisions.items())],
+    )
+    yield counter(
+        "disagg_router_events",
+        "What went wrong or was dropped: refusals of workers, lost attempts, late or contradicting messages.",
+        ("event",),
+        [((event,), count) for event, count in sorted(view.events.items())],
+    )
+    yield gauge(
+        "disagg_router_quarantined",
+        "Legs of requests that an instance is left out of, because they failed there again and again.",
+        ("instance",),
+        [((worker.info.worker_id,), len(worker.quarantine)) for worker in view.workers],
+    )
+    yield gauge(
+        "disagg_router_view_age_seconds",
+        "Time since an instance reported its load.",
+        ("instance",),
+        [((worker.info.worker_id,), worker.report_age_s) for worker in view.workers],
+    )
+    yield histogram(
+        "disagg_router_prediction_error_ratio",
+        "Measured over predicted, of answers that took one attempt: 1 is exact. what: ttft, tpot, transfer.",
+        ("what",),
+        [((what,), found) for what, found in view.tally.prediction_ratio.items()],
+    )
+
+
+def _state_of(worker: WorkerView) -> str:
+    if worker.is_suspected:
+        return "unreachable"
+    return "draining" if worker.is_draining else "ready"
+
+
+def _instances(view: ClusterView) -> Iterator[Metric]:
+    states = Counter((role_of(info), "unreachable") for info in view.unreachable)
+    states.update((role_of(w.info), _state_of(w)) for w in view.workers)
+    yield gauge(
+        "disagg_instances",
+        "Workers by role, and by whether the router can use them.",
+        ("role", "state"),
+        [((role, state), states[role, state]) for role in ROLES for state in STATES],
+    )
+    yield gauge(
+        "disagg_kv_blocks",
+        "KV blocks by state: active (held by sequences or transfers), reserved (promised), cached (reusable), free.",
+        ("instance", "state"),
+        [((w.info.worker_id, state), count) for w in view.workers for state, count in kv_blocks(w.load).items()],
+    )
+    yield gauge(
+        "disagg_instance_sequences",
+        "Sequences on an instance: in its batch (running), waiting for a place or for their KV (waiting), or preempted "
+        "with their KV in host memory (suspended).",
+        ("instance", "state"),
+        [
+            ((w.info.worker_id, state), count)
+            for w in view.workers
+            for state, count in (
+                ("running", w.load.num_running),
+                ("waiting", w.load.num_waiting),
+                ("suspended", w.load.num_suspended),
+            )
+        ],
+    )
+
+
+def kv_blocks(load: Load) -> dict[str, int]:
+    """Blocks by state; they add up to all there are, unless so much is promised that cached ones must go for it."""
+    free = load.blocks_total - load.blocks_active - load.blocks_cached - load.blocks_reserved
+    return {
+        "active": load.blocks_active,
+        "reserved": load.blocks_reserved,
+        "cached": load.blocks_cached,
+        "free": max(0, free),
+    }
+
+
+def _engines(view: ClusterView) -> Iterator[Metric]:
+    counters = view.counters.items()
+    yield histogram_of_counts(
+        "disagg_engine_step_seconds",
+        "Duration of the engine's steps.",
+        ("instance",),
+        [((id_,), STEP_SECONDS_BOUNDS, m.step_seconds, m.step_seconds_sum) for id_, m in counters if m.step_seconds],
+    )
+    for name, text in (
+        ("prompt_tokens", "Prompt tokens that an instance computed."),
+        ("cached_tokens", "Tokens of new sequences that an instance found in its prefix cache."),
+        ("output_tokens", "Tokens that an instance sampled."),
+        ("preemptions", "Sequences that an instance put back for want of KV blocks."),
+        ("swapped_out_blocks", "KV blocks of such sequences that an instance copied to host memory."),
+        ("swapped_in_blocks", "KV blocks that it copied back from there."),
+    ):
+        yield counter(f"disagg_engine_{name}", text, ("instance",), [((id_,), getattr(m, name)) for id_, m in counters])
+
+
+def _transfers(view: ClusterView) -> Iterator[Metric]:
+    moved = [(src, count) for src, metrics in view.counters.items() for count in metrics.transfers]
+    for name, text, field in (
+        ("disagg_kv_transfers", "Hand-overs that ended well.", "num_transfers"),
+        ("disagg_kv_transfer_bytes", "KV bytes of hand-overs that ended well.", "num_bytes"),
+    ):
+        yield counter(
+            name,
+            text,
+            ("src", "dst", "transport"),
+            [((src, count.decode_worker, count.transport), getattr(count, field)) for src, count in moved],
+        )
+    yield counter(
+        "disagg_kv_transfer_failures",
+        "Hand-overs that failed.",
+        ("src", "dst", "reason"),
+        [
+            ((src, count.decode_worker, reason), times)
+            for src, count in moved
+            for reason, times in sorted(count.failures.items())
+        ],
+    )

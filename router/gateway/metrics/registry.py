@@ -1,0 +1,116 @@
+"""What the gateway counts, and the whole cluster as Prometheus sees it.
+
+    calls answered, per protocol and outcome ──┐
+    the router's view: sums over requests,     ├──> families, made when somebody asks ──render──> `/metrics`
+      loads and counters of the workers      ──┘
+
+Nothing is counted twice: the router keeps plain numbers, and both the names of our own (`metrics_cluster`) and those
+of vLLM (`metrics_vllm`) are views of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
+from disagg.router.api import ClusterView
+from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.metrics.cluster import cluster_families
+from disagg.router.gateway.metrics.families import counter
+from disagg.router.gateway.metrics.loop import loop_families
+from disagg.router.gateway.metrics.vllm import vllm_families
+
+Protocol = Literal["grpc", "http"]
+
+
+class GatewayMetrics(Collector):
+    """One registry, owned by one gateway; nothing is registered globally.
+
+    Args:
+        view: the cluster now.
+        model: name of the served model, a label of the `vllm:*` aliases.
+        vllm_aliases: whether the names of vLLM are there too.
+        loop_times: of the gateway's event loop; `None` shows zeros.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[], ClusterView],
+        model: str,
+        *,
+        vllm_aliases: bool = True,
+        loop_times: LoopTimes | None = None,
+    ) -> None:
+        self._loop_times = loop_times or LoopTimes()
+        self.offload: Offload | None = None
+        """Set when the gateway starts."""
+        self._view = view
+        self._model = model
+        self._vllm_aliases = vllm_aliases
+        self._calls: Counter[tuple[Protocol, str]] = Counter()
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def count_call(self, protocol: Protocol, outcome: str) -> None:
+        """A call that asked for an answer ended: `ok`, or with the code of an error."""
+        self._calls[protocol, outcome] += 1
+
+    def count_refusal(self, protocol: str, reason: str) -> None:
+        """A call came without a key that is known."""
+        self._refusals[protocol, reason] += 1
+
+    @contextmanager
+    def counted(self, protocol: Protocol) -> Iterator[None]:
+        """Counts what is inside as one call."""
+        outcome = InternalError.code
+        try:
+            yield
+            outcome = "ok"
+        except DisaggError as error:
+            outcome = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome = RequestCancelledError.code
+            raise
+        finally:
+            self.count_call(protocol, outcome)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition and its content type, as the header `Accept` asks for it; plain text if it asks in a way that
+        nobody can read."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except TypeError:  # the library compares a version that is no number with numbers
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, as of now; called by the registry."""
+        yield counter(
+            "disagg_calls",
+            "Calls that asked for an answer, by protocol and outcome (ok, or the code of an error).",
+            ("protocol", "outcome"),
+            sorted(self._calls.items()),
+        )
+        yield counter(
+            "disagg_refused_authentications",
+            "Calls that came without a valid key, by protocol and reason.",
+            ("protocol", "reason"),
+            sorted(self._refusals.items()),
+        )
+        yield from loop_families(self._loop_times, self.offload)
+        view = self._view()
+        yield from cluster_families(view)
+        if self._vllm_aliases:
+            yield from vllm_families(view, self._model)

@@ -1,0 +1,54 @@
+"""What a call is charged before anything is done for it, so that it is refused as a whole or not at all.
+
+Charge: admitted ──submitted, for each answer──> the router's from here on
+            └──close──> what was never submitted is given back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.router.api import Router
+from disagg.router.gateway.auth.auth import Caller
+from disagg.router.gateway.requests.request import GenerationInput, IdsPrompt
+from disagg.router.limits import CallDemand
+
+
+class Charge:
+    """See the module docstring. Owner: the call, which must close it.
+
+    Args:
+        router: charges.
+        caller: whose call it is.
+        inputs: the prompts, checked.
+
+    Raises:
+        LimitError: if a limit of the caller's tenant is in the way; nothing is charged then.
+    """
+
+    def __init__(self, router: Router, caller: Caller, inputs: Sequence[GenerationInput]) -> None:
+        self._router = router
+        self._tenant = caller.tenant
+        self._left = sum((given.n or 1) * least_tokens(given) for given in inputs)
+        self._num_answers = sum(given.n or 1 for given in inputs)
+        """Those that are not submitted."""
+        router.admit(
+            CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=self._num_answers, num_tokens=self._left)
+        )
+
+    def submitted(self, num_tokens: int) -> None:
+        """The router has taken an answer with so many `prepaid_tokens`."""
+        self._left -= num_tokens
+        self._num_answers -= 1
+
+    def close(self) -> None:
+        """Give back the rest. Idempotent."""
+        if self._num_answers:
+            self._router.give_back(self._tenant, self._left, self._num_answers)
+            self._left = self._num_answers = 0
+
+
+def least_tokens(given: GenerationInput) -> int:
+    """Tokens that one answer is charged at least, as far as it can be seen before the prompt is tokenized."""
+    num_prompt_tokens = len(given.prompt.token_ids) if isinstance(given.prompt, IdsPrompt) else 1
+    return num_prompt_tokens + (1 if given.max_tokens is None else given.max_tokens)

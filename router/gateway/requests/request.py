@@ -1,0 +1,118 @@
+"""What a client asks for, whichever protocol brought it: the one struct behind gRPC and HTTP.
+
+    protobuf, JSON ──> GenerationInput ──check_request──> CheckedRequest ──fit_prompt──> RoutedRequest
+    headers        ──> Call
+
+A `GenerationInput` holds what the client wrote, of the right types and unchecked; unset is `None`, and
+`validate` fills in the defaults. Both protocols give the same fields the same meaning, so nothing is checked twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
+from disagg.router.gateway.text.chat_template import ChatTurn
+
+BYTES_PER_ID = 1
+"""What an id counts as, to tell small work from large: no more work than a byte of text."""
+
+
+class Targets(NamedTuple):
+    """What a client wants of the latencies of one request; `None` takes what the cluster is configured for."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A text to be tokenized as it is."""
+
+    text: str
+    field = "prompt.text"
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class IdsPrompt:
+    """Token ids, used as they are."""
+
+    token_ids: tuple[int, ...]
+    field = "prompt.token_ids"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size, to tell small prompts from large ones."""
+        return BYTES_PER_ID * len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Turns, to be rendered with the chat template."""
+
+    turns: tuple[ChatTurn, ...]
+    field = "chat.messages"
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
+        return len("".join(chain.from_iterable(self.turns)).encode())
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+NO_TARGETS = Targets()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationInput:
+    """One prompt and how to answer it. See `proto/disagg/v1/inference.proto` for ranges and defaults."""
+
+    model: str
+    prompt: Prompt | None
+    """`None` where the client gave none."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the likeliest tokens come with each output token; 0 asks for its own only, `None` for none."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    n: int | None = None
+    """Answers to this prompt; each has its own id, seed and end."""
+    cache_salt: str = ""
+    """Cached prefixes are shared with requests of the same tenant and salt only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How a request came in, and for whom."""
+
+    request_id: RequestId
+    """Minted by the gateway, never used before. Further answers (`n`) get ids of their own."""
+    deadline: float | None = None
+    """On the gateway's monotonic clock; the request fails when it passes, in whatever phase."""
+    targets: Targets = NO_TARGETS
+    caller: Caller = ANONYMOUS
+    trace_parent: str = ""
+    """The W3C `traceparent` of the gateway's own span; empty without one."""

@@ -1,0 +1,244 @@
+"""From what a client asks for to what the router takes. Pure: nothing is read but the arguments.
+
+    check_targets   the call's metadata or headers                  -> Targets
+    check_request   everything that can be seen before tokenizing  -> CheckedRequest
+    fit_prompt      what needs the prompt's ids: the context        -> Sampling
+
+An error names the field as gRPC writes it, within GenerateRequest: `sampling.top_p`, `prompt.token_ids[3]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidRequestError, ModelNotFoundError
+from disagg.proto.messages import Sampling
+from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
+from disagg.router.gateway.requests.sampling import check_sampling, check_stop_strings
+from disagg.router.gateway.requests.values import check_ids, check_int, check_length, check_unicode, shown
+from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.tokenizer import ModelInfo
+
+MAX_CHAT_MESSAGES = 4096
+MAX_ANSWERS = 16
+MAX_CACHE_SALT_BYTES = 256
+ROLES = ("system", "user", "assistant")
+TTFT_METADATA = "x-slo-ttft-ms"
+"""A client's target for the time to the first token, in milliseconds."""
+TPOT_METADATA = "x-slo-tpot-ms"
+"""A client's target for the mean time between output tokens, in milliseconds."""
+_MAX_TARGET_MS = 86_400_000.0
+_MAX_ECHOED_CHARS = 64
+"""Of a client's wrong value, as repeated in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against."""
+
+    model: ModelInfo
+    max_prompt_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request in which nothing is wrong that can be seen before tokenizing."""
+
+    prompt: Prompt
+    sampling: Sampling
+    """Complete but for `max_tokens` and `seed`, which `fit_prompt` fills in."""
+    max_tokens: int | None
+    """As the client asked."""
+    seed: int | None
+    """As the client asked."""
+    stop: tuple[str, ...]
+    """Stop strings; workers never see them."""
+    num_answers: int
+    cache_salt: str
+
+
+def check_request(given: GenerationInput, limits: Limits, time_left_s: float | None = None) -> CheckedRequest:
+    """Check every field of `given`.
+
+    Args:
+        given: as it came in.
+        limits: of the model and the gateway.
+        time_left_s: until the deadline, `None` without one.
+
+    Raises:
+        DeadlineError: if no time is left.
+        ModelNotFoundError: if the model is another one.
+        ContextLengthError: if the prompt's ids alone are too many.
+        InvalidRequestError: for any wrong field.
+    """
+    check_deadline(time_left_s)
+    check_model(given.model, limits)
+    return CheckedRequest(
+        prompt=_check_prompt(given.prompt, limits),
+        sampling=check_sampling(given, limits.model),
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+        stop=check_stop_strings(given.stop),
+        num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
+        cache_salt=_check_cache_salt(given.cache_salt),
+    )
+
+
+def check_other_prompt(checked: CheckedRequest, given: GenerationInput, limits: Limits) -> CheckedRequest:
+    """Check `given`, which is alike but for its prompt to what `checked` was made of. Raises as `check_request`."""
+    return replace(checked, prompt=_check_prompt(given.prompt, limits))
+
+
+def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: Limits, minted_seed: int) -> Sampling:
+    """Check the tokenized prompt against the context, and complete the sampling parameters.
+
+    Args:
+        checked: what `check_request` gave.
+        prompt_token_ids: the prompt, tokenized.
+        limits: as for `check_request`.
+        minted_seed: 64 random bits, used where the client gave no seed.
+
+    Raises:
+        ContextLengthError: if prompt and answer cannot fit the context.
+        InvalidRequestError: if there is no token, or one that the model does not know.
+    """
+    field = checked.prompt.field
+    if not prompt_token_ids:
+        raise InvalidRequestError(field, "has no tokens")
+    if max(prompt_token_ids) >= limits.model.vocab_size:
+        raise InvalidRequestError(field, "has a token of the tokenizer that is not in the model's vocabulary")
+    room = limits.model.max_model_len - len(prompt_token_ids)
+    context = f"the prompt has {len(prompt_token_ids)} tokens and the context {limits.model.max_model_len}"
+    if room < 1:
+        raise ContextLengthError(field, f"{context}, which leaves no room for an answer")
+    if checked.max_tokens is not None and checked.max_tokens > room:
+        raise ContextLengthError(
+            "stopping.max_tokens", f"{context}, so at most {room}, not {shown(checked.max_tokens)}"
+        )
+    if checked.sampling.min_tokens > room:
+        raise ContextLengthError("stopping.min_tokens", f"{context}, so at most {room}")
+    max_tokens = room if checked.max_tokens is None else checked.max_tokens
+    seed = minted_seed if checked.seed is None else checked.seed
+    return msgspec.structs.replace(checked.sampling, max_tokens=max_tokens, seed=seed)
+
+
+def check_targets(metadata: Iterable[tuple[str, str | bytes]]) -> Targets:
+    """The targets in a call's metadata; where a key comes twice the first one counts. Raises `InvalidRequestError` for
+    a value that is no positive number of milliseconds."""
+    found: dict[str, float] = {}
+    for key, value in metadata:
+        if key in (TTFT_METADATA, TPOT_METADATA) and key not in found:
+            found[key] = check_millis(key, value) / 1000
+    return Targets(found.get(TTFT_METADATA), found.get(TPOT_METADATA))
+
+
+def check_deadline(time_left_s: float | None) -> None:
+    """Raises `DeadlineError` if there is a deadline and it passed."""
+    if time_left_s is not None and time_left_s <= 0:
+        raise DeadlineError("the deadline passed before the request could start")
+
+
+def check_model(name: str, limits: Limits) -> None:
+    """Raises `ModelNotFoundError` if `name` is not the served model."""
+    if name != limits.model.name:
+        raise ModelNotFoundError(name[:_MAX_ECHOED_CHARS], [limits.model.name])
+
+
+def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
+    """A text prompt of a possible size. Raises `InvalidRequestError` naming `field`."""
+    if not text:
+        raise InvalidRequestError(field, "must not be empty")
+    if len(text) > limits.max_prompt_bytes:  # without a copy of it: what is too large is refused soonest
+        raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {len(text)} characters")
+    prompt = TextPrompt(text)
+    try:
+        _check_num_bytes(prompt.num_bytes, field, limits)
+    except UnicodeEncodeError:
+        check_unicode(text, field)
+    return prompt
+
+
+def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
+    """Turns with known roles, of a possible size. Raises `InvalidRequestError` naming `chat.messages`."""
+    field = ChatPrompt.field
+    if not turns:
+        raise InvalidRequestError(field, "must not be empty")
+    check_num_turns(len(turns))
+    prompt = ChatPrompt(tuple(turns))
+    try:
+        num_bytes = prompt.num_bytes
+    except UnicodeEncodeError:
+        num_bytes = 0
+    if not num_bytes or not {turn.role for turn in turns} <= set(ROLES):
+        _refuse_a_turn(turns, field)
+    _check_num_bytes(num_bytes, field, limits)
+    return prompt
+
+
+def _refuse_a_turn(turns: Sequence[ChatTurn], field: str) -> None:
+    """Raises `InvalidRequestError` naming the first turn with an unknown role, or with a content that is no Unicode."""
+    for i, (role, content) in enumerate(turns):
+        if role not in ROLES:
+            raise InvalidRequestError(f"{field}[{i}].role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+        if not content.isascii():
+            check_unicode(content, f"{field}[{i}].content")
+
+
+def check_num_turns(num_turns: int) -> None:
+    """Raises `InvalidRequestError` if a conversation has too many turns."""
+    check_length(num_turns, ChatPrompt.field, MAX_CHAT_MESSAGES)
+
+
+def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
+    """Raises `ContextLengthError` naming `field` if so many ids leave no room for an answer."""
+    if num_ids >= model.max_model_len:
+        raise ContextLengthError(
+            field, f"{num_ids} tokens leave no room for an answer in a context of {model.max_model_len}"
+        )
+
+
+def check_millis(field: str, value: str | bytes) -> float:
+    """A time in milliseconds, above 0 and at most a day. Raises `InvalidRequestError` naming `field`."""
+    try:
+        millis = float(value)
+    except ValueError:
+        millis = math.nan
+    if not 0 < millis <= _MAX_TARGET_MS:
+        given = str(value)[:_MAX_ECHOED_CHARS]
+        raise InvalidRequestError(field, f"must be a number of milliseconds in (0, {_MAX_TARGET_MS:g}], not {given!r}")
+    return millis
+
+
+def _check_prompt(prompt: Prompt | None, limits: Limits) -> Prompt:
+    match prompt:
+        case TextPrompt(text):
+            return check_text(text, TextPrompt.field, limits)
+        case IdsPrompt(token_ids):
+            return _check_prompt_ids(token_ids, limits.model)
+        case ChatPrompt(turns):
+            return check_chat(turns, limits)
+    raise InvalidRequestError("prompt", "one of text, token_ids and chat must be set")
+
+
+def _check_prompt_ids(token_ids: Sequence[int], model: ModelInfo) -> IdsPrompt:
+    field = IdsPrompt.field
+    if not token_ids:
+        raise InvalidRequestError(field, "must not be empty")
+    check_num_ids(len(token_ids), field, model)
+    return IdsPrompt(check_ids(token_ids, field, model.vocab_size))
+
+
+def _check_num_bytes(num_bytes: int, field: str, limits: Limits) -> None:
+    if num_bytes > limits.max_prompt_bytes:
+        raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {num_bytes}")
+
+
+def _check_cache_salt(cache_salt: str) -> str:
+    num_bytes = check_unicode(cache_salt, "cache_salt")
+    if num_bytes > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError("cache_salt", f"at most {MAX_CACHE_SALT_BYTES} bytes, not {num_bytes}")
+    return cache_salt

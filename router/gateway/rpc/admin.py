@@ -1,0 +1,200 @@
+"""The public gRPC service for operators: what the router sees and what the controller knows, side by side; changes go
+to the controller."""
+
+# ruff: noqa: N802 - the methods are named in the proto
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, get_args
+
+import grpc
+
+from disagg.proto.control import (
+    ControlRefused,
+    ControlReply,
+    ControlRequest,
+    ControlState,
+    DrainRequest,
+    PoolName,
+    ScaleRequest,
+    StateRequest,
+)
+from disagg.proto.errors import InternalError, InvalidRequestError, RequestNotFoundError, UnavailableError
+from disagg.proto.ids import RequestId, WorkerId
+from disagg.router.api import Router
+from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.rights import Rights
+from disagg.router.gateway.rpc.admin_answers import explanation, pool_states
+from disagg.router.gateway.rpc.probe import PairProbe
+from disagg.router.gateway.rpc.state_feed import StateFeed
+from disagg.router.gateway.status import answered
+from disagg.v1 import inference_pb2 as pb
+from disagg.v1 import inference_pb2_grpc as pb_grpc
+
+Control = Callable[[ControlRequest], Awaitable[ControlReply]]
+"""Asks the controller; raises `UnavailableError` when it does not answer."""
+
+DEFAULT_INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 100
+DEFAULT_LISTED = 20
+MAX_LISTED = 1000
+MAX_AGE_S = 0.1
+"""Of a state that is no admin's: many who ask cost the controller one question in this time."""
+MAX_SHOWN_SIZES = 8
+"""Of a request to scale, in the audit log."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def no_controller(request: ControlRequest) -> ControlReply:
+    """A `Control` for gateways that stand alone."""
+    raise UnavailableError("this gateway has no controller", "no_controller")
+
+
+class AdminService(pb_grpc.AdminServiceServicer):
+    """`disagg.v1.AdminService`, for operators.
+
+    Args:
+        router: what is looked at.
+        control: asks the controller.
+        probe: tries pairs of workers.
+        rights: who may do what; without, as the authenticator said.
+        audit: where changes are written down.
+        clock: the router's clock.
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        control: Control = no_controller,
+        probe: PairProbe | None = None,
+        rights: Rights | None = None,
+        *,
+        audit: Audit,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._router = router
+        self._control = control
+        self._probe = probe
+        self._rights = rights or Rights()
+        self._audit = audit
+        self._clock = clock
+        self._feed = StateFeed(self._known, router.view, clock)
+        self._wall_clock = wall_clock
+
+    async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
+        """See the proto."""
+        async with answered(context):
+            caller = self._rights.caller(context)
+            found = await (self._feed.now() if caller.is_admin else self._feed.latest(MAX_AGE_S))
+            return found.message(caller).state
+
+    async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> None:
+        """See the proto."""
+        async with answered(context):
+            interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+            if interval_ms < MIN_INTERVAL_MS:
+                raise InvalidRequestError("interval_ms", f"must be at least {MIN_INTERVAL_MS}, not {interval_ms}")
+            interval_s, caller = interval_ms / 1000, self._rights.caller(context)
+            with self._feed.watching(caller):
+                while True:
+                    found = await self._feed.latest(interval_s / 2)
+                    await context.write(found.message(caller))
+                    await asyncio.sleep(interval_s)
+
+    async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
+        """See the proto."""
+        async with answered(context):
+            trace = self._router.trace(RequestId(request.request_id))
+            if trace is None or not self._rights.may_see(trace.tenant, context):
+                raise RequestNotFoundError("request_id: no such request runs or is remembered")
+            return explanation(trace, self._clock_to_epoch_s())
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
+        """See the proto."""
+        async with answered(context):
+            self._rights.require_admin(context)
+            limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
+            if limit > MAX_LISTED:
+                raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
+            offset_s, response = self._clock_to_epoch_s(), pb.ListRequestsResponse()
+            for trace in self._router.recent(limit):
+                response.requests.append(explanation(trace, offset_s))
+                await asyncio.sleep(0)  # a thousand take a good part of a second, and streams must go on
+            return response
+
+    async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
+        """See the proto."""
+        async with answered(context), self._change(context, _scaling(request)):
+            sizes: dict[PoolName, int] = {}
+            for entry in request.sizes:
+                name = _pool_name(entry.pool)
+                if name in sizes:
+                    raise InvalidRequestError(f"sizes.{name}", "it is named twice")
+                sizes[name] = entry.size
+            return pb.SetPoolSizesResponse(pools=pool_states(_state(await self._control(ScaleRequest(sizes=sizes)))))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        """See the proto."""
+        async with answered(context), self._change(context, f"drain {request.worker_id}"):
+            _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
+            return pb.DrainWorkerResponse()
+
+    async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
+        """See the proto."""
+        async with answered(context), self._change(context, f"probe {request.prefill_worker}"):
+            if self._probe is None:
+                raise UnavailableError("this gateway has no probe", "no_probe")
+            result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
+            return pb.ProbePairResponse(
+                kv_bytes=result.kv_bytes,
+                expected_bytes=result.expected_bytes,
+                exposed_ms=result.exposed_s * 1000,
+                transport=result.transport,
+            )
+
+    async def close(self) -> None:
+        """End what runs without a call."""
+        await self._feed.close()
+
+    @asynccontextmanager
+    async def _change(self, context: Context, what: str) -> AsyncIterator[None]:
+        """Inside, an admin changes something, which is written down. Raises `PermissionDeniedError` for others."""
+        with self._audit.change(what, self._rights.caller(context), context.peer()):
+            self._rights.require_admin(context)
+            yield
+
+    async def _known(self) -> ControlState:
+        try:
+            return _state(await self._control(StateRequest()))
+        except UnavailableError:
+            return ControlState(pools=(), workers=(), gateways=())
+
+    def _clock_to_epoch_s(self) -> float:
+        return self._wall_clock() - self._clock()
+
+
+def _scaling(request: pb.SetPoolSizesRequest) -> str:
+    return "scale " + " ".join(f"{entry.pool}={entry.size}" for entry in request.sizes[:MAX_SHOWN_SIZES])
+
+
+def _pool_name(text: str) -> PoolName:
+    for name in get_args(PoolName):
+        if name == text:
+            return name  # type: ignore[no-any-return]  # get_args is untyped
+    raise InvalidRequestError("sizes.pool", f"there is no pool {text!r}; there are {', '.join(get_args(PoolName))}")
+
+
+def _state(reply: ControlReply) -> ControlState:
+    """The state in a reply; raises `InvalidRequestError` for a refusal."""
+    if isinstance(reply, ControlRefused):
+        raise InvalidRequestError(reply.field, reply.message)
+    if not isinstance(reply, ControlState):
+        raise InternalError(f"the controller answered {type(reply).__name__}")
+    return reply

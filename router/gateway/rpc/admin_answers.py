@@ -1,0 +1,153 @@
+"""What the router and the controller know, as the protobufs that operators get. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from disagg.proto.control import ControlState, WorkerRecord
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import WorkerInfo, WorkerMetrics
+from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
+from disagg.router.telemetry.spans import spans_of
+from disagg.v1 import inference_pb2 as pb
+
+_OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
+"""Fields of a worker that only admins see."""
+
+
+def cluster_state(
+    view: ClusterView, known: ControlState, *, with_addresses: bool = True, with_counts: bool = True
+) -> pb.GetClusterStateResponse:
+    """The cluster as both see it.
+
+    Args:
+        view: what the router sees.
+        known: what the controller knows.
+        with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
+        with_counts: what was transferred, from which the size of one request can be told.
+    """
+    seen = {worker.info.worker_id: worker for worker in view.workers}
+    workers = [_worker_state(record.info, record, seen.get(record.worker_id)) for record in known.workers]
+    others = seen.keys() - {record.worker_id for record in known.workers}
+    workers += [_worker_state(w.info, None, w) for w in view.workers if w.info.worker_id in others]
+    if not with_addresses:
+        for state in workers:
+            for field in _OF_THE_MACHINE:
+                state.ClearField(field)
+    counters = view.counters if with_counts else {}
+    return pb.GetClusterStateResponse(
+        workers=workers,
+        queued_requests=view.num_queued,
+        running_requests=view.num_running,
+        pools=pool_states(known),
+        stages=[pb.StageCount(stage=stage, requests=count) for stage, count in view.stages.items()],
+        slos=[pb.SloState(slo=slo, met=met, total=total) for slo, (met, total) in view.slos.items()],
+        transfers=[each for src, metrics in counters.items() for each in _transfers(src, metrics)],
+        requests_per_s=view.rates.requests_per_s,
+        output_tokens_per_s=view.rates.output_tokens_per_s,
+        http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
+    )
+
+
+def pool_states(state: ControlState) -> list[pb.PoolState]:
+    """The pools as the controller knows them."""
+    return [pb.PoolState(name=pool.name, desired=pool.desired, ready=pool.ready) for pool in state.pools]
+
+
+def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainRequestResponse:
+    """One request. `clock_to_epoch_s` is what to add to the gateway's clock for seconds since the epoch."""
+    decision = trace.decision
+    response = pb.ExplainRequestResponse(
+        request_id=trace.request_id,
+        prefill_worker=trace.prefill_worker or "",
+        decode_worker=trace.decode_worker or "",
+        transport=trace.transport,
+        kv_bytes=trace.kv_bytes,
+        prefill_cached_tokens=trace.prefill_cached_tokens,
+        decode_cached_tokens=trace.decode_cached_tokens,
+        attempts=trace.attempts,
+        stages=[
+            pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
+        ],
+        outcome=trace.outcome,
+        prompt_tokens=trace.num_prompt_tokens,
+        completion_tokens=trace.num_output_tokens,
+        spans=_spans(trace),
+        max_itl_ms=trace.max_itl_s * 1000,
+        trace_parent=trace.trace_parent,
+        arrived_at=trace.arrival + clock_to_epoch_s,
+        is_probe=trace.is_probe,
+    )
+    if decision is not None:
+        response.chosen.CopyFrom(_option(decision))
+        response.policy = decision.policy
+    if trace.placement is not None:
+        response.options.extend(_option(option) for option in trace.placement.options())
+    return response
+
+
+def _transfers(src: WorkerId, metrics: WorkerMetrics) -> list[pb.TransferState]:
+    return [
+        pb.TransferState(
+            prefill_worker=src,
+            decode_worker=count.decode_worker,
+            transport=count.transport,
+            transfers=count.num_transfers,
+            bytes=count.num_bytes,
+            failures=sum(count.failures.values()),
+        )
+        for count in metrics.transfers
+    ]
+
+
+def _option(option: Option) -> pb.PlacementOption:
+    return pb.PlacementOption(
+        prefill_worker=option.prefill_worker or "",
+        decode_worker=option.decode_worker,
+        cost=option.cost,
+        missed_targets=option.num_misses,
+        wait_ms=option.wait_ms,
+        prefill_ms=option.prefill_ms,
+        transfer_ms=option.transfer_ms,
+        decode_ms=option.decode_ms,
+        delay_ms=option.delay_ms,
+        barrier_ms=option.barrier_ms,
+        ttft_ms=option.ttft_ms,
+        tpot_ms=option.tpot_ms,
+    )
+
+
+def _spans(trace: RequestTrace) -> list[pb.StageSpan]:
+    return [
+        pb.StageSpan(
+            stage=stage,
+            worker=worker_id or "",
+            start_ms=(start - trace.arrival) * 1000,
+            end_ms=None if end is None else (end - trace.arrival) * 1000,
+        )
+        for stage, worker_id, start, end in spans_of(trace)
+    ]
+
+
+def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: WorkerView | None) -> pb.WorkerState:
+    state = pb.WorkerState()
+    if record is not None:
+        state.worker_id, state.phase, state.detail = record.worker_id, record.phase, record.detail
+        state.starts = record.num_starts
+    if info is not None:
+        state.worker_id, state.address, state.incarnation, state.pid = (
+            info.worker_id,
+            info.address,
+            info.incarnation,
+            info.pid,
+        )
+        state.roles.extend(info.roles)
+        state.kv_blocks_total, state.fingerprint = info.num_blocks, info.fingerprint
+    if seen is not None:
+        load = seen.load
+        if seen.quarantine:
+            state.detail = f"{QUARANTINED}: {'; '.join(seen.quarantine)}"
+        state.sequences = load.num_running + load.num_waiting
+        state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
+        state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved
+    return state

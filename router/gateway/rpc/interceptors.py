@@ -1,0 +1,97 @@
+"""What stands before every gRPC method of the public server."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+
+from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.auth import CALLER, STRANGER, Authenticator, RefusedError
+from disagg.router.gateway.auth.tls import name_of_peer
+from disagg.router.gateway.status import answered
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
+Context = grpc.aio.ServicerContext[Any, Any]
+
+AUTHORIZATION = "authorization"
+_CHECK = "/grpc.health.v1.Health/Check"
+"""Answered without a key, as `/livez` of HTTP: balancers ask it."""
+_WATCH = "/grpc.health.v1.Health/Watch"
+"""The same, but its streams without a key are few: see `WatchPlaces`. A key that is refused counts as none."""
+
+
+class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+    """Finds out who calls before anything of the call is read, and refuses who is unknown. Reflection needs a key,
+    too. Where a certificate can stand for a key, a call without a key is looked at when it begins: gRPC shows the
+    certificate no earlier."""
+
+    def __init__(self, authenticator: Authenticator, audit: Audit) -> None:
+        self._authenticator = authenticator
+        self._audit = audit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, whose context it sets."""
+        if handler_call_details.method == _CHECK:
+            return await continuation(handler_call_details)
+        try:
+            CALLER.set(self._authenticator.authenticate(_authorization(handler_call_details)))
+        except RefusedError as error:
+            if handler_call_details.method == _WATCH:
+                CALLER.set(STRANGER)
+                return await continuation(handler_call_details)
+            if error.reason in ("missing", "certificate") and self._authenticator.takes_certificates:
+                return self._by_certificate(await continuation(handler_call_details))
+            # Of the kind that reads no message: a unary one would take in the whole request first.
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
+        return await continuation(handler_call_details)
+
+    async def _refuse(self, error: RefusedError, requests: object, context: Context) -> None:
+        async with answered(context):
+            self._audit.refused("grpc", error.reason, context.peer())
+            raise error
+
+    async def _identify(self, context: Context) -> None:
+        async with answered(context):
+            try:
+                CALLER.set(self._authenticator.authenticate(None, name_of_peer(context.auth_context())))
+            except RefusedError as error:
+                self._audit.refused("grpc", error.reason, context.peer())
+                raise
+
+    def _by_certificate(self, handler: Handler | None) -> Handler:
+        """The handler behind a look at the client's certificate."""
+        if handler is None:  # there is no such method
+            return handler  # type: ignore[return-value]  # gRPC answers UNIMPLEMENTED
+        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        name = "_".join(kind)
+        behaviour: Callable[..., Any] = getattr(handler, name)
+        make: Callable[..., Handler] = getattr(grpc, f"{name}_rpc_method_handler")
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def stream(request: object, context: Context) -> AsyncIterator[object]:
+                await self._identify(context)
+                async for response in behaviour(request, context):
+                    yield response
+
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+
+        async def run(request: object, context: Context) -> object:
+            await self._identify(context)
+            return await behaviour(request, context)
+
+        return make(run, handler.request_deserializer, handler.response_serializer)
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+    for key, value in details.invocation_metadata or ():
+        if key == AUTHORIZATION and isinstance(value, str):
+            return value
+    return None

@@ -1,0 +1,191 @@
+"""The public gRPC service for clients: it translates between protobuf and the gateway, and decides nothing.
+
+The call's deadline is the request's deadline; a call that ends in any other way than its own closes the
+generator, which cancels.
+"""
+
+# ruff: noqa: N802 - the methods are named in the proto
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.answers.generation import Delta, Finish, Generator
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.event_loop.loop_watch import name_task
+from disagg.router.gateway.event_loop.pieces import in_pieces
+from disagg.router.gateway.event_loop.stall import StalledError, StallWatch
+from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.requests.request import Call, GenerationInput, Prompt
+from disagg.router.gateway.requests.validate import check_chat, check_model, check_targets, check_text
+from disagg.router.gateway.requests.values import check_ids, check_length
+from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
+from disagg.router.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
+from disagg.router.gateway.status import answered
+from disagg.router.gateway.traceparent import HEADER as TRACE_METADATA
+from disagg.router.gateway.traceparent import child_of
+from disagg.v1 import inference_pb2 as pb
+from disagg.v1 import inference_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(pb_grpc.InferenceServiceServicer):
+    """`disagg.v1.InferenceService`.
+
+    Args:
+        generator: answers requests.
+        mint_id: a request id that was never used.
+        clock: the generator's clock.
+        mint_trace_bits: 192 random bits, see `traceparent`.
+        write_timeout_s: how long a client may leave a message unread.
+        metrics: counts the calls.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        mint_id: Callable[[], RequestId],
+        clock: Callable[[], float],
+        mint_trace_bits: Callable[[], int],
+        *,
+        write_timeout_s: float,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._generator = generator
+        self._mint_id = mint_id
+        self._clock = clock
+        self._mint_trace_bits = mint_trace_bits
+        self._write_timeout_s = write_timeout_s
+        self._metrics = metrics
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """See the proto."""
+        request_id, trace_parent = await self._begin(context)
+        async with answered(context, request_id):
+            with self._metrics.counted("grpc"):
+                run = self._run(await self._read(request), request_id, trace_parent, context)
+                async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
+                    async for event in events:
+                        await self._write(context, _response(event), watch)
+
+    async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
+        """See the proto."""
+        request_id, trace_parent = await self._begin(context)
+        answer = pb.GenerateOnceResponse()
+        async with answered(context, request_id):
+            with self._metrics.counted("grpc"):
+                given = await self._read(request.request)
+                if given.n is not None and given.n > 1:
+                    raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
+                async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
+                    await _gather(events, answer)
+        return answer
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """See the proto."""
+        info = self._generator.model.info
+        model = pb.Model(name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        return pb.ListModelsResponse(models=[model])
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """See the proto."""
+        async with answered(context):
+            limits = self._generator.limits
+            check_model(request.model, limits)
+            kind = request.WhichOneof("input")
+            if kind is None:
+                raise InvalidRequestError("input", "one of text and chat must be set")
+            prompt: Prompt
+            if kind == "text":
+                prompt = check_text(request.text, "text", limits)
+            else:
+                prompt = check_chat(await in_pieces(read_turns(request.chat)), limits)
+            return pb.TokenizeResponse(token_ids=await self._generator.tokenize(prompt))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """See the proto."""
+        async with answered(context):
+            limits = self._generator.limits
+            check_model(request.model, limits)
+            check_length(len(request.token_ids), "token_ids", self._generator.max_listed_ids)
+            token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
+            return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
+
+    async def _read(self, request: pb.GenerateRequest) -> GenerationInput:
+        return await in_pieces(read_request(request, self._generator.limits.model))
+
+    async def _begin(self, context: Context) -> tuple[RequestId, str]:
+        """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can
+        fail. The id and the span's `traceparent`."""
+        request_id, trace_parent = self._mint_id(), ""
+        name_task(request_id)
+        metadata = [(REQUEST_ID, str(request_id))]
+        given = _firsts(context, LABEL, TRACE_METADATA)
+        if label := read_label(given.get(LABEL)):
+            metadata.append((LABEL, label))
+        if TRACE_METADATA in given:
+            trace_parent = child_of(given[TRACE_METADATA], self._mint_trace_bits())
+            metadata.append((TRACE_METADATA, trace_parent))
+        await context.send_initial_metadata(tuple(metadata))
+        return request_id, trace_parent
+
+    def _run(
+        self, given: GenerationInput, request_id: RequestId, trace_parent: str, context: Context
+    ) -> AsyncGenerator[Delta | Finish, None]:
+        """The answers, as the call's metadata wants them. Raises `InvalidRequestError` for wrong targets."""
+        time_left_s = context.time_remaining()
+        call = Call(
+            request_id=request_id,
+            deadline=None if time_left_s is None else self._clock() + time_left_s,
+            targets=check_targets(context.invocation_metadata() or ()),
+            caller=CALLER.get(),
+            trace_parent=trace_parent,
+        )
+        return self._generator.run(given, call)
+
+    async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
+        """Send one message; returns when the client's flow control took it. Raises `UnavailableError` where that takes
+        too long."""
+        try:
+            with watch:
+                await context.write(response)
+        except grpc.aio.InternalError as error:
+            raise RequestCancelledError("the client is gone") from error
+        except StalledError:
+            raise UnavailableError(f"nothing was read for {self._write_timeout_s:g} s", "stream_lost") from None
+
+
+def _firsts(context: Context, *keys: str) -> dict[str, str]:
+    """The first value of each of `keys` that is in the call's metadata."""
+    found: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if key in keys:
+            found.setdefault(key, str(value))
+    return found
+
+
+async def _gather(events: AsyncGenerator[Delta | Finish, None], answer: pb.GenerateOnceResponse) -> None:
+    """Read the events of one answer into `answer`."""
+    texts: list[str] = []
+    async for event in events:
+        if isinstance(event, Finish):
+            answer.finished.CopyFrom(write_finish(event))
+        else:
+            answer.token_ids.extend(event.token_ids)
+            answer.logprobs.extend(write_logprobs(event.logprobs))
+            texts.append(event.text)
+    answer.text = "".join(texts)
+
+
+def _response(event: Delta | Finish) -> pb.GenerateResponse:
+    if isinstance(event, Finish):
+        return pb.GenerateResponse(finished=write_finish(event))
+    return pb.GenerateResponse(delta=write_delta(event))

@@ -1,0 +1,99 @@
+"""Chat templates: the model's own Jinja source, run in a sandbox with the helpers that published templates expect.
+
+The environment behaves as that of `transformers` (`apply_chat_template`): block trimming, `break`/`continue`, the
+`{% generation %}` tag, `tojson` without HTML escapes, `raise_exception` and `strftime_now`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.router.gateway.text.template_limits import BoundedEnvironment, render
+
+_MAX_TIME_CHARS = 256
+"""Of the form that a time is written in."""
+
+
+class ChatTurn(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """A compiled template. Stateless, so it may render on several threads at once."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """Compile `source`. Raises `ConfigError` where it is not valid Jinja."""
+        environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.add_filter("tojson", _tojson)
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: _time(now(), form)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.bounded_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+
+    def render(self, turns: Sequence[ChatTurn]) -> str:
+        """The text of the conversation up to where the assistant speaks.
+
+        Raises:
+            InvalidRequestError: if the template refuses these turns, for example their order, fails on them, or does
+                more work than a conversation of this size may cost.
+        """
+        messages = [turn._asdict() for turn in turns]
+        try:
+            return render(
+                self._template,
+                len(turns),
+                sum(len(turn.content) for turn in turns),
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError("chat.messages", f"the model's chat template refuses them: {error}") from error
+        except Exception as error:  # a template is a program, and fails like one: ZeroDivisionError, RecursionError
+            why = f"{type(error).__name__}: {error}"
+            raise InvalidRequestError("chat.messages", f"the model's chat template fails on them: {why}") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it only has a body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _time(now: datetime, form: str) -> str:
+    if len(form) > _MAX_TIME_CHARS:
+        raise jinja2.TemplateError(f"a form of more than {_MAX_TIME_CHARS} characters for the time")
+    return now.strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

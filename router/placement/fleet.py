@@ -1,0 +1,464 @@
+"""The workers as the router knows them: who is up, what each reported, what is booked on each, which prefix blocks it
+has, how fast it is.
+
+    up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation is another life: lost,
+                    └────────lost(id)────────────┘                          then up
+
+A present or draining worker may be suspected for a while: it is given nothing then.
+
+Every change of a worker goes through here, so that the orders of the pools, the sums and the count of openings follow.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+
+from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
+from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.router.api import WorkerView
+from disagg.router.config import RouterConfig
+from disagg.router.placement.kinds import Kind, longest_of
+from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist
+from disagg.router.placement.pools import Pool
+from disagg.router.workers.books import Booking, Books
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.in_use import InUse, find_in_use
+from disagg.router.workers.openings import wait_ms
+from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.prefix_index import PrefixIndex
+from disagg.router.workers.prefix_match import PrefixMatch
+from disagg.router.workers.quarantine import NOTHING_LEFT_OUT, LeftOut, Leg, Quarantine
+from disagg.router.workers.worker import Worker, decodes_only
+from disagg.router.workers.worker_counts import WorkerCounts
+
+FORECAST_S = 0.02
+"""A forecast of places to decode is kept for so long."""
+_AS_SOON = 1.25
+"""Waits of which one is so many times the other are equal: forecasts are not that exact."""
+MAX_FORECAST = 8
+"""Workers of a pool that it looks at; the others are taken to be like them."""
+
+
+class Fleet:
+    """See the module docstring."""
+
+    def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel, pairs: Pairs) -> None:
+        self.books = Books()
+        self.links = links
+        self.pairs = pairs
+        self.index = PrefixIndex()
+        self.counts = WorkerCounts()
+        self.quarantine = Quarantine(config)
+        self.num_openings = 0
+        """Counts how often a worker got a slot again (or came)."""
+        self.num_releases = 0
+        """Counts what may have made room: bookings closed, reports, workers that came."""
+        self._config = config
+        self._policy = policy
+        self._workers: dict[WorkerId, Worker] = {}
+        self._kinds: dict[tuple[str, KvLayout], Kind] = {}
+        self._pool_of: dict[WorkerId, Pool] = {}
+        """Of the workers that are not draining."""
+        self._to_drain: list[Worker] = []
+        """Draining workers that are not said to be empty."""
+        self._num_came = 0
+        self._longest: int | None = None
+        self._longest_new: int | None = None
+        self._longest_continued = 0
+        """Goes with `_longest_new`."""
+        self._num_places = 0
+        """Of the workers that `_longest_new` is of."""
+        self._openings: dict[int, tuple[list[float], float]] = {}
+        """Blocks of a request (three digits of two) -> when workers can begin with such ones, and how long these keep
+        their places."""
+        self._openings_until = -math.inf
+        self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
+        """The latest answer of the index, while it holds."""
+        self._left_out: tuple[int, InUse] | None = None
+        """What the quarantine last said of the present workers, and when."""
+
+    # ---------------------------------------------------------------- lives
+
+    def up(self, info: WorkerInfo, now: float) -> None:
+        """A worker is there. One that was there before in another life must have been lost first; in the same life it
+        keeps what is known of it."""
+        worker = self._workers.get(info.worker_id)
+        if worker is None:
+            self.index.add_worker(info.worker_id, info.incarnation)
+            slot_tokens = self._config.prefill_chunks * info.token_budget
+            bit = self.index.bit(info.worker_id)
+            worker = Worker(info, self.books.account(info.worker_id), self._num_came, slot_tokens, bit)
+            self._num_came += 1
+            self._workers[info.worker_id] = worker
+        else:
+            assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
+            self._leave_pool(worker)
+            worker.greet(info)
+            worker.is_suspected = False
+        worker.reported_at = now
+        if not worker.is_draining:
+            self._join_pool(worker)
+        self._longest = self._longest_new = None
+        self.num_releases += 1
+
+    def lost(self, worker_id: WorkerId) -> None:
+        """A worker is gone; its bookings must have been closed."""
+        worker = self._workers.pop(worker_id)
+        self._leave_pool(worker)
+        self.books.forget(worker_id)
+        self.index.remove_worker(worker_id)
+        self._match = None
+        self.links.forget(worker_id)
+        self.pairs.forget(worker_id)
+        self.quarantine.forget(worker_id)
+        self._to_drain = [other for other in self._to_drain if other is not worker]
+        self._longest = self._longest_new = None
+
+    def drain(self, worker_id: WorkerId) -> None:
+        """Give a present worker nothing new from now on."""
+        worker = self._workers[worker_id]
+        if not worker.is_draining:
+            self._leave_pool(worker)
+            worker.is_draining = True
+            self._to_drain.append(worker)
+            self._longest_new = None
+
+    def resume(self, worker_id: WorkerId) -> None:
+        """A draining worker is given something again."""
+        worker = self._workers[worker_id]
+        if not worker.is_draining:
+            return
+        worker.is_draining = False
+        self._to_drain = [other for other in self._to_drain if other is not worker]
+        if not worker.is_suspected:
+            self._join_pool(worker)
+        self._longest_new = None
+        self.num_releases += 1
+
+    def suspect(self, worker_id: WorkerId) -> None:
+        """Give a present worker nothing, and count on it for nothing, until it is trusted again."""
+        worker = self._workers[worker_id]
+        self._leave_pool(worker)
+        worker.is_suspected = True
+        self._longest = self._longest_new = None
+
+    def trust(self, worker_id: WorkerId) -> None:
+        """A suspected worker is as good as the others again."""
+        worker = self._workers[worker_id]
+        if not worker.is_suspected:
+            return
+        worker.is_suspected = False
+        if not worker.is_draining:
+            self._join_pool(worker)
+        self._longest = self._longest_new = None
+        self.num_releases += 1
+
+    @property
+    def num_to_drain(self) -> int:
+        """Draining workers that are not said to be empty."""
+        return len(self._to_drain)
+
+    def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
+        """Draining workers on which nothing is booked any more; each is named once."""
+        empty = [worker for worker in self._to_drain if not worker.account.bookings]
+        self._to_drain = [worker for worker in self._to_drain if worker.account.bookings]
+        return [(worker.worker_id, worker.info.incarnation) for worker in empty]
+
+    def incarnation(self, worker_id: WorkerId) -> Incarnation | None:
+        """The life of the worker that is present, if any."""
+        worker = self._workers.get(worker_id)
+        return worker.info.incarnation if worker else None
+
+    def worker(self, worker_id: WorkerId) -> Worker:
+        """A present worker; to be changed only through the fleet."""
+        return self._workers[worker_id]
+
+    def pairs_with(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
+        """The pairs (prefill worker, decode worker) that this worker makes possible."""
+        worker = self._workers[worker_id]
+        pairs = self._kind(worker.info).pairs_with(worker)
+        return [(prefill.worker_id, peer) for prefill, peer in pairs]
+
+    def pairs_to_form(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
+        """Those of them that are to be formed before a request needs them; see `Pairs`."""
+        pairs = self.pairs_with(worker_id)
+        others = [peer.worker_id if prefill == worker_id else prefill for prefill, peer in pairs]
+        warm = self.pairs.warm_up(worker_id, others)
+        return [pair for pair, other in zip(pairs, others, strict=True) if other in warm]
+
+    # ---------------------------------------------------------------- changes
+
+    def report(self, report: WorkerReport, now: float) -> bool:
+        """Take the report of a present life. Returns False when its KV events have a gap, see `PrefixIndex.apply`."""
+        worker = self._workers[report.worker_id]
+        worker.take_report(report)
+        worker.reported_at = now
+        self.counts.take(report)
+        self.num_releases += 1
+        self._changed(worker)
+        self._match = None
+        return self.index.apply(report)
+
+    def open(self, worker: Worker, key: AttemptKey, booking: Booking, turn: int) -> None:
+        """Book for an attempt that is placed now, as placement number `turn`."""
+        self.books.open(worker.worker_id, key, booking)
+        worker.note_booked(booking.tokens, booking.blocks)
+        worker.last_turn = turn
+        self._openings.clear()
+        self._changed(worker)
+
+    def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
+        """The worker computed the attempt's prompt. Idempotent."""
+        num_tokens = self.books.computed(worker_id, key)
+        if num_tokens:
+            worker = self._workers[worker_id]
+            worker.note_returned(num_tokens)
+            self._changed(worker)
+
+    def close(self, worker_id: WorkerId, key: AttemptKey) -> None:
+        """The worker owes the attempt nothing more."""
+        booking = self.books.close(worker_id, key)
+        worker = self._workers[worker_id]
+        if booking.tokens:
+            worker.note_returned(booking.tokens)
+        if booking.marks:
+            worker.note_closed(booking)
+        self.num_releases += 1
+        self._changed(worker)
+
+    def refused(self, worker_id: WorkerId, key: AttemptKey) -> bool:
+        """A decode worker had no room for an attempt. Returns whether there was another sequence on it."""
+        worker = self._workers[worker_id]
+        booking = worker.account.bookings.get(key)
+        if booking is None:  # It was to compute the prompt too, and waits for room itself: it never has any.
+            return False
+        worker.note_refused(booking.blocks)
+        return worker.num_sequences > 1 or worker.has_others
+
+    def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
+        """The worker was given this chain to compute."""
+        known = self._match
+        num_matched = known[2].blocks_of(worker.bit) if known is not None and known[0] is hashes else None
+        self.index.predict(worker.worker_id, hashes, now, num_matched)
+        self._match = None
+
+    # ---------------------------------------------------------------- questions
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence (prompt and answer) that any placement on the present workers could hold."""
+        if self._longest is None:
+            infos = [w.info for w in self._workers.values() if not w.is_suspected]
+            self._longest = longest_of(infos, self._may_prefill_locally)
+        return self._longest
+
+    @property
+    def longest_new_sequence(self) -> int:
+        """The same without the workers that are draining."""
+        if self._longest_new is None:
+            infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
+            self._longest_new = longest_of(infos, self._may_prefill_locally)
+            self._longest_continued = longest_of(infos, may_prefill_locally=True)
+            self._num_places = sum(info.max_num_seqs for info in infos if "decode" in info.roles)
+        return self._longest_new
+
+    @property
+    def longest_continued_sequence(self) -> int:
+        """The same for a request of whose answer tokens were released, see `Demand.is_continued`."""
+        return max(self.longest_new_sequence, self._longest_continued)
+
+    def num_places(self) -> int:
+        """Sequences that the workers decode at a time which get something new."""
+        return self._num_places if self.longest_new_sequence else 0
+
+    def missing_role(self) -> RoleName | None:
+        """The role that nobody plays for the others; None when requests can be served."""
+        if self.longest_sequence:
+            return None
+        infos = [worker.info for worker in self._workers.values() if not worker.is_suspected]
+        only_decodes = infos and all(map(decodes_only, infos))
+        return "prefill" if only_decodes else "decode"
+
+    @property
+    def has_opening(self) -> bool:
+        """Whether a worker that is there to compute prompts has a slot."""
+        return any(pool.num_open for pool in self._computing_pools())
+
+    def fastest(self) -> Worker | None:
+        """Of the workers that are there to compute prompts the one that would be looked at first."""
+        without = self._left_out_now.prefills | self._left_out_now.alone
+        firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest(without)) is not None]
+        return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
+
+    def backlog(self) -> tuple[float, int]:
+        """What the workers that are there to compute prompts have in front of them, in milliseconds of work, and how
+        many they are."""
+        pools = list(self._computing_pools())
+        return sum(pool.backlog_ms for pool in pools), sum(len(pool.members) for pool in pools)
+
+    def decode_wait_ms(self, demand: Demand, output_tokens: float, position: int, now: float) -> float:
+        """How long a request waits for a place to decode behind `position` others of its size, where answers have so
+        many tokens. What the places are is kept for `FORECAST_S`."""
+        if now >= self._openings_until:
+            self._openings.clear()
+            self._openings_until = now + FORECAST_S
+        pools = [pool for kind in self._kinds.values() for pool in kind.decoding_pools()]
+        if not pools:
+            return 0.0
+        num_workers = sum(len(pool.members) for pool in pools)
+        num_blocks = pools[0].num_blocks(demand)
+        size = num_blocks & -1 << max(0, num_blocks.bit_length() - 3)
+        known = self._openings.get(size)
+        if known is None:
+            found = [pool.openings(size, output_tokens, MAX_FORECAST) for pool in pools]
+            known = sorted(chain.from_iterable(each for each, _ in found)), max(ms for _, ms in found)
+            self._openings[size] = known
+        num_seen = sum(min(len(pool.members), MAX_FORECAST) for pool in pools)
+        return wait_ms(known[0], position * num_seen // num_workers, known[1])
+
+    def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
+        """Who has how much of the chain. Asked again for the same request at the same time, the index is not."""
+        known = self._match
+        if known is None or known[0] is not hashes or known[1] != now:
+            self.index.expire(now)
+            self._match = known = (hashes, now, self.index.find(hashes))
+        return known[2]
+
+    def shortlists(
+        self, demand: Demand, hashes: Sequence[BlockHash], without: Collection[WorkerId], now: float
+    ) -> list[Shortlist]:
+        """For each kind of worker the few that are worth a look and have room."""
+        matched = self.matched(hashes, now) if hashes else None
+        local = self._may_prefill_locally
+        self.pairs.expire(now)
+        if not self.quarantine.is_clear:
+            left_out = self._in_use().left_out_for(demand.num_tokens)
+            return [kind.shortlist(demand, without, matched, local, left_out) for kind in self._kinds.values()]
+        return [kind.shortlist(demand, without, matched, local) for kind in self._kinds.values()]
+
+    def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
+        """Whether a healthy worker, or pair, could do this leg instead of these."""
+        prefills, decodes, wholes, left_out = self._in_use()[:4]
+        other_prefills = prefills - left_out.prefills - {prefill}
+        if leg == "prefill":
+            return bool(other_prefills)
+        if leg == "transfer":
+            return bool(other_prefills or decodes - left_out.decodes - {decode})
+        return bool((decodes | wholes) - left_out.alone - {decode})
+
+    def reopen(self) -> None:
+        """What was left out may be used again: there is a reason to look for a place."""
+        self.num_openings += 1
+        self.num_releases += 1
+
+    def forms_pair(self, prefill_id: WorkerId, decode_id: WorkerId) -> bool:
+        """Whether these two are present, not draining, a P and a D, and of one kind."""
+        if prefill_id not in self._pool_of or decode_id not in self._pool_of:
+            return False
+        return any(p == prefill_id and peer.worker_id == decode_id for p, peer in self.pairs_with(prefill_id))
+
+    def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:
+        """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
+        return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
+
+    def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
+        """Of the workers where a request of that length could decode, the one that has a place and the blocks for it
+        soonest, where answers have so many tokens; of those about as soon the one with the least share of its blocks in
+        use."""
+        local = self._may_prefill_locally or demand.is_continued
+        workers = [worker for kind in self._kinds.values() for worker in kind.decoders(demand.num_tokens, local)]
+        workers = [worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers
+        waits_ms = [self._pool_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
+        limit_ms = min(waits_ms, default=0.0) * _AS_SOON
+        return _emptiest([each for each, wait_ms in zip(workers, waits_ms, strict=True) if wait_ms <= limit_ms])
+
+    def is_left_out(self, worker_id: WorkerId) -> bool:
+        """Whether a worker gets no new sequences to decode, because it failed again and again."""
+        return worker_id in self._left_out_now.alone or worker_id in self._left_out_now.decodes
+
+    def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
+        """The same of those that could compute its prompt for this decode worker."""
+        workers = list(self._kind(decode.info).computers(num_tokens, decode))
+        left_out = self._left_out_now.prefills
+        return _emptiest([worker for worker in workers if worker.worker_id not in left_out] or workers)
+
+    def views(self, now: float) -> tuple[WorkerView, ...]:
+        """The workers for an operator, by id."""
+        quarantined = self.quarantine.describe(now)
+        return tuple(
+            WorkerView(
+                worker.info,
+                worker.load,
+                worker.is_draining,
+                max(0.0, now - worker.reported_at),
+                worker.is_suspected,
+                quarantined.get(worker.worker_id, ()),
+            )
+            for _, worker in sorted(self._workers.items())
+        )
+
+    def check_integrity(self) -> list[str]:
+        """What does not fit together; empty when all is well."""
+        strangers = {worker_id for worker_id, _ in self.books.entries()} - self._workers.keys()
+        problems = [f"bookings on {worker_id}, which is not present" for worker_id in sorted(strangers)]
+        for pool in set(self._pool_of.values()):
+            problems += pool.check_integrity()
+        problems += self.quarantine.check_integrity()
+        return problems + self.books.check_integrity() + self.index.check_integrity()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _may_prefill_locally(self) -> bool:
+        return self._config.local_prefill == "auto"
+
+    @property
+    def _left_out_now(self) -> LeftOut:
+        return NOTHING_LEFT_OUT if self.quarantine.is_clear else self._in_use().left_out
+
+    def _in_use(self) -> InUse:
+        """What there is and what of it is left out; made anew after a change of either."""
+        known, version = self._left_out, self.quarantine.version
+        if known is None or known[0] != version:
+            workers = [self._workers[worker_id] for worker_id in self._pool_of]
+            known = self._left_out = version, find_in_use(workers, self.quarantine)
+        return known[1]
+
+    def _kind(self, info: WorkerInfo) -> Kind:
+        key = (info.fingerprint, info.kv_layout)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(self._policy, self._config.watermark, self.pairs)
+        return kind
+
+    def _computing_pools(self) -> Iterator[Pool]:
+        for kind in self._kinds.values():
+            yield from kind.computing_pools()
+
+    def _join_pool(self, worker: Worker) -> None:
+        self._left_out = None
+        pool = self._pool_of[worker.worker_id] = self._kind(worker.info).pool_for(worker.info)
+        pool.add(worker)
+        self.num_openings += 1
+
+    def _leave_pool(self, worker: Worker) -> None:
+        self._left_out = None
+        pool = self._pool_of.pop(worker.worker_id, None)
+        if pool is not None:
+            pool.remove(worker)
+
+    def _changed(self, worker: Worker) -> None:
+        """Bring up to date what depends on the worker's books and reports."""
+        pool = self._pool_of.get(worker.worker_id)
+        if pool is None:
+            worker.refresh()
+        elif pool.changed(worker):
+            self.num_openings += 1
+
+
+def _emptiest(workers: Iterable[Worker]) -> Worker | None:
+    return min(workers, key=lambda worker: worker.used_blocks / worker.num_blocks, default=None)

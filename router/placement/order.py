@@ -1,0 +1,96 @@
+"""Workers in the order of a number that changes with their books: kept sorted, so that the first few are at hand.
+
+A changed worker is only noted; it is moved when somebody looks. So a worker that changes often between two looks costs
+one move, and a look costs the workers that changed, not all there are.
+
+Owner: a pool of the router's fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection
+from itertools import islice
+from operator import attrgetter
+
+from disagg.proto.ids import WorkerId
+from disagg.router.workers.worker import Worker
+
+_position_of = attrgetter("position")
+
+
+class Order:
+    """See the module docstring. A worker whose rank is infinite is not to be had.
+
+    Args:
+        rank: the number; less is earlier. Equal workers stay in the order in which they came.
+    """
+
+    def __init__(self, rank: Callable[[Worker], float]) -> None:
+        self._rank = rank
+        self._ranks = array("d")
+        """Those of `_workers`: in one piece, so that a search reads little memory."""
+        self._workers: list[Worker] = []
+        """In order; those that are to be had."""
+        self._rank_of: dict[Worker, float] = {}
+        self._changed: dict[Worker, None] = {}
+
+    def touch(self, worker: Worker) -> None:
+        """The worker is new, or its rank may have changed."""
+        self._changed[worker] = None
+
+    def remove(self, worker: Worker) -> None:
+        """The worker is gone."""
+        self._changed.pop(worker, None)
+        rank = self._rank_of.pop(worker, None)
+        if rank is not None:
+            self._take_out(rank, worker)
+
+    def first(
+        self, count: int, without: Collection[WorkerId], start: Callable[[int], int] | None = None
+    ) -> list[Worker]:
+        """The first `count` that are to be had and not in `without`. With `start`, which is given how many are to be
+        had, from that position on, going round."""
+        if self._changed:
+            self._refresh()
+        workers = self._workers
+        begin = start(len(workers)) if start is not None and workers else 0
+        if begin:
+            workers = workers[begin:] + workers[:begin]
+        if not without:
+            return workers[:count]
+        return list(islice((worker for worker in workers if worker.worker_id not in without), count))
+
+    def _refresh(self) -> None:
+        rank_of, rank_by, ranks, workers = self._rank_of, self._rank, self._ranks, self._workers
+        for worker in self._changed:
+            rank, before = rank_by(worker), rank_of.get(worker)
+            if before is not None:
+                if before == rank:
+                    continue
+                self._take_out(before, worker)
+            if rank == math.inf:
+                rank_of.pop(worker, None)
+                continue
+            rank_of[worker] = rank
+            at = self._place(rank, worker)
+            ranks.insert(at, rank)
+            workers.insert(at, worker)
+        self._changed.clear()
+
+    def _take_out(self, rank: float, worker: Worker) -> None:
+        at = bisect_left(self._ranks, rank)
+        if self._workers[at] is not worker:  # It shares its rank with others.
+            at = self._place(rank, worker)
+        assert self._workers[at] is worker, "a rank changed in place"
+        del self._ranks[at], self._workers[at]
+
+    def _place(self, rank: float, worker: Worker) -> int:
+        """Where a worker of that rank stands, or would."""
+        ranks = self._ranks
+        at = bisect_left(ranks, rank)
+        if at == len(ranks) or ranks[at] != rank:
+            return at
+        return bisect_left(self._workers, worker.position, at, bisect_right(ranks, rank, at), key=_position_of)

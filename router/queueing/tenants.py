@@ -1,0 +1,321 @@
+"""What each tenant has in the router, and what it may have: requests and tokens a minute, answers that wait and that
+run, and its turn in the queue.
+
+    a call ──admit──> its answers and the tokens that it surely takes are charged, or all of it is refused
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not take is given back
+
+An admitted answer counts as waiting until its request is submitted or given back, while its prompt is tokenized. So the
+requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
+
+Beside its own limits a tenant that is not the only one gets a share of the queue, and of the places to decode, that
+shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So there is
+room for one that comes later, without anything being set apart for each.
+
+A tenant that asked lately is sure of as many places as it had requests at a time in the last `DEMAND_S` to twice that,
+up to its part of all places by weight. Others leave those free, so that long answers of one do not take what another
+needs from one second to the next. Where places become free every `SOON_S` anyway, turns in the queue are enough, and
+nothing is left free.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from disagg.proto.errors import LimitError
+from disagg.router.config import RouterConfig
+from disagg.router.limits import CallDemand, TenantLimits
+from disagg.router.queueing.queue import Share
+from disagg.router.queueing.token_bucket import TokenBucket
+
+DEMAND_S = 30.0
+SOON_S = 0.05
+_NUM_ENDS = 16
+"""Answers that ended last, over which it is seen how often a place becomes free."""
+
+
+class Tenant:
+    """One of them. Counted in by whoever changes the state of a request."""
+
+    __slots__ = (
+        "earlier_peak",
+        "is_unlimited",
+        "limits",
+        "name",
+        "num_admitted",
+        "num_boosted",
+        "num_kept",
+        "num_running",
+        "num_sure",
+        "num_waiting",
+        "peak",
+        "requests",
+        "share",
+        "tokens",
+    )
+
+    def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
+        self.name = name
+        self.share = Share(name)
+        self.num_admitted = 0
+        """Answers of admitted calls that are not submitted yet."""
+        self.num_waiting = 0
+        self.num_running = 0
+        self.num_boosted = 0
+        """Requests that are queued by a target of their own."""
+        self.peak = self.earlier_peak = 0
+        """The most requests at a time, in this period and in the one before."""
+        self.num_sure = 0
+        """Places that it is sure of."""
+        self.num_kept = 0
+        """Of these, those that it does not use."""
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.set_limits(limits, now)
+
+    def set_limits(self, limits: TenantLimits, now: float) -> None:
+        """New limits; a bucket stays as full as it is."""
+        self.limits = limits
+        self.is_unlimited = limits.is_sole and (
+            limits.requests_per_minute is limits.tokens_per_minute is limits.running is limits.queued is None
+        )
+        """Whether there is nothing to look at before it may have more."""
+        self.share.weight = limits.weight
+        self.requests = _bucket(self.requests, limits.requests_per_minute, now)
+        self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now)
+
+
+class Tenants:
+    """See the module docstring.
+
+    Args:
+        config: the shares.
+        num_places: sequences that the present workers decode at a time.
+    """
+
+    def __init__(self, config: RouterConfig, num_places: Callable[[], int]) -> None:
+        self._config = config
+        self._num_places = num_places
+        self._tenants: dict[str, Tenant] = {}
+        self._stated: dict[str, TenantLimits] = {}
+        """The latest limits by the file of keys. Calls that began earlier bring older ones."""
+        self._num_running = 0
+        self.num_admitted = 0
+        """Answers of admitted calls that are not submitted yet."""
+        self._num_kept = 0
+        """Places that tenants are sure of and do not use."""
+        self._shared_out: int | None = None
+        """The places of which tenants were made sure last; None where their demand changed since."""
+        self._period_ends = 0.0
+        self._ends: deque[float] = deque((-math.inf,) * _NUM_ENDS, _NUM_ENDS)
+        self._now = 0.0
+        share = config.tenant_place_share
+        self._per_free_place = share / (1 - share) if share < 1 else None
+        """Places that one may have for each that is free, so that alone it has that share."""
+
+    def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
+        """The tenant, under these limits from now on, or those that were stated for it."""
+        limits = self._stated.get(name, limits)
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name, limits, now)
+        elif tenant.limits is not limits and tenant.limits != limits:
+            tenant.set_limits(limits, now)
+        return tenant
+
+    def state_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
+        """The limits of all tenants from now on; those that are not here have the ones that their calls bring."""
+        self._stated = dict(limits)
+        self._shared_out = None
+        for tenant in self._tenants.values():
+            self.get(tenant.name, tenant.limits, now)
+
+    def note_time(self, now: float) -> None:
+        """Forget what tenants asked for long ago."""
+        self._now = now
+        if now < self._period_ends:
+            return
+        self._period_ends = now + DEMAND_S
+        self._shared_out = None
+        for tenant in self._tenants.values():
+            tenant.earlier_peak, tenant.peak = tenant.peak, tenant.num_waiting + tenant.num_running
+
+    def in_flight(self) -> dict[str, tuple[int, int]]:
+        """By tenant: requests that wait, and that run."""
+        return {name: (each.num_waiting, each.num_running) for name, each in self._tenants.items()}
+
+    # ---------------------------------------------------------------- calls and requests
+
+    def admit(self, call: CallDemand, num_waiting: int, now: float) -> LimitError | None:
+        """Charge a call, or say why it is refused as a whole. `num_waiting`: requests of all tenants."""
+        tenant = self.get(call.tenant, call.limits, now)
+        error = (
+            _over_rate(tenant, "requests_per_minute", tenant.requests, call.num_answers, now)
+            or _over_rate(tenant, "tokens_per_minute", tenant.tokens, call.num_tokens, now)
+            or self._over_queue(tenant, call.num_answers, num_waiting)
+        )
+        if error is None:
+            _take(tenant.requests, call.num_answers, now)
+            _take(tenant.tokens, call.num_tokens, now)
+            self._admitted(tenant, call.num_answers)
+        return error
+
+    def give_back(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
+        """Tokens that were charged and will not be taken, and admitted answers that will not be submitted."""
+        if (tenant := self._tenants.get(name)) is not None:
+            _take(tenant.tokens, -num_tokens, now)
+            self._admitted(tenant, -num_answers)
+
+    def submitted(self, tenant: Tenant) -> None:
+        """The request of an admitted answer was taken."""
+        self._admitted(tenant, -1)
+
+    def refusal(
+        self, tenant: Tenant, num_tokens: int, prepaid: int | None, num_waiting: int, now: float
+    ) -> LimitError | None:
+        """Why a request that may take so many tokens cannot be taken; None where it can. `prepaid`: what its call was
+        charged for it; None where it was not charged."""
+        error = _over_rate(tenant, "tokens_per_minute", tenant.tokens, num_tokens - (prepaid or 0), now, num_tokens)
+        if error is None and prepaid is None:
+            error = _over_rate(tenant, "requests_per_minute", tenant.requests, 1, now)
+        if error is not None or (prepaid is not None and tenant.num_admitted):  # It is counted as waiting already.
+            return error
+        return self._over_queue(tenant, 1, num_waiting)
+
+    def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
+        """A request is taken."""
+        _take(tenant.tokens, num_tokens - (prepaid or 0), now)
+        if prepaid is None:
+            _take(tenant.requests, 1, now)
+        self.note_time(now)
+        if tenant.limits.is_sole:
+            return
+        num_asked = tenant.num_waiting + tenant.num_running + 1
+        if num_asked > tenant.peak:
+            tenant.peak = num_asked
+            self._shared_out = None
+
+    # ---------------------------------------------------------------- places
+
+    def started(self, tenant: Tenant) -> None:
+        """One of its requests was placed."""
+        tenant.num_running += 1
+        self._num_running += 1
+        if tenant.num_sure:
+            self._keep(tenant)
+
+    def stopped(self, tenant: Tenant, now: float) -> None:
+        """One of its requests runs no longer."""
+        self._ends.append(now)
+        tenant.num_running -= 1
+        self._num_running -= 1
+        if tenant.num_sure:
+            self._keep(tenant)
+
+    def may_run(self, name: str) -> bool:
+        """Whether a tenant may have one more request running."""
+        tenant = self._tenants[name]
+        if tenant.is_unlimited:
+            return True
+        num_running, limits = tenant.num_running, tenant.limits
+        if limits.running is not None and num_running >= limits.running:
+            return False
+        if limits.is_sole or not num_running:
+            return True
+        num_places = self._num_places()
+        if self._shared_out != num_places:
+            self._share_out(num_places)
+        if num_running < tenant.num_sure:
+            return True
+        num_left = num_places - self._num_running - 1
+        if num_left < self._num_kept - tenant.num_kept and self._now - self._ends[0] > SOON_S * _NUM_ENDS:
+            return False
+        return self._per_free_place is None or num_running < self._per_free_place * num_left
+
+    # ---------------------------------------------------------------- inside
+
+    def _share_out(self, num_places: int) -> None:
+        """Make tenants sure of places for what they asked for lately."""
+        asking = [(each, most) for each in self._tenants.values() if (most := max(each.peak, each.earlier_peak))]
+        weights = sum(each.limits.weight for each, _ in asking)
+        for tenant in self._tenants.values():
+            tenant.num_sure = 0
+        for tenant, most in asking:
+            if tenant.limits.running is not None:
+                most = min(most, tenant.limits.running)
+            part = min(tenant.limits.weight / weights, self._config.tenant_place_share)
+            tenant.num_sure = min(most, int(num_places * part))
+        for tenant in self._tenants.values():
+            self._keep(tenant)
+        self._shared_out = num_places
+
+    def _keep(self, tenant: Tenant) -> None:
+        num_kept = max(0, tenant.num_sure - tenant.num_running)
+        self._num_kept += num_kept - tenant.num_kept
+        tenant.num_kept = num_kept
+
+    def _admitted(self, tenant: Tenant, num_answers: int) -> None:
+        tenant.num_admitted += num_answers
+        self.num_admitted += num_answers
+
+    def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
+        """Of those that come at once, and of those that were admitted, some may find a place at once."""
+        limits = tenant.limits
+        num_coming = num_answers + tenant.num_admitted
+        num_free = 0
+        if (num_coming > 1 or self.num_admitted) and (limits.queued is not None or not limits.is_sole):
+            num_free = num_places = max(0, self._num_places() - self._num_running)
+            num_waiting += max(0, self.num_admitted - tenant.num_admitted - num_places)
+            if limits.running is not None:
+                num_free = min(num_free, max(0, limits.running - tenant.num_running))
+        num_more = max(1, num_coming - num_free)
+        if limits.queued is not None and tenant.num_waiting + num_more > limits.queued:
+            return self._queue_error(tenant, num_answers, limits.queued)
+        if not limits.is_sole:
+            num_others = num_waiting - tenant.num_waiting
+            most = max(1, int((self._config.max_queued - num_others) * self._config.tenant_queue_share))
+            if tenant.num_waiting + num_more > most:
+                return self._queue_error(tenant, num_answers, most)
+        return None
+
+    def _queue_error(self, tenant: Tenant, num_answers: int, most: int) -> LimitError:
+        asked = "one more is" if num_answers == 1 else f"{num_answers} more are"
+        num_waiting = tenant.num_waiting + tenant.num_admitted
+        message = f"{num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
+        return LimitError(tenant.name, "queued", message, self._config.retry_after_s)
+
+
+def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, now)
+    if bucket.per_minute != per_minute:
+        bucket.resize(per_minute, now)
+    return bucket
+
+
+def _take(bucket: TokenBucket | None, amount: int, now: float) -> None:
+    if bucket is not None:
+        bucket.take(amount, now)
+
+
+def _over_rate(
+    tenant: Tenant, limit: str, bucket: TokenBucket | None, amount: int, now: float, in_all: int | None = None
+) -> LimitError | None:
+    if bucket is None:
+        return None
+    in_all = amount if in_all is None else in_all
+    what = limit.partition("_")[0]
+    asked = f"tenant {tenant.name} asks for {in_all} {what}"
+    if in_all > bucket.per_minute:
+        hint = "; set a smaller max_tokens" if what == "tokens" else "; ask for fewer answers in one call"
+        return LimitError(tenant.name, limit, f"{asked} at once, and may have {bucket.per_minute} a minute{hint}", None)
+    if (wait_s := bucket.missing_s(amount, now)) is None or wait_s > 0:
+        left = max(0, int(bucket.level(now)))
+        message = f"{asked}, and of {bucket.per_minute} a minute has {left} left"
+        return LimitError(tenant.name, limit, message, wait_s)
+    return None

@@ -1,0 +1,1 @@
+"""A request's way through the router: the state machines and what they decide. Pure."""

@@ -1,0 +1,69 @@
+"""What is refused at once, before anything is held: out of time, no worker, too long, too many in the queue, too late
+for its target."""
+
+from __future__ import annotations
+
+from disagg.proto.errors import ContextLengthError, DeadlineError, DisaggError, OverloadedError, UnavailableError
+from disagg.router.api import RoutedRequest
+from disagg.router.config import RouterConfig
+from disagg.router.placement.fleet import Fleet
+from disagg.router.queueing.queue import RequestQueue
+from disagg.router.requests.attempts import Attempts
+from disagg.router.requests.forecast import forecast
+from disagg.router.requests.record import RequestRecord
+
+_MIN_RETRY_S = 0.05
+_MARGIN = 0.1
+"""Of the wait for a place to decode: answers and steps are not exactly as long as expected, and what is admitted and
+misses its target takes a place from one that would have met it."""
+
+
+def refusal(
+    request: RoutedRequest, fleet: Fleet, num_waiting: int, config: RouterConfig, now: float
+) -> DisaggError | None:
+    """Why this request cannot be taken now, whoever it is; None when it can be queued."""
+    if request.deadline is not None and request.deadline <= now:
+        return DeadlineError("the deadline passed before the request was queued")
+    num_prompt_tokens = request.num_prompt_tokens
+    limit = fleet.longest_sequence
+    if num_prompt_tokens >= limit:
+        role = fleet.missing_role()
+        if role is not None:
+            return UnavailableError(f"there is no {role} worker", f"no_{role}_capacity")
+        return ContextLengthError(
+            "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
+        )
+    return queue_refusal(num_waiting, config)
+
+
+def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:
+    """The refusal of any request while too many wait."""
+    if num_waiting >= config.max_queued:
+        return OverloadedError(f"{num_waiting} requests are waiting", config.retry_after_s)
+    return None
+
+
+def predicted_miss(
+    record: RequestRecord, fleet: Fleet, queue: RequestQueue, attempts: Attempts, config: RouterConfig, now: float
+) -> OverloadedError | None:
+    """The refusal of a request that would miss its TTFT target; None if it has none, or should meet it, or nobody can
+    tell yet. It may come back when what is too much of the wait should be over."""
+    if record.trace.ttft_slo_s is None:
+        return None
+    position = queue.position(record.urgency, record.tenant.share)
+    expected = forecast(fleet, queue, position, record.block_hashes, record.num_tokens, now)
+    if expected is None:
+        return None
+    wait_ms = expected.wait_ms
+    decode_wait_ms = attempts.decode_wait_ms(record, position, now)
+    if decode_wait_ms:  # Those before it wait for the same: their prompts are computed when places open.
+        wait_ms = max(
+            wait_ms, decode_wait_ms * (1 + _MARGIN) + queue.work_before(position) / max(1, fleet.backlog()[1])
+        )
+    ttft_s = now - record.trace.arrival + (wait_ms + expected.prefill_ms) / 1000
+    if ttft_s <= record.trace.ttft_slo_s:
+        return None
+    message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.trace.ttft_slo_s:g} s"
+    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss on idle workers too.
+        return OverloadedError(message, config.retry_after_s)
+    return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.trace.ttft_slo_s))

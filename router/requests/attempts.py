@@ -1,0 +1,385 @@
+"""Begins and ends attempts, so that a request, its attempt and the books always tell the same story.
+
+    choose ──> start: one booking per worker            leave: a worker did its part, its booking is closed
+                                                         end: the bookings that are left are closed, their workers
+                                                         told to stop
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from disagg.proto import messages
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
+from disagg.proto.messages import End, HandedOver, PrefillDone
+from disagg.router.api import AttemptMarks, Path
+from disagg.router.config import RouterConfig
+from disagg.router.placement.draw import Draw
+from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import (
+    Choice,
+    Demand,
+    Policy,
+    Shortlist,
+    choose,
+    choose_pair,
+    decode_booking,
+    prefill_booking,
+)
+from disagg.router.requests.events import CancelOn, Dispatch
+from disagg.router.requests.explain import Placed
+from disagg.router.requests.record import Attempt, RequestRecord
+from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
+from disagg.router.telemetry.running_mean import RunningMean
+from disagg.router.workers.books import marks_of
+from disagg.router.workers.quarantine import Leg
+from disagg.router.workers.worker import Worker, has_both_roles
+
+MIN_PAIR_TIMEOUT_S = 0.25
+TRIAL_TOKENS = 32
+"""So many tokens of an answer show that a decode worker works again; its end may be minutes away."""
+
+
+class Blocked(enum.Enum):
+    """Why a request was not placed."""
+
+    NO_ROOM = "nobody has room"
+    WAITS = "the best worker has no slot just now"
+
+
+class Attempts:
+    """See the module docstring."""
+
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, fleet: Fleet, policy: Policy, draw: Draw) -> None:
+        self._lengths = RunningMean(config.expected_output_tokens)
+        """Of output tokens."""
+        self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
+        """The same, without the guess once an answer was seen: for forecasts, which a wrong guess misleads."""
+        self._reuse = RunningMean(0.0)
+        """Of the share of a prompt that was cached where it was placed."""
+        self._config = config
+        self._gateway_id = gateway_id
+        self._fleet = fleet
+        self._policy = policy
+        self._draw = draw
+        self._num_started = 0
+        self.decisions: Counter[str] = Counter()
+        """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
+        colocated, probe; no_room and no_slot left the request in the queue."""
+
+    def try_start(
+        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId] = ()
+    ) -> Dispatch | Blocked:
+        """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
+        see `Demand`; `kept` are workers that are kept for another request."""
+        demand = self.demand(record, now, queued_ms)
+        avoided: Collection[WorkerId] = record.avoided(now)
+        if kept:
+            avoided = {*avoided, *kept}
+        shortlists = self._fleet.shortlists(demand, record.block_hashes, avoided, now)
+        choice = choose(self._policy, demand, shortlists, self._draw)
+        if choice is None:
+            self.decisions["no_room"] += 1
+            return Blocked.NO_ROOM
+        if not choice.has_slot:
+            self.decisions["no_slot"] += 1
+            return Blocked.WAITS
+        self.decisions[_reason(choice, shortlists)] += 1
+        return self._start(record, choice, demand, now)
+
+    def room_needed(self, record: RequestRecord) -> int:
+        """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
+        left = record.request.sampling.max_tokens - len(record.ledger.released)
+        return record.num_tokens + min(left, self._config.decode_reserve_tokens)
+
+    def has_room_for_half(self, record: RequestRecord, now: float) -> bool:
+        """Whether there would be room for a request of half the size."""
+        demand = self.demand(record, now)
+        half = Demand(num_tokens=max(1, demand.num_tokens // 2), reserve_tokens=demand.reserve_tokens // 2)
+        lists = self._fleet.shortlists(half, (), record.avoided(now), now)
+        return any(each.wholes or (each.decodes and (each.prefills or each.local)) for each in lists)
+
+    def start_on(
+        self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
+    ) -> tuple[Dispatch | None, UnavailableError | None]:
+        """Place a new request on this pair, whatever would be better and even where P has no slot; or why it cannot be
+        there now."""
+        if not self._fleet.forms_pair(*pair):
+            return None, UnavailableError(f"{pair[0]} and {pair[1]} form no pair now", "no_such_pair")
+        demand = self.demand(record, now)
+        prefill, decode = (self._fleet.candidate(demand, worker_id) for worker_id in pair)
+        if prefill is None or decode is None:
+            full = pair[0] if prefill is None else pair[1]
+            return None, UnavailableError(f"{full} has no room now", "no_room")
+        self.decisions["probe"] += 1
+        return self._start(record, choose_pair(self._policy, demand, prefill, decode), demand, now), None
+
+    def computed(self, attempt: Attempt, worker_id: WorkerId, now: float) -> None:
+        """The worker computed the prompt: P waits for the hand-over, a worker alone decodes on. Idempotent."""
+        if attempt.state is AttemptState.PREFILLING:
+            here = attempt.prefill is None
+            attempt.advance(AttemptEvent.PREFILLED_HERE if here else AttemptEvent.PREFILLED)
+            attempt.marks.computed = now
+            if not here:
+                self.passed("prefill", attempt, now)
+        if worker_id in attempt.live:
+            self._fleet.computed(worker_id, attempt.key)
+
+    def handed_over(self, record: RequestRecord, message: HandedOver, now: float) -> None:
+        """D owns the sequence now, and P nothing more."""
+        attempt = record.running
+        if attempt.state is AttemptState.PREFILLING:  # D's word overtook P's
+            self.passed("prefill", attempt, now)
+        attempt.advance(AttemptEvent.HANDED_OVER)
+        self.passed("transfer", attempt, now)
+        prefill = attempt.prefill
+        if prefill is not None:
+            if prefill in attempt.live:
+                self.leave(attempt, prefill)
+            exposed_s = 0.0 if attempt.marks.computed is None else max(0.0, now - attempt.marks.computed)
+            self._fleet.links.observe(prefill, attempt.decode, message.kv_bytes, exposed_s * 1000)
+        trace = record.trace
+        trace.kv_bytes = message.kv_bytes
+        trace.decode_cached_tokens = message.cached_tokens
+        trace.transport = message.transport
+        trace.stages["kv_transfer"] = attempt.marks.handed_over = now
+        attempt.marks.transfer_s = message.transfer_s
+
+    def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
+        """The answer got longer."""
+        if attempt.decode in attempt.live:
+            self._fleet.books.grow(attempt.decode, attempt.key, num_tokens)
+        if attempt.is_trial:
+            attempt.num_trial_tokens += num_tokens
+            if attempt.num_trial_tokens >= TRIAL_TOKENS and attempt.state is AttemptState.DECODING:
+                self.passed("decode", attempt, now)
+                attempt.is_trial = False
+
+    def passed(self, leg: Leg, attempt: Attempt, now: float) -> None:
+        """A leg of the attempt went well."""
+        quarantine = self._fleet.quarantine
+        if not quarantine.is_clear and quarantine.passed(
+            leg, attempt.prefill, attempt.decode, attempt.marks.placed, now
+        ):
+            self._fleet.reopen()
+
+    def failed(self, record: RequestRecord, leg: Leg, end: End, now: float, *, at_once: bool = False) -> bool:
+        """A leg of the attempt failed; for `at_once` see `Quarantine.failed`. Returns whether the request need not
+        answer for it: its workers are left out now, or it was not the decode leg, and others are healthy."""
+        attempt, fleet = record.running, self._fleet
+        is_first = not record.num_failures and not record.num_free
+        workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
+        if leg == "transfer" and attempt.prefill is not None:
+            fleet.pairs.failed(attempt.prefill, attempt.decode)
+        is_shut = fleet.quarantine.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
+        return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
+
+    def pair_refused(self, record: RequestRecord, end: End, now: float) -> None:
+        """The pair of the attempt is not there. It is left out at once, because all that come would wait for it; where
+        the request gave up sooner than others would, once it has not been formed for as long as those wait."""
+        attempt, patience_s = record.running, self._config.pair_timeout_s
+        placed, timeout_s = attempt.marks.placed, attempt.pair_timeout_s
+        if (
+            attempt.prefill is not None
+            and timeout_s is not None
+            and timeout_s < patience_s
+            and now - placed >= timeout_s
+            and not self._fleet.quarantine.waited_in_vain(attempt.prefill, attempt.decode, placed, now, patience_s)
+        ):
+            return
+        self.failed(record, "transfer", end, now, at_once=True)
+
+    def to_avoid(self, attempt: Attempt, leg: Leg) -> list[WorkerId]:
+        """Whom the next attempt of the request should avoid after this leg failed. Of a transfer both ends, where
+        there are others, for nobody knows which of them it was; the decode worker where there are no others."""
+        if attempt.prefill is None or leg == "decode":
+            return [attempt.decode]
+        if leg == "prefill":
+            return [attempt.prefill]
+        has_other = self._fleet.has_other
+        ends = [attempt.prefill] if has_other("prefill", attempt.prefill, attempt.decode) else []
+        if not ends or has_other("decode", None, attempt.decode):
+            ends.append(attempt.decode)
+        return ends
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer ended after so many tokens: what later ones are expected to have."""
+        self._lengths.observe(num_tokens)
+        self._recent_lengths.observe(num_tokens)
+
+    @property
+    def answer_tokens(self) -> float:
+        """How many tokens answers have, as far as was seen."""
+        return max(1.0, self._recent_lengths.value)
+
+    def decode_wait_ms(self, record: RequestRecord, position: int, now: float) -> float:
+        """How long a request at a position of the queue waits for a place to decode."""
+        return self._fleet.decode_wait_ms(self.demand(record, now), self.answer_tokens, position, now)
+
+    def refused(self, record: RequestRecord) -> bool:
+        """D had no room. Its books learn that; returns whether there is something there to wait for: with nothing else
+        on it, it would have no room later either."""
+        attempt = record.running
+        return self._fleet.refused(attempt.decode, attempt.key)
+
+    def leave(self, attempt: Attempt, worker_id: WorkerId) -> None:
+        """The worker owes the attempt nothing more."""
+        attempt.live.remove(worker_id)
+        self._fleet.close(worker_id, attempt.key)
+
+    def end(self, record: RequestRecord, now: float) -> list[CancelOn]:
+        """Whatever the end: the books get everything back, and the workers that still owe something are to be told."""
+        attempt = record.running
+        cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
+        for cancel in cancels:
+            self.leave(attempt, cancel.worker_id)
+        if attempt.is_trial and self._fleet.quarantine.over(attempt.key):
+            self._fleet.reopen()
+        attempt.marks.ended = now
+        record.end_attempt()
+        return cancels
+
+    def demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
+        """What a placement of the request must provide for."""
+        num_released = len(record.ledger.released)
+        left = record.request.sampling.max_tokens - num_released
+        ttft_left_ms = math.inf
+        if record.trace.ttft_slo_s is not None and not num_released:
+            ttft_left_ms = (record.trace.arrival + record.trace.ttft_slo_s - now) * 1000
+        return Demand(
+            num_tokens=record.num_tokens,
+            reserve_tokens=min(left, self._config.decode_reserve_tokens),
+            most_output_tokens=left,
+            output_tokens=max(1.0, min(left, self._lengths.value)),
+            ttft_left_ms=ttft_left_ms,
+            tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
+            queued_ms=queued_ms,
+            reuse=self._reuse.value,
+            is_continued=num_released > 0,
+            turn=self._num_started,
+        )
+
+    def _start(self, record: RequestRecord, choice: Choice, demand: Demand, now: float) -> Dispatch:
+        fleet, turn = self._fleet, self._num_started
+        key = AttemptKey(record.request.request_id, record.num_attempts)
+        decode = choice.decode.worker
+        booking = decode_booking(demand, choice.decode, computes_prompt=choice.prefill is None)
+        booking.known_tokens, booking.most_output_tokens = demand.num_tokens, demand.most_output_tokens
+        num_matched = choice.decode.cached_tokens // HASH_BLOCK_TOKENS
+        booking.marks, booking.num_matched = marks_of(record.block_hashes, num_matched), num_matched
+        booking.shared_blocks = choice.decode.shared_blocks
+        fleet.open(decode, key, booking, turn)
+        if choice.prefill is None:
+            first, peer, live = decode, None, [decode.worker_id]
+        else:
+            first, peer = choice.prefill.worker, decode.peer
+            live = [first.worker_id, decode.worker_id]
+            fleet.pairs.used(first.worker_id, decode.worker_id, now)
+            fleet.open(first, key, prefill_booking(demand, choice.prefill), turn)
+        fleet.predict(first, record.block_hashes, now)
+        self._reuse.observe((choice.prefill or choice.decode).cached_tokens / demand.num_tokens)
+        self._num_started += 1
+        prefill_id = None if peer is None else first.worker_id
+        marks = _begin_marks(record, prefill_id, decode, now)
+        record.attempt = attempt = Attempt(
+            key, prefill_id, decode.worker_id, live, marks, num_before=len(record.ledger.released)
+        )
+        if not fleet.quarantine.is_clear:
+            attempt.is_trial = fleet.quarantine.placed(key, prefill_id, decode.worker_id)
+        record.num_attempts += 1
+        record.ledger.begin(key.attempt)
+        record.advance(RequestEvent.PLACED)
+        _trace_start(record, marks, now)
+        record.trace.placement = Placed(self._policy, demand, choice)
+        spec = record.spec(key, self._gateway_id, now)
+        pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
+        attempt.pair_timeout_s = pair_timeout_s
+        message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
+        return Dispatch(first.worker_id, message)
+
+
+FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(
+    {"prefill": "prefill_failed", "transfer": "kv_transfer_failed", "decode": "decode_failed"}
+)
+
+
+def blame(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
+    """Which leg broke when `worker_id` ended the attempt like that."""
+    if attempt.prefill is None or attempt.state is AttemptState.DECODING:
+        return "decode"
+    if end.in_transfer or attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
+        return "transfer"
+    return "prefill"
+
+
+def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> float:
+    """For how long an attempt may wait for its pair: see `RouterConfig.pair_timeout_s`."""
+    left_s = min(demand.ttft_left_ms / 1000, math.inf if timeout_s is None else timeout_s)
+    return min(most_s, max(MIN_PAIR_TIMEOUT_S, left_s / 2))
+
+
+def note_cached(record: RequestRecord, num_tokens: int) -> None:
+    """The worker that computes the prompt had this many of its tokens."""
+    attempt = record.running
+    attempt.note_cached(num_tokens)
+    if attempt.prefill is None:
+        record.trace.decode_cached_tokens = attempt.cached_tokens or 0
+    else:
+        record.trace.prefill_cached_tokens = attempt.cached_tokens or 0
+
+
+def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
+    """The worker that computes the prompt is done with it."""
+    note_cached(record, message.cached_tokens)
+    marks = record.running.marks
+    marks.alloc_wait_s = message.alloc_wait_s if marks.prefill_worker else None
+    marks.queue_s = message.queue_s
+
+
+def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
+    """The worker that makes the last token made it: D, or the one that computed the prompt."""
+    attempt, marks = record.running, record.running.marks
+    if worker_id == attempt.computes_prompt:
+        note_cached(record, end.cached_tokens)
+        marks.queue_s = end.queue_s
+    else:
+        marks.decode_queue_s = end.queue_s
+    if worker_id == attempt.prefill:
+        record.trace.decode_worker = None
+
+
+def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Worker, now: float) -> AttemptMarks:
+    trace = record.trace
+    path: Path = "pd" if prefill_id is not None else "colocated" if has_both_roles(decode.info) else "local"
+    queued = trace.marks[-1].ended if trace.marks else trace.stages["tokenize"]
+    assert queued is not None, "the earlier attempt was ended"
+    marks = AttemptMarks(
+        path=path, prefill_worker=prefill_id, decode_worker=decode.worker_id, queued=queued, placed=now
+    )
+    trace.marks.append(marks)
+    return marks
+
+
+def _trace_start(record: RequestRecord, marks: AttemptMarks, now: float) -> None:
+    trace = record.trace
+    trace.prefill_worker, trace.decode_worker = marks.prefill_worker, marks.decode_worker
+    trace.prefill_cached_tokens = trace.decode_cached_tokens = trace.kv_bytes = 0
+    trace.transport = ""
+    trace.attempts = record.num_attempts
+    trace.stages.setdefault("route", now)
+
+
+def _reason(choice: Choice, shortlists: Sequence[Shortlist]) -> str:
+    if choice.prefill is not None:
+        return "pair"
+    if has_both_roles(choice.decode.worker.info):
+        return "colocated"
+    return "local_prefill" if any(shortlist.prefills for shortlist in shortlists) else "local_fallback"

@@ -1,0 +1,120 @@
+"""A placement in words that an operator can read: the option that was taken, and what it was among.
+
+A placement keeps what it weighed in one flat tuple, and the options are put together from that when somebody asks: as
+many of them are kept as requests are remembered. The garbage collector forgets such a tuple when it first sees it, for
+nothing in it is anything that the collector walks through.
+What a link was thought to add is kept for the option that was taken only: for the others it is what the router thinks
+when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from disagg.router.api import Decision, Option
+from disagg.router.placement.placement import Candidate, Choice, Demand, Policy, Weight
+
+MAX_OPTIONS = 16
+_SIDE_FIELDS = 2
+"""The weight and the candidate."""
+
+
+class _Kept(NamedTuple):
+    """One side, unpacked."""
+
+    weight: Weight
+    candidate: Candidate
+
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """Implements `api.Placement`. Made once for each placement."""
+
+    policy: Policy
+    demand: Demand
+    choice: Choice
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Predicted, from the placement on; None where the policy predicts no times."""
+        first = self.choice.prefill_weight or self.choice.decode_weight
+        return first.wait_ms + first.prefill_ms if self.choice.decode_weight.step_ms > 0 else None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Predicted; None where the policy predicts no times."""
+        step_ms = self.choice.decode_weight.step_ms
+        return step_ms if step_ms > 0 else None
+
+    @property
+    def transfer_ms(self) -> float:
+        """What of the transfer was thought to be visible."""
+        return self.choice.link_ms
+
+    def decision(self) -> Decision:
+        """What was taken."""
+        parts = next(parts for parts, taken in self._all() if taken)
+        return Decision(policy=self.policy.name, num_options=self.choice.num_options, **parts)
+
+    def options(self) -> list[Option]:
+        """What it was among: the fewest missed targets first, then the least cost; at most `MAX_OPTIONS`."""
+        options = [Option(**parts) for parts, _ in self._all()]
+        options.sort(key=lambda option: (option.num_misses, option.cost))
+        return options[:MAX_OPTIONS]
+
+    def _all(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The fields of every option, and whether it was taken."""
+        position, flat = 0, self.choice.weighed
+        taken_prefill = None if self.choice.prefill is None else self.choice.prefill.worker
+        taken_decode = self.choice.decode.worker
+        while position < len(flat):
+            counts = flat[position : position + 3]
+            prefills, decodes, alone = _unpack(flat, position + 3, counts)
+            position += 3 + sum(counts) * _SIDE_FIELDS
+            for prefill, decode in product(prefills, decodes):
+                taken = prefill.candidate.worker is taken_prefill and decode.candidate.worker is taken_decode
+                link_ms, setup_ms = self._pair_ms(prefill, decode)
+                if taken:
+                    link_ms, setup_ms = self.choice.link_ms, self.choice.setup_ms
+                yield _parts(prefill, decode, link_ms, setup_ms), taken
+            for side in alone:
+                yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
+
+    def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:
+        """What the link and the forming of the pair are worth now."""
+        sides = prefill.candidate, decode.candidate
+        return self.policy.weigh_link(self.demand, *sides), self.policy.weigh_setup(*sides)
+
+
+def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[list[_Kept]]:
+    found: list[list[_Kept]] = []
+    for count in counts:
+        end = position + count * _SIDE_FIELDS
+        found.append([_Kept(*flat[i : i + _SIDE_FIELDS]) for i in range(position, end, _SIDE_FIELDS)])
+        position = end
+    return found
+
+
+def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float, setup_ms: float) -> dict[str, Any]:
+    """The fields of an `Option`. `prefill` is None where `decode` weighs all of it."""
+    weight = decode.weight
+    first = weight if prefill is None else prefill.weight
+    other = Weight(0.0) if prefill is None else prefill.weight
+    knows_times = weight.step_ms > 0
+    return {
+        "prefill_worker": None if prefill is None else prefill.candidate.worker.worker_id,
+        "decode_worker": decode.candidate.worker.worker_id,
+        "num_misses": weight.num_misses + other.num_misses,
+        "ttft_ms": first.wait_ms + first.prefill_ms if knows_times else None,
+        "tpot_ms": weight.step_ms if knows_times else None,
+        "cost": other.cost + weight.cost + link_ms + setup_ms,
+        "wait_ms": first.wait_ms,
+        "prefill_ms": first.prefill_ms,
+        "transfer_ms": link_ms,
+        "decode_ms": weight.decode_ms,
+        "delay_ms": weight.delay_ms + other.delay_ms,
+        "barrier_ms": weight.barrier_ms + other.barrier_ms,
+    }

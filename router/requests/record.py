@@ -1,0 +1,258 @@
+"""One request inside the router core: its queue entry, its attempts, its tokens.
+
+    QUEUED: `attempt` is None, the request is in the queue      RUNNING: `attempt` is set, its live workers are in the
+    books
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, tenant_tag
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
+from disagg.proto.messages import SequenceSpec
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
+from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
+from disagg.router.config import RouterConfig
+from disagg.router.queueing.queue import Urgency
+from disagg.router.queueing.tenants import Tenant
+from disagg.router.requests.ledger import TokenLedger
+from disagg.router.states import (
+    AttemptEvent,
+    AttemptState,
+    RequestEvent,
+    RequestState,
+    next_attempt_state,
+    next_request_state,
+)
+
+EndOfAnswer = Literal["stop", "length"]
+
+_NOBODY: Mapping[WorkerId, float] = MappingProxyType({})
+
+
+class Attempt(msgspec.Struct, gc=False):
+    """One try: which workers it has, and which of them still owe their part."""
+
+    key: AttemptKey
+    prefill: WorkerId | None
+    """None where `decode` does all of it."""
+    decode: WorkerId
+    live: list[WorkerId]
+    """Workers with an open booking: P until the hand-over, D until its end."""
+    marks: AttemptMarks
+    """How far it got and when, for the trace."""
+    state: AttemptState = AttemptState.PREFILLING
+    is_trial: bool = False
+    """Whether it tries what was left out, see `Quarantine`."""
+    num_trial_tokens: int = 0
+    """Tokens of the answer that it made, counted while it is a trial."""
+    num_before: int = 0
+    """Tokens of the answer that were released before it."""
+    pair_timeout_s: float | None = None
+    """For how long it may wait for its pair to be formed; None without a pair."""
+    cached_tokens: int | None = None
+    """Known tokens that the worker which computed the prompt had; None before it said so."""
+
+    def note_cached(self, num_tokens: int) -> None:
+        """The worker that computed the prompt had this many of its tokens. Told twice, the larger number counts."""
+        self.cached_tokens = max(self.cached_tokens or 0, num_tokens)
+
+    def advance(self, event: AttemptEvent) -> None:
+        """Take one step of the attempt's state table."""
+        self.state = next_attempt_state(self.state, event)
+
+    @property
+    def computes_prompt(self) -> WorkerId:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
+    def involves(self, worker_id: WorkerId) -> bool:
+        """Whether this worker may speak for the attempt."""
+        return worker_id in (self.prefill, self.decode)
+
+
+class RequestRecord(msgspec.Struct, gc=False):
+    """See the module docstring."""
+
+    request: RoutedRequest
+    tenant: Tenant
+    cost: int
+    """Tokens that it may take at most: what its tenant is charged."""
+    arrival_order: int
+    ledger: TokenLedger
+    trace: RequestTrace
+    due: float
+    """When the first token should be there, as the queue sorts it."""
+    block_hashes: tuple[BlockHash, ...]
+    """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
+    state: RequestState = RequestState.QUEUED
+    attempt: Attempt | None = None
+    num_attempts: int = 0
+    """Attempts begun so far; the next one's number."""
+    num_failures: int = 0
+    """Since an attempt last made progress, see `Retries`."""
+    num_losses: int = 0
+    """Of the failures those by the loss of a whole worker."""
+    num_losses_ever: int = 0
+    """Also those before that progress."""
+    num_free: int = 0
+    """Faults that were not counted as failures, see `Retries`."""
+    num_refusals: int = 0
+    """In a row; the pause after a refusal grows with them."""
+    num_vain_refusals: int = 0
+    """Of these, in a row, those by workers that had nothing else."""
+    avoid_until: Mapping[WorkerId, float] = _NOBODY
+    is_boosted: bool = False
+    """Whether it is queued by a target of its own."""
+    is_charged: bool = False
+    """Whether its tenant's turn was charged for it."""
+    unservable_since: float | None = None
+    """Since when no present worker could take it even when empty."""
+    lacks_room_since: float | None = None
+    """Since when it waits because no worker has room for it."""
+    is_passed: bool = False
+    """Whether it waits for room while there is room for smaller ones."""
+    cached_tokens: int | None = None
+    """The least that any attempt found cached: prompt tokens that nobody computed."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request."""
+        return self.request.request_id
+
+    @property
+    def running(self) -> Attempt:
+        """The current attempt of a request that runs."""
+        assert self.attempt is not None, f"{self.request_id} has no attempt"
+        return self.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and released ones."""
+        return self.request.num_prompt_tokens + len(self.ledger.released)
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that it took so far."""
+        return self.num_tokens if self.num_attempts else 0
+
+    @property
+    def priority(self) -> int:
+        """Its priority, as far as its tenant may set one."""
+        limit = self.tenant.limits.max_priority
+        return self.request.priority if limit is None else min(self.request.priority, limit)
+
+    @property
+    def urgency(self) -> Urgency:
+        """Its place among the requests of its tenant."""
+        return Urgency(-self.priority, self.num_attempts == 0, self.due, self.arrival_order)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it is for one pair of workers only; then it is tried once."""
+        return self.request.pair is not None
+
+    def advance(self, event: RequestEvent) -> None:
+        """Take one step of the request's state table."""
+        self.state = next_request_state(self.state, event)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether the deadline has come."""
+        return self.request.deadline is not None and self.request.deadline <= now
+
+    def avoided(self, now: float) -> Collection[WorkerId]:
+        """Workers that it must not go to now."""
+        if self.avoid_until:
+            self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
+        return self.avoid_until
+
+    def end_attempt(self) -> None:
+        """The attempt is over and holds nothing."""
+        attempt = self.running
+        attempt.advance(AttemptEvent.ENDED)
+        if attempt.cached_tokens is not None:
+            known = self.request.num_prompt_tokens if self.cached_tokens is None else self.cached_tokens
+            self.cached_tokens = min(known, attempt.cached_tokens)
+        self.attempt = None
+
+    def spec(self, key: AttemptKey, gateway_id: GatewayId, now: float) -> SequenceSpec:
+        """What a worker needs to run attempt `key` from here on."""
+        request = self.request
+        return SequenceSpec(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            gateway_id=gateway_id,
+            prompt_token_ids=request.prompt_token_ids,
+            emitted_token_ids=tuple(self.ledger.released),
+            block_hashes=self.block_hashes,
+            root_hash=request.root_hash,
+            tenant_tag=tenant_tag(request.tenant),
+            sampling=request.sampling,
+            priority=self.priority,
+            timeout_s=None if request.deadline is None else request.deadline - now,
+        )
+
+    def prepare_to_continue(self) -> None:
+        """Hash the blocks that released tokens filled, so that the next attempt can find them in a cache."""
+        tokens = PackedTokenIds(self.request.prompt_token_ids + pack_token_ids(self.ledger.released))
+        parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
+        new = chain_hashes(parent, slice_token_ids(tokens, len(self.block_hashes) * HASH_BLOCK_TOKENS))
+        self.block_hashes += tuple(new)
+
+    def completion(self, reason: EndOfAnswer) -> Completion:
+        """The end of the answer as it stands."""
+        return Completion(reason, len(self.ledger.released), self.cached_tokens or 0)
+
+    def end_of_answer(self) -> EndOfAnswer | None:
+        """How the answer ended, if the released tokens alone show it: an attempt may be lost after its last token.
+
+        A stop id is sampled only where it may end the answer, so seeing one is enough."""
+        released, sampling = self.ledger.released, self.request.sampling
+        if released and released[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(released) >= sampling.max_tokens else None
+
+
+def new_trace(request: RoutedRequest, arrival: float, now: float, config: RouterConfig) -> RequestTrace:
+    """Of a request that arrived at the gateway then and reached the router now."""
+    return RequestTrace(
+        request_id=request.request_id,
+        arrival=arrival,
+        tokenize_queue_s=request.tokenize_queue_s,
+        stages={"tokenize": now},
+        tenant=request.tenant,
+        trace_parent=request.trace_parent,
+        is_probe=request.pair is not None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
+        tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
+    )
+
+
+def new_record(
+    request: RoutedRequest, trace: RequestTrace, tenant: Tenant, arrival_order: int, config: RouterConfig
+) -> RequestRecord:
+    """Of a request that may be taken in."""
+    limits, target_s, is_boosted = tenant.limits, trace.ttft_slo_s, False
+    if request.ttft_slo_s is not None:
+        is_boosted = limits.boosted is None or tenant.num_boosted < limits.boosted
+        target_s = max(request.ttft_slo_s, limits.min_ttft_s) if is_boosted else config.ttft_slo_s
+    due = trace.arrival + (config.queue_horizon_s if target_s is None else target_s)
+    return RequestRecord(
+        request=request,
+        tenant=tenant,
+        cost=request.num_prompt_tokens + request.sampling.max_tokens,
+        arrival_order=arrival_order,
+        ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
+        trace=trace,
+        block_hashes=request.block_hashes,
+        due=due if request.deadline is None else min(due, request.deadline),
+        is_boosted=is_boosted,
+    )

@@ -1,0 +1,481 @@
+"""The router's mind: queue, books, prefix index and ledgers behind one pure function, (event, now) -> commands.
+
+    Submit ──> queue ──a slot opens──> Dispatch to P (with D) or to one worker alone
+    FromWorker: tokens ──> Emit, in index order, each once
+                prefill done, handed over ──> the books get back what P no longer owes
+                end ──> Finish, or back to the queue (refused, preempted, failed), or Fail
+    WorkerLost, WorkerSuspected
+                 ──> every attempt on it fails at once and goes back to the queue with the tokens released so far
+
+No clock, no I/O: `now` is the gateway's monotonic clock. The shell calls `handle` for every event, one at a time,
+executes the commands in order, and comes back with `Tick` at `next_wakeup()`.
+
+Owner of all state below: this object. When no request is in it, `holdings()` is zero throughout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from disagg.proto.errors import (
+    DeadlineError,
+    DisaggError,
+    LimitError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+    UnsamplableError,
+)
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
+from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.config import RouterConfig
+from disagg.router.limits import CallDemand
+from disagg.router.placement.draw import Draw, mixed
+from disagg.router.placement.fleet import Fleet
+from disagg.router.policies import create
+from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests import events, integrity
+from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
+from disagg.router.requests.attempts import FAILURE_CODES, Attempts, blame, note_answer, note_prefilled
+from disagg.router.requests.events import Command, Event
+from disagg.router.requests.record import EndOfAnswer, RequestRecord, new_record, new_trace
+from disagg.router.requests.retries import MOVED, Retries
+from disagg.router.requests.views import cluster_view
+from disagg.router.requests.waiting import Waiting
+from disagg.router.requests.wakeups import Wakeups
+from disagg.router.states import AttemptState, RequestEvent, RequestState
+from disagg.router.telemetry.journal import Journal
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.quarantine import Leg
+
+
+class RouterCore:
+    """See the module docstring."""
+
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = mixed) -> None:
+        self.counters: Counter[str] = Counter()
+        """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
+        self._config = config
+        self._requests: dict[RequestId, RequestRecord] = {}
+        links = LinkModel()
+        pairs = Pairs(config)
+        policy = create(config.policy, config, links, pairs, draw)
+        self._fleet = Fleet(config, policy, links, pairs)
+        self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
+        self._wakeups = Wakeups()
+        self._tenants = Tenants(config, self._fleet.num_places)
+        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups, self._tenants)
+        self._retries = Retries(config)
+        self._journal = Journal(config.num_traces, self._attempts.decisions)
+        self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
+        """Attempts given up when a session broke: if the same life comes back, it must be told."""
+        self._num_submitted = 0
+        self._out: list[Command] = []
+
+    # ---------------------------------------------------------------- the face
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; returns what must be done, in order. Raises `ValueError` for a request id that is in use."""
+        match event:
+            case events.FromWorker():
+                self._on_update(event, now)
+            case events.WorkerReported(report=report):
+                self._on_report(report, now)
+            case events.Submit():
+                self._on_submit(event, now)
+            case events.CancelRequest(request_id=request_id, num_answered=num_answered):
+                self._on_cancel(request_id, num_answered, now)
+            case events.WorkerUp(info=info):
+                self._on_worker_up(info, now)
+            case events.WorkerLost(worker_id=worker_id, incarnation=incarnation):
+                self._on_worker_lost(worker_id, incarnation, now)
+            case events.WorkerSuspected():
+                self._on_worker_suspected(event, now)
+            case events.WorkerHeard() | events.DrainWorker() | events.ResumeWorker():
+                self._on_worker_changed(event, now)
+            case events.LimitsChanged(limits=limits):
+                self._tenants.state_limits(limits, now)
+                self._waiting.limits_changed()
+            case events.Tick():
+                pass
+        if self._fleet.quarantine.tick(now):
+            self._fleet.reopen()
+        if self._wakeups.has_due(now):
+            self._wake(now)
+        if self._waiting.has_reason_to_look():
+            self._out += self._waiting.place(now)
+        if self._fleet.num_to_drain:
+            self._out += [events.WorkerIsDrained(*drained) for drained in self._fleet.newly_drained()]
+        out, self._out = self._out, []
+        return out
+
+    def admit(self, call: CallDemand, now: float) -> LimitError | None:
+        """Charge a call to its tenant, or why it is refused as a whole."""
+        error = self._tenants.admit(call, len(self._waiting), now)
+        if error is not None:
+            self._journal.refused(error)
+        return error
+
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
+        """See `api.Router`."""
+        self._tenants.give_back(tenant, num_tokens, num_answers, now)
+
+    def next_wakeup(self) -> float | None:
+        """When `Tick` is due at the latest; None when nothing waits for time to pass."""
+        return self._fleet.quarantine.next_of(self._wakeups.earliest())
+
+    def room_refusal(self) -> OverloadedError | None:
+        """Why no request is taken now, whatever its prompt."""
+        return queue_refusal(len(self._waiting), self._config)
+
+    def view(self, now: float) -> ClusterView:
+        """The cluster now."""
+        events = {**self.counters, **self._fleet.quarantine.changes}
+        view = cluster_view(self._fleet, self._requests.values(), self._journal, events, now)
+        return replace(view, tenants=self._tenants.in_flight())
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        """A running or recent request."""
+        return self._journal.traces.get(request_id)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """See `api.Router`."""
+        return self._journal.traces.latest(limit)
+
+    def request_ids(self) -> list[RequestId]:
+        """All requests that have not ended."""
+        return list(self._requests)
+
+    def holdings(self) -> dict[str, int]:
+        """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of the books.
+        All zero when nothing is in flight."""
+        held = {"requests": len(self._requests), "queued": len(self._waiting), "admitted": self._tenants.num_admitted}
+        return {**held, **self._fleet.books.holdings()}
+
+    def check_integrity(self) -> list[str]:
+        """What does not fit together; empty when all is well."""
+        return integrity.problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
+
+    # ---------------------------------------------------------------- clients
+
+    def _on_submit(self, event: events.Submit, now: float) -> None:
+        request = event.request
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use")
+        trace = new_trace(request, event.arrival, now, self._config)
+        num_waiting = len(self._waiting)
+        dispatch, error = None, refusal(request, self._fleet, num_waiting, self._config, now)
+        if error is None:
+            tenant = self._tenants.get(request.tenant, request.limits, now)
+            record = new_record(request, trace, tenant, self._num_submitted, self._config)
+            if request.pair is not None:  # an operator's probe: there and now, or not at all
+                dispatch, error = self._attempts.start_on(record, request.pair, now)
+            else:
+                if not tenant.is_unlimited:
+                    error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
+                if error is None and self._config.admission:
+                    error = predicted_miss(record, self._fleet, self._waiting.queue, self._attempts, self._config, now)
+        if error is not None:
+            if isinstance(error, LimitError):
+                self._journal.refused(error)
+            self._journal.ended(trace, error.code, now)
+            self._out.append(events.Fail(request.request_id, error))
+            return
+        self._journal.arrived(trace)
+        self._num_submitted += 1
+        if request.prepaid_tokens is not None and tenant.num_admitted:
+            self._tenants.submitted(tenant)
+        self._retries.request_came()
+        self._requests[request.request_id] = record
+        if request.deadline is not None:
+            self._wakeups.add(request.deadline, request.request_id)
+        if dispatch is None:
+            if not tenant.is_unlimited:
+                self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
+            tenant.num_boosted += record.is_boosted
+            dispatch = self._waiting.add(record, now)
+        else:
+            self._tenants.started(tenant)
+        if dispatch is not None:
+            self._out.append(dispatch)
+
+    def _on_cancel(self, request_id: RequestId, num_answered: int | None, now: float) -> None:
+        record = self._requests.get(request_id)
+        if record is None:
+            return
+        if num_answered is not None:
+            self._attempts.answered(num_answered)
+            if record.attempt is not None and record.attempt.state is AttemptState.DECODING:
+                self._attempts.passed("decode", record.attempt, now)
+        error = RequestCancelledError("the request was cancelled")
+        self._fail(record, error, now, RequestEvent.CANCELLED, num_answered)
+
+    # ---------------------------------------------------------------- workers
+
+    def _on_worker_up(self, info: WorkerInfo, now: float) -> None:
+        known = self._fleet.incarnation(info.worker_id)
+        if known is not None and known != info.incarnation:
+            self._on_worker_lost(info.worker_id, known, now)
+        self._fleet.up(info, now)
+        self._out.extend(
+            events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_to_form(info.worker_id)
+        )
+        incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
+        if incarnation == info.incarnation:
+            self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)
+        self._waiting.workers_changed(now)
+
+    def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
+        if not self._is_present(worker_id, incarnation):
+            return
+        is_moved = self._fleet.worker(worker_id).is_draining
+        why, code = ("left", MOVED) if is_moved else ("was lost", "worker_lost")
+        self._orphans[worker_id] = (incarnation, self._move_all(worker_id, why, code, now))
+        self._fleet.lost(worker_id)
+        self._waiting.workers_changed(now)
+
+    def _on_worker_suspected(self, event: events.WorkerSuspected, now: float) -> None:
+        """It is told to cancel what goes elsewhere: it hears of that when it goes on, before anything new."""
+        worker_id = event.worker_id
+        if not self._is_present(worker_id, event.incarnation):
+            return
+        self.counters["suspicion"] += 1
+        keys = self._move_all(worker_id, event.why, "worker_suspected", now)
+        self._out.extend(events.CancelOn(worker_id, key) for key in keys)
+        self._fleet.suspect(worker_id)
+        self._waiting.workers_changed(now)
+
+    def _move_all(self, worker_id: WorkerId, why: str, code: str, now: float) -> list[AttemptKey]:
+        """Every attempt that this worker owes something fails at once; which ones these were."""
+        keys = list(self._fleet.books.account(worker_id).bookings)
+        for key in keys:
+            record = self._requests[key.request_id]
+            self._attempts.leave(record.running, worker_id)
+            self._fault(record, f"worker {worker_id} {why}", code, now)
+        return keys
+
+    def _on_worker_changed(
+        self, event: events.WorkerHeard | events.DrainWorker | events.ResumeWorker, now: float
+    ) -> None:
+        if self._is_present(event.worker_id, event.incarnation):
+            match event:
+                case events.WorkerHeard():
+                    self._fleet.trust(event.worker_id)
+                case events.DrainWorker():
+                    self._fleet.drain(event.worker_id)
+                case events.ResumeWorker():
+                    self._fleet.resume(event.worker_id)
+            self._waiting.workers_changed(now)
+
+    def _on_report(self, report: WorkerReport, now: float) -> None:
+        if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report, now):
+            self.counters["report_gap"] += 1
+            self._out.append(events.WatchAgain(report.worker_id))
+
+    def _on_update(self, event: events.FromWorker, now: float) -> None:
+        if not self._is_present(event.worker_id, event.incarnation):
+            return
+        for tokens in event.update.tokens:
+            self._on_tokens(event.worker_id, tokens, now)
+        for prefilled in event.update.prefilled:
+            self._on_prefilled(event.worker_id, prefilled, now)
+        for handed_over in event.update.handed_over:
+            self._on_handed_over(event.worker_id, handed_over, now)
+        for end in event.update.ends:
+            self._on_end(event.worker_id, end, now)
+
+    def _is_present(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        if self._fleet.incarnation(worker_id) == incarnation:
+            return True
+        self.counters["stale_incarnation"] += 1
+        return False
+
+    def _find(self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | End) -> RequestRecord | None:
+        """The request that a worker speaks of, if that worker may speak for its current attempt."""
+        record = self._requests.get(message.request_id)
+        if record is None:
+            self.counters["unknown_request"] += 1
+        elif record.attempt is None or record.attempt.key.attempt != message.attempt:
+            self.counters["stale_attempt"] += 1
+        elif not record.attempt.involves(worker_id):
+            self.counters["wrong_worker"] += 1
+        else:
+            return record
+        return None
+
+    def _on_tokens(self, worker_id: WorkerId, message: TokenOut, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        attempt = record.running
+        if attempt.prefill is None and attempt.state is AttemptState.PREFILLING:
+            self._attempts.computed(attempt, worker_id, now)
+        released = record.ledger.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
+        if released.token_ids:
+            self._attempts.grew(attempt, len(released.token_ids), now)
+            self._journal.tokens(record.trace, len(released.token_ids), now)
+            self._out.append(events.Emit(record.request_id, released))
+
+    def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        if worker_id != record.running.computes_prompt:
+            self.counters["wrong_worker"] += 1
+            return
+        note_prefilled(record, message)
+        self._attempts.computed(record.running, worker_id, now)
+
+    def _on_handed_over(self, worker_id: WorkerId, message: HandedOver, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        attempt = record.running
+        if attempt.prefill is None or worker_id != attempt.decode:
+            self.counters["wrong_worker"] += 1
+        elif worker_id not in attempt.live or attempt.state is AttemptState.DECODING:
+            self.counters["late_hand_over"] += 1
+        else:
+            self._attempts.handed_over(record, message, now)
+
+    def _on_end(self, worker_id: WorkerId, end: End, now: float) -> None:
+        record = self._find(worker_id, end)
+        if record is None:
+            return
+        attempt = record.running
+        if worker_id not in attempt.live:
+            self.counters["late_end"] += 1
+            return
+        self._attempts.leave(attempt, worker_id)
+        match end.reason:
+            case "stop" | "length":
+                self._on_answer(record, worker_id, end, end.reason, now)
+            case "deadline":
+                self._fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
+            case "refused" | "preempted":
+                self._refused(record, worker_id, end, now)
+            case "cancelled" if worker_id == attempt.decode and attempt.live:
+                # P gave the reservation up, and says why itself.
+                self.counters["decode_leg_cancelled"] += 1
+            case "invalid":
+                # The request is the cause: no other worker would do better, and no worker is to blame.
+                self.counters["invalid"] += 1
+                self._lost_attempt(record, UnsamplableError("sampling", end.detail), now)
+            case "failed" | "cancelled":
+                self._failed(record, worker_id, end, now)
+
+    def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
+        """A worker's stream holds all tokens of its answer before the end, so that a gap is a fault of that worker."""
+        if record.ledger.has_gap:
+            self.counters["end_before_tokens"] += 1
+            self._failed(record, worker_id, end, now)
+            return
+        self._attempts.passed("prefill" if worker_id == record.running.prefill else "decode", record.running, now)
+        note_answer(record, worker_id, end)
+        self._finish(record, reason, now)
+
+    # ---------------------------------------------------------------- ends
+
+    def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
+        """Not a fault of the request: D has no room, or no more. P speaks for D here, so that D is the one to avoid. Or
+        the pair is not there."""
+        self.counters[end.reason] += 1
+        leg: Leg = "transfer" if end.in_transfer else "decode"
+        if end.in_transfer:
+            self.counters["pair_refused"] += 1
+            self._attempts.pair_refused(record, end, now)
+        can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
+        error = self._retries.after_refusal(record, worker_id, end, can_wait=can_wait)
+        if error is None:
+            pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
+            for to_avoid in self._attempts.to_avoid(record.running, leg):
+                self._avoid(record, to_avoid, pause_s, now)
+        self._lost_attempt(record, error, now)
+
+    def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
+        self._retries.note_progress(record)
+        leg = blame(record.running, worker_id, end)
+        is_free = self._attempts.failed(record, leg, end, now)
+        for to_avoid in self._attempts.to_avoid(record.running, leg):
+            self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
+        self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", FAILURE_CODES[leg], now, is_free=is_free)
+
+    def _fault(self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False) -> None:
+        """The attempt is lost. The next one goes on after the tokens that were released, while tries are left."""
+        self.counters[code] += 1
+        self._lost_attempt(record, self._retries.after_fault(record, message, code, is_free=is_free), now)
+
+    def _lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> None:
+        """Where all tokens of the answer are here there is nothing to try again, and no error."""
+        if (reason := record.end_of_answer()) is not None:
+            self._finish(record, reason, now)
+        elif error is not None:
+            self._fail(record, error, now)
+        else:
+            self._end_attempt(record, now)
+            record.advance(RequestEvent.PUT_BACK)
+            record.prepare_to_continue()
+            self._waiting.put_back(record, now)
+
+    def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
+        self._end_attempt(record, now)
+        record.advance(RequestEvent.ANSWERED)
+        self._attempts.answered(len(record.ledger.released))
+        self._out.append(events.Finish(record.request_id, record.completion(reason)))
+        self._close(record, reason, now)
+
+    def _fail(
+        self,
+        record: RequestRecord,
+        error: DisaggError,
+        now: float,
+        event: RequestEvent = RequestEvent.FAILED,
+        num_answered: int | None = None,
+    ) -> None:
+        if record.attempt is None:
+            self._waiting.remove(record.request_id)
+        else:
+            self._end_attempt(record, now)
+        record.advance(event)
+        self._out.append(events.Fail(record.request_id, error))
+        self._close(record, error.code if num_answered is None else "stop", now, num_answered)
+
+    def _end_attempt(self, record: RequestRecord, now: float) -> None:
+        self._out.extend(self._attempts.end(record, now))
+        self._tenants.stopped(record.tenant, now)
+
+    def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
+        del self._requests[record.request_id]
+        if not record.is_probe:
+            tenant = record.tenant
+            tenant.num_boosted -= record.is_boosted
+            if tenant.tokens is not None:
+                self._tenants.give_back(tenant.name, record.cost - record.num_used, 0, now)
+            self._waiting.settle(record)
+        self._wakeups.forget(record.request_id)
+        cached_tokens = record.cached_tokens or 0
+        self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
+        self.counters.update(record.ledger.dropped)
+
+    # ---------------------------------------------------------------- queue and time
+
+    def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
+        until = now + min(pause_s, self._config.max_pause_s)
+        record.avoid_until = {**record.avoid_until, worker_id: until}
+        self._wakeups.add(until, record.request_id)
+
+    def _wake(self, now: float) -> None:
+        """Look at every request whose time has come: its deadline, the end of a pause or of the wait for a worker."""
+        while (request_id := self._wakeups.pop_due(now)) is not None:
+            record = self._requests.get(request_id)
+            if record is None:
+                continue
+            if record.is_expired(now):
+                self._fail(record, DeadlineError(f"the deadline passed while {record.state.value}"), now)
+            elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
+                role = self._fleet.missing_role() or "decode"
+                message = f"for {self._config.no_worker_grace_s:g} s there was no {role} worker that could take it"
+                self._fail(record, UnavailableError(message, f"no_{role}_capacity"), now)

@@ -1,0 +1,298 @@
+"""The requests that wait for a worker: in the queue while somebody could take them, set aside while nobody could even
+if empty.
+
+    add ──> queue ──a look finds room──> placed
+              │  ^
+       nobody │  │ a worker comes
+       could  v  │
+            set aside ──the grace is over──> the core fails it
+
+Looks go from the head on. One that is not placed lets others pass: it avoids a worker, or the best worker for it has no
+slot just now and waiting is cheaper than what is free, or it needs more room than there is. In the last case only
+smaller ones are looked at, and after a while a worker is kept for it: else large requests would starve, see
+`reservation`. At most `MAX_LOOKS` requests are looked at for one event, and none when nothing happened that could have
+made room, so an event costs the same however long the queue.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from disagg.proto.ids import RequestId
+from disagg.router.config import RouterConfig
+from disagg.router.placement.fleet import Fleet
+from disagg.router.queueing.queue import RequestQueue
+from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests.attempts import Attempts, Blocked
+from disagg.router.requests.events import Dispatch
+from disagg.router.requests.forecast import work_ms
+from disagg.router.requests.record import RequestRecord
+from disagg.router.requests.reservation import Reservation
+from disagg.router.requests.wakeups import Wakeups
+
+MAX_LOOKS = 16
+"""In one event, at requests that are not placed."""
+MAX_PASSED = 64
+"""Requests from the head of the queue on among which smaller ones are looked for, where one waits for room."""
+
+
+class Waiting:
+    """See the module docstring.
+
+    Args:
+        config: how long to wait for a worker that could take a request at all.
+        records: the requests that have not ended; read only.
+        fleet: the workers.
+        attempts: places requests.
+        wakeups: gets the end of the grace.
+        tenants: who may have more running.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        records: Mapping[RequestId, RequestRecord],
+        fleet: Fleet,
+        attempts: Attempts,
+        wakeups: Wakeups,
+        tenants: Tenants,
+    ) -> None:
+        self.queue = RequestQueue(config.fair_quantum_tokens, tenants.may_run)
+        self._tenants = tenants
+        self._config = config
+        self._records = records
+        self._fleet = fleet
+        self._attempts = attempts
+        self._wakeups = wakeups
+        self._aside: dict[RequestId, RequestRecord] = {}
+        self._reservation = Reservation(fleet, config.bypass_s)
+        self._must_look = False
+        self._least_lacking: int | None = None
+        """The least tokens for which there is no room; None where no request waits for room."""
+        self._least_kept_off: int | None = None
+        """The same where a worker is kept for another request."""
+        self._seen_openings = 0
+        self._seen_releases = 0
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._aside)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.queue or request_id in self._aside
+
+    def add(self, record: RequestRecord, now: float) -> Dispatch | None:
+        """A new request: placed at once, or queued."""
+        position = 0
+        if self.queue:
+            position = self.queue.position(record.urgency, record.tenant.share)
+        else:
+            self._all_seen()
+        if not self._set_aside(record, now):
+            result = None
+            may_run = self._may_run(record)
+            fits = self._may_fit(record)
+            if may_run and fits and position < (MAX_LOOKS if self._least_lacking is None else MAX_PASSED):
+                result = self._try_start(record, now, position)
+                if isinstance(result, Dispatch):
+                    return result
+            self._push(record, now)
+            if result is Blocked.NO_ROOM:
+                self._note_lacking(record, now)
+                self._note_large(record, now)
+            elif may_run and not fits:
+                self._note_lacking(record, now)
+        record.tenant.num_waiting += 1
+        return None
+
+    def put_back(self, record: RequestRecord, now: float) -> None:
+        """A request whose attempt was lost."""
+        record.tenant.num_waiting += 1
+        self._push(record, now)
+        self._must_look = True
+
+    def remove(self, request_id: RequestId) -> None:
+        """A waiting request ended."""
+        record = self._records[request_id]
+        record.tenant.num_waiting -= 1
+        if self._aside.pop(request_id, None) is None:
+            self._take_out(record)
+            self._must_look = True
+
+    def settle(self, record: RequestRecord) -> None:
+        """A request ended: what its tenant was charged for it and it did not take is given back."""
+        if record.is_charged:
+            self.queue.settle(record.tenant.share, record.cost, record.num_used)
+
+    def workers_changed(self, now: float) -> None:
+        """A worker came, went or drains."""
+        self._must_look = True
+        self._reservation.workers_changed()
+        if not self._aside:
+            return
+        for record in [record for record in self._aside.values() if self._could_fit(record)]:
+            del self._aside[record.request_id]
+            record.unservable_since = None
+            self._push(record, now)
+
+    def limits_changed(self) -> None:
+        """A tenant may have become able to run more."""
+        self._must_look = True
+
+    def wake(self, record: RequestRecord, now: float) -> bool:
+        """A waiting request's time has come. Returns whether it waited long enough for a worker that could take it."""
+        self._must_look = True
+        since = record.unservable_since
+        return since is not None and now >= since + self._config.no_worker_grace_s
+
+    def place(self, now: float) -> list[Dispatch]:
+        """Place whom there is room for."""
+        self._all_seen()
+        self._tenants.note_time(now)
+        self.queue.look()
+        placed: list[Dispatch] = []
+        position = num_looks = 0
+        looked_at: set[RequestId] = set()
+        while position < MAX_PASSED and num_looks < MAX_LOOKS:
+            request_id = self.queue.at(position)
+            if request_id is None:
+                break
+            if request_id in looked_at:
+                position += 1
+                continue
+            record = self._records[request_id]
+            if self._set_aside(record, now):
+                self._take_out(record)
+                continue
+            looked_at.add(request_id)
+            if not self._may_fit(record):
+                self._note_lacking(record, now)
+                position += 1
+                continue
+            result = self._try_start(record, now, position)
+            if isinstance(result, Dispatch):
+                record.tenant.num_waiting -= 1
+                placed.append(result)
+                if self._take_out(record):  # For the next one of those that were passed.
+                    looked_at.clear()
+                    position = 0
+                elif self.queue.has_turns:  # Its tenant stands further back now, others where a look was already.
+                    position = 0
+            else:
+                position, num_looks = position + 1, num_looks + 1
+                if result is Blocked.NO_ROOM and not record.avoid_until:
+                    self._note_lacking(record, now)
+                    self._note_large(record, now)
+                elif record.lacks_room_since is not None:
+                    self._note_room(record, now)
+            if not self._fleet.has_opening:
+                break
+        return placed
+
+    def has_reason_to_look(self) -> bool:
+        """Whether something happened that could let a waiting request in."""
+        if not self.queue:
+            return False
+        fleet = self._fleet
+        if self._must_look or fleet.num_openings != self._seen_openings:
+            return True
+        waits_for_release = self._least_lacking is not None or self.queue.passes_over
+        return waits_for_release and fleet.num_releases != self._seen_releases
+
+    def _queued_ms(self, position: int) -> float:
+        """How long the prompts before a position keep the workers that are there for prompts."""
+        num_workers = self._fleet.backlog()[1] if position else 0
+        return self.queue.work_before(position) / num_workers if num_workers else 0.0
+
+    def _all_seen(self) -> None:
+        """What happened so far is no reason to look again."""
+        self._must_look = False
+        self._least_lacking = self._least_kept_off = None
+        self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
+
+    def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
+        queued_ms = self._queued_ms(position) if position else 0.0
+        kept = () if self._reservation.holder is None else self._reservation.kept_from(record)
+        result = self._attempts.try_start(record, now, queued_ms, kept)
+        if isinstance(result, Dispatch):
+            self._tenants.started(record.tenant)
+            if not record.is_charged:
+                record.is_charged = True
+                self.queue.charge(record.tenant.share, record.cost)
+        return result
+
+    def _may_run(self, record: RequestRecord) -> bool:
+        """Whether the tenant of a new request may have one more running."""
+        if record.tenant.is_unlimited or self._tenants.may_run(record.tenant.name):
+            return True
+        self.queue.passes_over = True
+        return False
+
+    def _may_fit(self, record: RequestRecord) -> bool:
+        """Whether it is worth a look: it needs less than what there is no room for."""
+        if self._least_lacking is None:
+            return True
+        needed = self._attempts.room_needed(record)
+        if self._least_kept_off is not None and needed >= self._least_kept_off and self._reservation.kept_from(record):
+            return False
+        return needed < self._least_lacking
+
+    def _note_lacking(self, record: RequestRecord, now: float) -> None:
+        """No worker has room for a request in the queue."""
+        needed = self._attempts.room_needed(record)
+        self._seen_releases = self._fleet.num_releases
+        if self._reservation.kept_from(record):
+            self._least_kept_off = min(needed, self._least_kept_off or needed)
+            return
+        self._least_lacking = min(needed, self._least_lacking or needed)
+        if not self._fleet.has_opening:  # It would wait for a slot, however much room there was.
+            return
+        if record.lacks_room_since is None:
+            record.lacks_room_since = now
+            self._wakeups.add(now + self._config.bypass_s, record.request_id)
+        if self._reservation.is_for(record, now):
+            self._reservation.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
+
+    def _note_large(self, record: RequestRecord, now: float) -> None:
+        """Where there is room for one half its size, a request waits because it is large. Others pass it, so that its
+        prompt keeps them from nothing."""
+        if not record.is_passed and self._attempts.has_room_for_half(record, now):
+            record.is_passed = True
+            self.queue.set_work(record.request_id, 0.0)
+
+    def _note_room(self, record: RequestRecord, now: float) -> None:
+        """There is room for a request in the queue again, and it waits for something else."""
+        record.lacks_room_since = None
+        if record.is_passed:
+            record.is_passed = False
+            self.queue.set_work(record.request_id, self._work_ms(record, now))
+
+    def _take_out(self, record: RequestRecord) -> bool:
+        """A request leaves the queue. Returns whether a worker was kept for it."""
+        self.queue.remove(record.request_id)
+        record.lacks_room_since, record.is_passed = None, False
+        return self._reservation.release(record)
+
+    def _set_aside(self, record: RequestRecord, now: float) -> bool:
+        """Set a request aside if no present worker could take it even if empty."""
+        if self._could_fit(record):
+            return False
+        self._aside[record.request_id] = record
+        record.unservable_since = now
+        self._wakeups.add(now + self._config.no_worker_grace_s, record.request_id)
+        return True
+
+    def _could_fit(self, record: RequestRecord) -> bool:
+        """Whether a present worker could take a request if it were empty."""
+        fleet, num_tokens = self._fleet, record.num_tokens
+        if num_tokens < fleet.longest_new_sequence:
+            return True
+        return bool(record.ledger.released) and num_tokens < fleet.longest_continued_sequence
+
+    def _push(self, record: RequestRecord, now: float) -> None:
+        cost = 0 if record.is_charged else record.cost
+        self.queue.push(record.request_id, record.urgency, self._work_ms(record, now), record.tenant.share, cost)
+
+    def _work_ms(self, record: RequestRecord, now: float) -> float:
+        return work_ms(self._fleet, record.block_hashes, record.num_tokens, now)

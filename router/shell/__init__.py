@@ -1,0 +1,1 @@
+"""The router's edge: clock, sockets, streams to workers."""

@@ -1,0 +1,333 @@
+"""The shell around the router core: sockets, clock and tasks. It decides nothing.
+
+    RouterServer   feeds every event to the core, executes its commands, wakes it in time;
+                   notices whose session stands and says nothing                              one per gateway
+    WorkerLink     one worker: channel, session, report stream; comes back after a break       one per worker
+
+Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.messages import AuditReport, WorkerInfo
+from disagg.router.api import ClusterView, RequestHandle, RequestTrace, RoutedRequest
+from disagg.router.config import RouterConfig
+from disagg.router.limits import CallDemand, TenantLimits
+from disagg.router.requests.events import (
+    CancelOn,
+    CancelRequest,
+    Command,
+    ConnectPair,
+    Dispatch,
+    DrainWorker,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    FromWorker,
+    LimitsChanged,
+    ResumeWorker,
+    Submit,
+    Tick,
+    WatchAgain,
+    WorkerHeard,
+    WorkerIsDrained,
+    WorkerLost,
+    WorkerReported,
+    WorkerSuspected,
+    WorkerUp,
+)
+from disagg.router.requests.router_core import RouterCore
+from disagg.router.shell import wire
+from disagg.router.shell.handle import Handle
+from disagg.router.shell.vigil import SWEEP_S, Vigil, limit
+from disagg.router.shell.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 0.5
+"""How long `RouterServer.stop` lets the last cancels go out."""
+
+
+class RouterServer:
+    """Implements `api.Router`. Owner of the core and of all links; lives on one event loop.
+
+    Raises (at construction):
+        ValueError: if two workers have one id.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        gateway_id: GatewayId,
+        workers: Sequence[WorkerInfo],
+        secret: ClusterSecret,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._gateway_id = gateway_id
+        self._secret = secret
+        self._clock = clock
+        self._core = RouterCore(config, gateway_id)
+        self._initial = {info.worker_id: info for info in workers}
+        if len(self._initial) != len(workers):
+            raise ValueError("two workers have one id")
+        self._links: dict[WorkerId, WorkerLink] = {}
+        self._draining: dict[WorkerId, Incarnation] = {}
+        self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
+        """Called when nothing runs any more on a worker that was drained; set by whoever drains."""
+        self._handles: dict[RequestId, Handle] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due: float | None = None
+        self._vigil: Vigil[tuple[WorkerId, Incarnation]] = Vigil(
+            limit(config.silent_after_s), limit(config.stuck_after_s)
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+        self._link_came_up = asyncio.Event()
+        self._stopped = False
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Begin to connect to the workers; returns at once. See `wait_until_connected`."""
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+        for info in self._initial.values():
+            await self.add_worker(info)
+
+    async def wait_until_connected(self, timeout_s: float) -> None:
+        """Until every worker greeted. Raises `TimeoutError` naming those that did not."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(link.is_up for link in self._links.values()):
+                    self._link_came_up.clear()
+                    await self._link_came_up.wait()
+        except TimeoutError:
+            missing = sorted(worker_id for worker_id, link in self._links.items() if not link.is_up)
+            raise TimeoutError(f"no session with {', '.join(missing)} after {timeout_s:g} s") from None
+
+    async def stop(self) -> None:
+        """Fail what still runs, tell the workers, and end every task."""
+        for handle in list(self._handles.values()):
+            handle.fail(UnavailableError("the router is stopping", "shutting_down"))
+            self._cancel(handle.request_id)
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await asyncio.gather(*(link.stop(_FLUSH_S) for link in self._links.values()))
+        self._links.clear()
+
+    async def add_worker(self, info: WorkerInfo) -> None:
+        """Follow a worker from now on; a link to the same worker id (an earlier address) is replaced."""
+        await self.remove_worker(info.worker_id)
+        link = WorkerLink(info, self._gateway_id, self._secret, self._config, self._handle_event)
+        self._links[info.worker_id] = link
+        link.start()
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """Follow a worker no longer; its attempts are placed elsewhere. Does nothing for an unknown one."""
+        link = self._links.get(worker_id)
+        if link is not None:
+            # First the core, which must not dispatch to a link that is gone.
+            self._handle_event(WorkerLost(worker_id, link.info.incarnation))
+            del self._links[worker_id]
+            self._draining.pop(worker_id, None)
+            await link.stop(flush_s=0)
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Place nothing on that life of a worker any more; `on_drained` says when nothing of ours runs there."""
+        link = self._links.get(worker_id)
+        if link is None or self._draining.get(worker_id) == incarnation:
+            return
+        self._draining[worker_id] = incarnation
+        if link.is_up and link.info.incarnation == incarnation:
+            self._handle_event(DrainWorker(worker_id, incarnation))
+        else:
+            self.on_drained(worker_id, incarnation)
+
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Use that life of a worker again, if it is drained; nothing else is changed."""
+        if self._draining.get(worker_id) != incarnation:
+            return
+        del self._draining[worker_id]
+        logger.warning("%s is not to be drained any more; it is used again", worker_id)
+        self._handle_event(ResumeWorker(worker_id, incarnation))
+
+    # ---------------------------------------------------------------- api.Router
+
+    def admit(self, call: CallDemand) -> None:
+        """See `api.Router`."""
+        error = self._core.admit(call, self._clock())
+        if error is not None:
+            raise error
+
+    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+        """See `api.Router`."""
+        self._core.give_back(tenant, num_tokens, num_answers, self._clock())
+
+    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """See `api.Router`."""
+        self._handle_event(LimitsChanged(limits))
+
+    def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
+        """See `api.Router`."""
+        if self._stopped:
+            raise UnavailableError("the router is stopping", "shutting_down")
+        handle = Handle(request.request_id, self._cancel)
+        if self._handles.setdefault(request.request_id, handle) is not handle:
+            raise ValueError(f"request id {request.request_id} is in use")
+        try:
+            self._handle_event(Submit(request, arrival))
+        except Exception:
+            self._drop(request.request_id)
+            raise
+        if handle.error is not None:
+            raise handle.error
+        return handle
+
+    def check_room(self) -> None:
+        """See `api.Router`."""
+        if (error := self._core.room_refusal()) is not None:
+            raise error
+
+    def view(self) -> ClusterView:
+        """See `api.Router`."""
+        missing = tuple(link.info for _, link in sorted(self._links.items()) if not link.is_up)
+        return replace(self._core.view(self._clock()), unreachable=missing)
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        """See `api.Router`."""
+        return self._core.trace(request_id)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """See `api.Router`."""
+        return self._core.recent(limit)
+
+    # ---------------------------------------------------------------- for operators and tests
+
+    def holdings(self) -> dict[str, int]:
+        """See `RouterCore.holdings`."""
+        return self._core.holdings()
+
+    def check_integrity(self) -> list[str]:
+        """See `RouterCore.check_integrity`."""
+        return self._core.check_integrity()
+
+    def counters(self) -> dict[str, int]:
+        """See `RouterCore.counters`."""
+        return dict(self._core.counters)
+
+    async def audit(self, timeout_s: float = 5.0) -> list[AuditReport]:
+        """What every worker holds. Raises `UnavailableError` if one does not answer, once none is asked any more."""
+        found = await asyncio.gather(*(link.audit(timeout_s) for link in self._links.values()), return_exceptions=True)
+        reports: list[AuditReport] = []
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+            reports.append(each)
+        return reports
+
+    # ---------------------------------------------------------------- events and commands
+
+    def _cancel(self, request_id: RequestId) -> None:
+        handle = self._handles.get(request_id)
+        self._handle_event(CancelRequest(request_id, None if handle is None else handle.num_answered))
+
+    def _drop(self, request_id: RequestId) -> None:
+        """A fault of ours while a request was taken: its client gets no handle, so nothing may be left of it."""
+        try:
+            self._handle_event(CancelRequest(request_id))
+        except Exception:
+            logger.exception("request %s could not be taken, and what it holds could not be given back", request_id)
+        self._handles.pop(request_id, None)
+
+    def _handle_event(self, event: Event) -> None:
+        if self._stopped:
+            return
+        if isinstance(event, WorkerUp):
+            self._link_came_up.set()
+        self._listen(event)
+        for command in self._core.handle(event, self._clock()):
+            self._execute(command)
+        self._set_timer()
+        self._keep_draining(event)
+
+    def _listen(self, event: Event) -> None:
+        """Whatever a worker sends shows that it lives; a report says whether its engine does."""
+        match event:
+            case WorkerUp(info=info):
+                self._vigil.watch((info.worker_id, info.incarnation))
+            case WorkerLost(worker_id=worker_id, incarnation=incarnation):
+                self._vigil.forget((worker_id, incarnation))
+            case FromWorker(worker_id=worker_id, incarnation=incarnation):
+                self._heard((worker_id, incarnation), None)
+            case WorkerReported(report=report):
+                self._heard((report.worker_id, report.incarnation), report.turn_s)
+
+    def _heard(self, life: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
+        if self._vigil.heard(life, turn_s):
+            logger.warning("%s speaks again", life[0])
+            self._handle_event(WorkerHeard(*life))
+
+    async def _sweep(self) -> None:
+        """Look again and again for workers that hang."""
+        while True:
+            try:
+                for life, why in self._vigil.sweep(self._clock()):
+                    logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
+                    self._handle_event(WorkerSuspected(*life, why))
+            except Exception:
+                # A fault of ours. This is the barrier: without the next look no worker that hangs is ever noticed.
+                logger.exception("looking for workers that hang failed; the next look is in %g s", SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
+
+    def _keep_draining(self, event: Event) -> None:
+        """A worker that drains is empty when its session breaks, and drains on when it is back."""
+        if isinstance(event, WorkerLost) and self._draining.get(event.worker_id) == event.incarnation:
+            self.on_drained(event.worker_id, event.incarnation)
+        elif isinstance(event, WorkerUp) and self._draining.get(event.info.worker_id) == event.info.incarnation:
+            self._handle_event(DrainWorker(event.info.worker_id, event.info.incarnation))
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Emit(request_id=request_id, batch=batch):
+                self._handles[request_id].put(batch)
+            case Dispatch(worker_id=worker_id, message=message):
+                self._links[worker_id].send(message)
+            case CancelOn(worker_id=worker_id, key=key):
+                self._links[worker_id].send(wire.cancel(key))
+            case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
+                self._links[prefill_id].send(wire.connect(peer))
+            case Finish(request_id=request_id, completion=completion):
+                self._handles.pop(request_id).finish(completion)
+            case Fail(request_id=request_id, error=error):
+                self._handles.pop(request_id).fail(error)
+            case WatchAgain(worker_id=worker_id):
+                self._links[worker_id].watch_again()
+            case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
+                self.on_drained(worker_id, incarnation)
+
+    def _set_timer(self) -> None:
+        due = self._core.next_wakeup()
+        if due == self._timer_due:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due, self._timer = due, None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = self._timer_due = None
+        self._handle_event(Tick())

@@ -1,0 +1,202 @@
+"""The gateway's streams to one worker: a session, which brings its steps, and its reports.
+
+    connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
+
+A link writes its session from one bounded queue; a worker that reads nothing until the queue is full is treated as
+lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+import grpc.aio
+import msgspec
+
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import is_stale, open_channel
+from disagg.proto.errors import DisaggError, UnavailableError
+from disagg.proto.ids import GatewayId
+from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode
+from disagg.proto.services import AUDIT, GATEWAY_ID_METADATA, SESSION, WATCH
+from disagg.router.config import RouterConfig
+from disagg.router.requests.events import Event, FromWorker, WorkerLost, WorkerReported, WorkerUp
+from disagg.router.shell import wire
+
+logger = logging.getLogger(__name__)
+
+_SessionCall = grpc.aio.StreamStreamCall[bytes, bytes]
+_FAULTS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, msgspec.MsgspecError, DisaggError, TimeoutError)
+"""What may happen to a stream; all of it ends the stream, and none of it the link."""
+
+
+class WorkerLink:
+    """The gateway's streams to one worker. Owner of its channel, queue and tasks; see the module docstring."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        gateway_id: GatewayId,
+        secret: ClusterSecret,
+        config: RouterConfig,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.info = info
+        self._gateway_id = gateway_id
+        self._secret = secret
+        self._config = config
+        self._on_event = on_event
+        self._channel = open_channel(info.address, secret)
+        self._opened_at = time.time()
+        self._outbox: asyncio.Queue[wire.Outgoing] = asyncio.Queue(config.outbox_frames)
+        self._overflow = asyncio.Event()
+        self._watch_again = False
+        self._is_up = False
+        self._greeted = False
+        """Whether the latest try got as far as a session."""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the worker greeted and the session stands."""
+        return self._is_up
+
+    def start(self) -> None:
+        """Begin to connect, and to connect again whenever the session breaks."""
+        self._task = asyncio.create_task(self._run(), name=f"link-{self.info.worker_id}")
+
+    async def stop(self, flush_s: float) -> None:
+        """Send what is queued, for at most `flush_s` seconds, then close. With 0 the tasks are cancelled at once."""
+        if self._is_up and flush_s:
+            try:
+                await asyncio.wait_for(self._outbox.join(), flush_s)
+            except TimeoutError:
+                logger.warning("%s: %d frames were not sent", self.info.worker_id, self._outbox.qsize())
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close(None)
+
+    def send(self, message: wire.Outgoing) -> None:
+        """Queue a frame for the session. Without a session it is dropped: the core hears of the loss anyway."""
+        if not self._is_up:
+            return
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow.set()
+
+    def watch_again(self) -> None:
+        """Open a new report stream once the report at hand is dealt with."""
+        self._watch_again = True
+
+    async def audit(self, timeout_s: float) -> AuditReport:
+        """What the worker holds. Raises `UnavailableError` if it does not answer."""
+        try:
+            call = self._channel.unary_unary(AUDIT, None, None)
+            frame = await call(encode(AuditRequest()), timeout=timeout_s, metadata=self._secret.metadata)
+            return wire.audit_report(frame)
+        except grpc.aio.AioRpcError as error:
+            message = f"{self.info.worker_id} does not answer: {error.details()}"
+            raise UnavailableError(message, "worker_lost") from error
+
+    async def _run(self) -> None:
+        pause_s = self._config.min_reconnect_s
+        while True:
+            self._greeted = False
+            try:
+                await self._connect()
+            except _FAULTS as error:
+                logger.info("%s at %s: %s", self.info.worker_id, self.info.address, _describe(error))
+            except Exception:
+                # A fault of ours. The link is the barrier: the worker counts as lost, its requests go elsewhere.
+                logger.exception("%s: the session failed", self.info.worker_id)
+            pause_s = self._config.min_reconnect_s if self._greeted else min(2 * pause_s, self._config.max_reconnect_s)
+            await asyncio.sleep(pause_s)
+
+    async def _connect(self) -> None:
+        if is_stale(self._opened_at, self._secret, time.time()):
+            await self._channel.close(None)
+            self._channel, self._opened_at = open_channel(self.info.address, self._secret), time.time()
+        open_session = self._channel.stream_stream(SESSION, None, None)
+        call: _SessionCall = open_session(
+            None, metadata=((GATEWAY_ID_METADATA, self._gateway_id), *self._secret.metadata)
+        )
+        try:
+            frame = await asyncio.wait_for(_read(call), self._config.hello_timeout_s)
+            await self._session(call, wire.hello(frame, self.info.worker_id))
+        finally:
+            call.cancel()
+
+    async def _session(self, call: _SessionCall, info: WorkerInfo) -> None:
+        self.info = info
+        self._outbox = asyncio.Queue(self._config.outbox_frames)
+        self._overflow.clear()
+        self._is_up = self._greeted = True
+        try:
+            self._on_event(WorkerUp(info))
+            await _first_to_end(self._read_session(call), self._write_session(call), self._watch(), self._overflowed())
+        finally:
+            self._is_up = False
+            self._on_event(WorkerLost(info.worker_id, info.incarnation))
+
+    async def _read_session(self, call: _SessionCall) -> None:
+        while True:
+            update = wire.step_update(await _read(call))
+            self._on_event(FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+    async def _write_session(self, call: _SessionCall) -> None:
+        while True:
+            message = await self._outbox.get()
+            await call.write(encode(message))
+            self._outbox.task_done()
+
+    async def _overflowed(self) -> None:
+        await self._overflow.wait()
+        raise UnavailableError(f"{self._outbox.qsize()} frames wait for {self.info.worker_id}", "worker_lost")
+
+    async def _watch(self) -> None:
+        """Follow the reports for as long as the session stands, on one stream after the other."""
+        while True:
+            self._watch_again = False
+            call = self._channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=self._secret.metadata)
+            try:
+                async for frame in call:
+                    self._on_event(WorkerReported(wire.report(frame)))
+                    if self._watch_again:
+                        break
+            except _FAULTS as error:
+                logger.info("%s: reports broke: %s", self.info.worker_id, _describe(error))
+            finally:
+                call.cancel()
+            if not self._watch_again:
+                await asyncio.sleep(self._config.min_reconnect_s)
+
+
+async def _read(call: _SessionCall) -> bytes:
+    frame = await call.read()
+    if not isinstance(frame, bytes):  # EOF
+        raise UnavailableError("the worker closed the session", "worker_lost")
+    return frame
+
+
+async def _first_to_end(*coroutines: Coroutine[None, None, None]) -> None:
+    """Run all until one ends; end the others, wait for them, and raise what the first one raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"

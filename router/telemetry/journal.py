@@ -1,0 +1,207 @@
+"""What is noted of requests: a trace each, and the sums over all of them.
+
+    arrived ──> token* ──> ended          refused: never began, noted all the same
+
+A target is met or missed by what the router saw: the first token's arrival here, and the mean time between tokens. A
+request that failed or was refused missed all of its targets. One that its client gave up missed those that were missed
+by then; of the others nobody knows, and they are not counted.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from disagg.proto.errors import LimitError, RequestCancelledError
+from disagg.router.api import RequestTrace
+from disagg.router.telemetry.recent import Recent
+from disagg.router.telemetry.spans import durations_of
+from disagg.router.telemetry.tally import Rates, Tally, TenantUsage
+from disagg.router.telemetry.traces import TraceRing
+
+logger = logging.getLogger(__name__)
+
+ANSWERED = ("stop", "length")
+"""Outcomes of requests that were answered."""
+RATE_WINDOW_S = 10
+SLO_WINDOW_S = 60
+SLOS = ("ttft", "tpot", "both")
+_TRACE_ID_PART = 1
+"""Of a `traceparent`, between dashes."""
+
+
+class Journal:
+    """See the module docstring.
+
+    Args:
+        num_traces: ended requests whose traces are kept.
+        decisions: counts of decisions, by reason, kept by whoever decides.
+    """
+
+    def __init__(self, num_traces: int, decisions: Counter[str]) -> None:
+        self.tally = Tally(decisions=decisions)
+        self.traces = TraceRing(num_traces)
+        self._recent = Recent(SLO_WINDOW_S)
+
+    # ---------------------------------------------------------------- events
+
+    def arrived(self, trace: RequestTrace) -> None:
+        """A request was taken in."""
+        self.traces.begin(trace)
+
+    def tokens(self, trace: RequestTrace, num_tokens: int, now: float) -> None:
+        """The next tokens of an answer came, at least one, all at once."""
+        trace.num_output_tokens += num_tokens
+        before, trace.last_token_at = trace.last_token_at, now
+        if trace.is_probe:
+            trace.stages.setdefault("first_token", now)
+            return
+        tally = self.tally
+        tally.num_output_tokens += num_tokens
+        self._recent.add(now, "tokens", num_tokens)
+        if before is None:
+            trace.stages["first_token"] = now
+            tally.ttft[trace.marks[-1].path].observe(now - trace.arrival)
+        else:
+            gap = now - before
+            tally.itl.observe(gap)
+            if gap > trace.max_itl_s:
+                trace.max_itl_s = gap
+        if num_tokens > 1:
+            tally.itl.observe(0.0, num_tokens - 1)
+
+    def ended(
+        self, trace: RequestTrace, outcome: str, now: float, *, cached_tokens: int = 0, num_answered: int | None = None
+    ) -> None:
+        """A request is over, or was refused.
+
+        Args:
+            trace: of it.
+            outcome: `stop`, `length`, or the code of an error.
+            now: the time.
+            cached_tokens: of the prompt, that nobody computed.
+            num_answered: output tokens that the client got, where the rest was cut off.
+        """
+        trace.outcome = outcome
+        if num_answered is not None:
+            trace.num_output_tokens = num_answered
+        self.traces.end(trace, now)
+        if not trace.is_probe:
+            self._count(trace, cached_tokens, now)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log(trace, now)
+
+    def refused(self, error: LimitError) -> None:
+        """A call or a request was refused because of a limit of its tenant."""
+        self._usage(error.tenant).refused[error.limit] += 1
+
+    # ---------------------------------------------------------------- questions
+
+    def rates(self, now: float) -> Rates:
+        """Of the last ten seconds, of which the present one is not over."""
+        totals = self._recent.totals(now, RATE_WINDOW_S)
+        span_s = RATE_WINDOW_S - 1 + now % 1.0
+        return Rates(totals["requests"] / span_s, totals["tokens"] / span_s)
+
+    def slos(self, now: float) -> dict[str, tuple[int, int]]:
+        """Of the last minute: target -> (requests that met it, requests that had it)."""
+        totals = self._recent.totals(now)
+        return {slo: (met := totals[f"{slo} met"], met + totals[f"{slo} missed"]) for slo in SLOS}
+
+    # ---------------------------------------------------------------- inside
+
+    def _usage(self, tenant: str) -> TenantUsage:
+        usage = self.tally.tenants.get(tenant)
+        if usage is None:
+            usage = self.tally.tenants[tenant] = TenantUsage()
+        return usage
+
+    def _count(self, trace: RequestTrace, cached_tokens: int, now: float) -> None:
+        tally = self.tally
+        tally.outcomes[trace.outcome] += 1
+        usage = self._usage(trace.tenant)
+        usage.outcomes[trace.outcome] += 1
+        usage.output_tokens += trace.num_output_tokens
+        if trace.marks:
+            usage.prompt_tokens += trace.num_prompt_tokens
+        self._recent.add(now, "requests")
+        for slo, met in slos_met(trace, now).items():
+            tally.slos[slo, met] += 1
+            self._recent.add(now, f"{slo} {'met' if met else 'missed'}")
+        for stage, duration_s in durations_of(trace).items():
+            tally.stages[stage].observe(duration_s)
+        if trace.outcome not in ANSWERED:
+            return
+        tally.e2e.observe(now - trace.arrival)
+        tally.prompt_tokens.observe(trace.num_prompt_tokens)
+        tally.output_tokens.observe(trace.num_output_tokens)
+        tally.cached_tokens += cached_tokens
+        for what, ratio in prediction_ratios(trace).items():
+            tally.prediction_ratio[what].observe(ratio)
+
+
+def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
+    """Which of its targets an ended request met, and whether all: `ttft`, `tpot`, `both`. Left out is what it did not
+    have, and what nobody can tell because its client left first."""
+    if trace.ttft_slo_s is None and trace.tpot_slo_s is None:
+        return {}
+    targets = {"ttft": trace.ttft_slo_s, "tpot": trace.tpot_slo_s}
+    had = {slo: limit_s for slo, limit_s in targets.items() if limit_s is not None}
+    answered = trace.outcome in ANSWERED
+    if not answered and trace.outcome != RequestCancelledError.code:
+        return {**dict.fromkeys(had, False), "both": False}
+    missed = {slo for slo, limit_s in had.items() if _measured(trace, slo, now) > limit_s}
+    if answered:
+        return {**{slo: slo not in missed for slo in had}, "both": not missed}
+    return dict.fromkeys((*missed, "both"), False) if missed else {}
+
+
+def prediction_ratios(trace: RequestTrace) -> dict[str, float]:
+    """What was measured over what was predicted, of an answer that took one attempt and whose policy predicts."""
+    placement = trace.placement
+    if placement is None or len(trace.marks) != 1:
+        return {}
+    marks = trace.marks[0]
+    pairs: list[tuple[str, float, float | None]] = []
+    if "first_token" in trace.stages:
+        pairs.append(("ttft", trace.stages["first_token"] - marks.placed, placement.ttft_ms))
+    decode_from = marks.handed_over or trace.stages.get("first_token")
+    if decode_from is not None and trace.last_token_at is not None and trace.num_output_tokens > 1:
+        mean_s = (trace.last_token_at - decode_from) / (trace.num_output_tokens - 1)
+        pairs.append(("tpot", mean_s, placement.tpot_ms))
+    if marks.handed_over is not None and marks.computed is not None and placement.ttft_ms is not None:
+        pairs.append(("transfer", max(0.0, marks.handed_over - marks.computed), placement.transfer_ms))
+    return {what: 1000 * seen_s / expected_ms for what, seen_s, expected_ms in pairs if expected_ms}
+
+
+def _measured(trace: RequestTrace, slo: str, now: float) -> float:
+    """Seconds; so far, where there is no first token yet; 0 where there is no gap to measure."""
+    if slo == "ttft":
+        return trace.stages.get("first_token", now) - trace.arrival
+    return _mean_gap(trace) or 0.0
+
+
+def _mean_gap(trace: RequestTrace) -> float | None:
+    """Seconds between two tokens, on average; None with fewer than two. Of a cut answer all that came counts."""
+    first, last = trace.stages.get("first_token"), trace.last_token_at
+    if first is None or last is None or trace.num_output_tokens < 2:
+        return None
+    return (last - first) / (trace.num_output_tokens - 1)
+
+
+def _log(trace: RequestTrace, now: float) -> None:
+    parts = trace.trace_parent.split("-")
+    extra = {"request_id": trace.request_id, "trace_id": parts[_TRACE_ID_PART] if len(parts) > 1 else ""}
+    logger.debug(
+        "%s: %s after %.1f ms, %d + %d tokens, %s -> %s",
+        trace.request_id,
+        trace.outcome,
+        (now - trace.arrival) * 1000,
+        trace.num_prompt_tokens,
+        trace.num_output_tokens,
+        trace.prefill_worker,
+        trace.decode_worker,
+        extra=extra,
+    )

@@ -1,0 +1,344 @@
+"""How long things take, learned while they run: the step times of a worker, and the visible part of KV transfers.
+
+    StepModel(info.calibration)    begins with what the worker measured at its start
+        observe(sample)            each step that the worker reports
+        coefficients               what a placement is scored with; fitted again when enough was observed
+
+The time of a step is taken as linear: base + prefill tokens + pairs attended by them + decodes + context of these,
+each times a coefficient that is never negative. Three properties matter more than the last percent:
+
+- The error that counts is relative: a decode step of 10 ms must be as right as a prefill step of 300. So each
+  observation is divided by its own size (as the calibration predicts it: by a size that follows the worker's pace,
+  what was seen before it slowed down would weigh more than what was seen since).
+- A step that took 20 times as long, because the machine had something else to do, must not show; a machine that has
+  become slower must. So what is far off, measured by how far off the steps usually are, weighs less (Huber, Robust
+  Estimation of a Location Parameter, 1964): one such step moves hardly anything, and when all of them are far off the
+  measure follows and lets them in.
+- A worker that decodes for an hour must still know what a prompt costs. So each kind of step (prefill, decode, both)
+  forgets only when steps of its own kind come, and the calibration is never forgotten. But it is soon outweighed, and
+  taken as a shape: where the steps of today are 1.2 times as long as it says, because the core is shared, all of it
+  counts 1.2 times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import StepSample
+from disagg.router.workers.least_squares import Moments, Row, solve_two, total
+
+
+class StepCoefficients(NamedTuple):
+    """Step time = base + prefill tokens, attended pairs, decodes and decode context times these, in milliseconds."""
+
+    base_ms: float
+    prefill_token_ms: float
+    attended_ms: float
+    decode_ms: float
+    context_ms: float
+
+
+DEFAULT_COEFFICIENTS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
+"""A model of 135 million parameters on one core: what is assumed before anything was measured, and the scale of the
+fit, whose unknowns are multiples of these."""
+
+LEAST_MS = 0.01
+"""No step is predicted to be shorter."""
+
+_NUM_UNKNOWNS = len(DEFAULT_COEFFICIENTS)
+_RIDGE = 1e-6
+"""Weight of the assumption that each coefficient is its default, in observations. It decides only where nothing was
+measured, such as between the base and the decodes when all batches had the same size."""
+_WINDOW = 64.0
+"""Steps of each kind that count."""
+_PACE_PRIOR = 4.0
+"""Weight of the assumption that the worker is as fast as it was at its start, in observations."""
+_NUM_LEARNED = 16
+"""First steps that stand for the calibration of a worker without one, or hand-overs by which a link is known."""
+_LEAST_SIZE_MS, _LONGEST_MS = 1e-3, 1e9
+"""What a step can take; the former is also added to sizes that are divided by."""
+_REFIT_SHARE, _REFIT_AT_MOST = 8, 32
+"""The fit is redone after 1/8 more observations, and at the latest after 32."""
+
+
+class _Outliers(msgspec.Struct, gc=False):
+    """Weighs observations by how far off they are, compared with how far off they usually are. Distances are relative
+    to what was predicted."""
+
+    usual: float
+    """The mean distance."""
+
+    def weight(self, distance: float) -> float:
+        """1 within four usual distances, less beyond."""
+        limit = max(0.05, 4.0 * self.usual)
+        clipped = min(distance, limit)
+        self.usual += (clipped - self.usual) / 32.0
+        return 1.0 if distance <= limit else limit / distance
+
+
+class StepModel:
+    """Of one worker. A worker that did not calibrate is calibrated by its first steps; before these it is taken for
+    the default. Observations that cannot be (no time, or nothing computed) are left out: they come from another
+    process.
+    """
+
+    __slots__ = (
+        "_coefficients",
+        "_kinds",
+        "_measured",
+        "_multiples",
+        "_num_observed",
+        "_num_to_learn",
+        "_outliers",
+        "_prior",
+        "_refit_at",
+        "_start",
+    )
+
+    def __init__(self, calibration: Sequence[StepSample]) -> None:
+        measured = [sample for sample in calibration if _is_measured(sample)]
+        self._measured = Moments(_NUM_UNKNOWNS)
+        """The calibration."""
+        self._kinds: dict[tuple[bool, bool], Moments] = {}
+        self._outliers = _Outliers(usual=0.1)
+        self._num_observed = 0
+        self._num_to_learn = 0 if measured else _NUM_LEARNED
+        self._calibrate(measured)
+        self._fit()
+
+    def observe(self, sample: StepSample) -> None:
+        """Take in one measured step."""
+        if not _is_measured(sample):
+            return
+        self._num_observed += 1
+        if self._num_to_learn > 0:
+            self._num_to_learn -= 1
+            self._calibrate([sample])
+            return
+        ms, row, start, multiples = sample.ms, _row_of(sample), self._start, self._multiples
+        size = predicted = _LEAST_SIZE_MS
+        for i, factor in row:
+            size += factor * start[i]
+            predicted += factor * multiples[i]
+        kind = (sample.prefill_tokens > 0, sample.num_decodes > 0)
+        moments = self._kinds.get(kind)
+        if moments is None:
+            moments = self._kinds[kind] = Moments(_NUM_UNKNOWNS, _WINDOW)
+        weight = self._outliers.weight(abs(ms - predicted) / predicted)
+        moments.add([(i, factor / size) for i, factor in row], ms / size, weight)
+
+    @property
+    def coefficients(self) -> StepCoefficients:
+        """As of the latest fit, which is redone here when it is due."""
+        if self._num_observed >= self._refit_at:
+            self._fit()
+        return self._coefficients
+
+    def step_ms(
+        self,
+        *,
+        prefill_tokens: float = 0.0,
+        prefill_attended: float = 0.0,
+        num_decodes: float = 0.0,
+        decode_context: float = 0.0,
+    ) -> float:
+        """The predicted time of a step; counts as in `StepSample`."""
+        c = self.coefficients
+        return (
+            c.base_ms
+            + prefill_tokens * c.prefill_token_ms
+            + prefill_attended * c.attended_ms
+            + num_decodes * c.decode_ms
+            + decode_context * c.context_ms
+        )
+
+    def _calibrate(self, samples: Sequence[StepSample]) -> None:
+        """Add to what is known from the start, and find its coefficients. What was not measured is taken for its
+        default, at the pace of what was."""
+        for sample in samples:
+            self._measured.add([(i, factor / sample.ms) for i, factor in _row_of(sample)], 1.0)
+        pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
+        self._prior = total(_NUM_UNKNOWNS, (self._measured, _ridge(_NUM_UNKNOWNS, pace)))
+        self._start = tuple(self._prior.solve())
+        self._prior.expect(self._start)
+
+    def _fit(self) -> None:
+        system = total(_NUM_UNKNOWNS, self._kinds.values())
+        pace = _pace(system, self._start, prior_weight=_PACE_PRIOR)
+        system.include(self._prior, target_factor=pace)
+        self._multiples = tuple(system.solve())
+        fitted = [multiple * unit for multiple, unit in zip(self._multiples, DEFAULT_COEFFICIENTS, strict=True)]
+        self._coefficients = StepCoefficients(max(LEAST_MS, fitted[0]), *fitted[1:])
+        self._refit_at = _next_fit(self._num_observed)
+
+
+def _is_measured(sample: StepSample) -> bool:
+    if not _LEAST_SIZE_MS <= sample.ms < _LONGEST_MS or sample.prefill_attended < 0 or sample.decode_context < 0:
+        return False
+    return sample.prefill_tokens > 0 or sample.num_decodes > 0
+
+
+def _ridge(size: int, multiple: float) -> Moments:
+    """The assumption that all coefficients are `multiple` times their default."""
+    ridge = Moments(size)
+    for i in range(size):
+        ridge.add([(i, 1.0)], multiple, _RIDGE)
+    return ridge
+
+
+def _pace(observed: Moments, start: Sequence[float], *, prior_weight: float) -> float:
+    """How many times as long as `start` predicts the observed steps take, by least squares; 1 where none was seen."""
+    expected, seen = observed.along(start)
+    return (seen + prior_weight) / (expected + prior_weight)
+
+
+def _row_of(sample: StepSample) -> list[tuple[int, float]]:
+    """The factors of the multiples of the default coefficients, in milliseconds."""
+    base, token, pair, decode, context = DEFAULT_COEFFICIENTS
+    row = [(0, base)]
+    if sample.prefill_tokens > 0:
+        row += (1, sample.prefill_tokens * token), (2, sample.prefill_attended * pair)
+    if sample.num_decodes > 0:
+        row += (3, sample.num_decodes * decode), (4, sample.decode_context * context)
+    return row
+
+
+def _next_fit(num_observed: int) -> int:
+    return num_observed + max(1, min(_REFIT_AT_MOST, num_observed // _REFIT_SHARE))
+
+
+# ---------------------------------------------------------------- links
+
+_LINK_UNKNOWNS = 2
+_MEGABYTE = 1e6
+_LATENCY_MS, _MEGABYTE_MS = 1.0, 0.5
+"""Of a transfer of no bytes, and of each megabyte: the default."""
+_LINK_FLOOR_MS = 1.0
+"""Errors below this do not matter, however large they are relatively."""
+_FLEET_WINDOW, _PAIR_WINDOW = 1024.0, 64.0
+_PAIR_PRIOR = 4.0
+"""A pair is taken for a typical one until it has shown about this many transfers."""
+
+
+class _Link(msgspec.Struct, gc=False):
+    """One fit: of a pair, or of all of them."""
+
+    recent: Moments
+    multiples: tuple[float, ...]
+    outliers: _Outliers
+    num_observed: int = 0
+    refit_at: int = 1
+
+    def predict(self, row: Row) -> float:
+        """By the latest fit."""
+        return max(_LINK_FLOOR_MS, sum(factor * self.multiples[i] for i, factor in row))
+
+    def observe(self, row: Row, exposed_ms: float, size: float) -> None:
+        """Take in one transfer; `size` is what to divide it by."""
+        predicted = self.predict(row)
+        weight = self.outliers.weight(abs(exposed_ms - predicted) / predicted)
+        self.recent.add([(i, factor / size) for i, factor in row], exposed_ms / size, weight)
+        self.num_observed += 1
+
+    def fit(self, prior: Moments) -> None:
+        """Find the coefficients anew, if that is due."""
+        if self.num_observed >= self.refit_at:
+            self.fitted(tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve()))
+
+    def fitted(self, multiples: tuple[float, ...]) -> None:
+        """These are the coefficients until more was observed."""
+        self.multiples = multiples
+        self.refit_at = _next_fit(self.num_observed)
+
+
+def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
+    return _Link(recent=Moments(_LINK_UNKNOWNS, window), multiples=multiples, outliers=_Outliers(usual=1.0))
+
+
+class LinkModel:
+    """How much of a hand-over a stream sees: from `PrefillDone` to `HandedOver`, as the router sees them, by pair.
+
+    A latency and a time per byte for each pair of workers. A pair that is new, or rarely used, is taken for what the
+    whole fleet shows. Holds one small fit for each pair that was used, until `forget`; these may be a hundred thousand,
+    and the garbage collector walks through none of them.
+    """
+
+    def __init__(self) -> None:
+        self._prior = _ridge(_LINK_UNKNOWNS, 1.0)
+        self._fleet = _new_link(_FLEET_WINDOW, (1.0,) * _LINK_UNKNOWNS)
+        self._pairs: dict[WorkerId, dict[WorkerId, _Link]] = {}
+
+    def observe(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, exposed_ms: float) -> None:
+        """Take in one hand-over; one with a time that cannot be is left out."""
+        if not 0.0 <= exposed_ms < math.inf:
+            return
+        row = _link_row(kv_bytes)
+        links = self._pairs.setdefault(prefill_id, {})
+        link = links.get(decode_id)
+        if link is None:
+            link = links[decode_id] = _new_link(_PAIR_WINDOW, self._fleet.multiples)
+        fleet = self._fleet
+        fleet.fit(self._prior)
+        size = fleet.predict(row)
+        if fleet.num_observed < _NUM_LEARNED:
+            size = max(size, exposed_ms)
+        for fit in (fleet, link):
+            fit.observe(row, exposed_ms, size)
+
+    def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
+        """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes."""
+        fleet, links = self._fleet, self._pairs.get(prefill_id)
+        link = fleet if links is None else links.get(decode_id, fleet)
+        if link.num_observed >= link.refit_at:
+            if link is fleet:
+                link.fit(self._prior)
+            else:
+                self._fit_pair(link)
+        latency, per_megabyte = link.multiples
+        exposed_ms = latency * _LATENCY_MS + kv_bytes * (per_megabyte * _MEGABYTE_MS / _MEGABYTE)
+        return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """A worker is gone; so are its pairs."""
+        self._pairs.pop(worker_id, None)
+        for links in self._pairs.values():
+            links.pop(worker_id, None)
+
+    def _fit_pair(self, link: _Link) -> None:
+        """Fit a pair with what is typical as its prior. The sums are written out, in the order of `Moments`: with a
+        hundred workers there is a pair to fit at every placement."""
+        fleet, recent = self._fleet.recent, link.recent
+        a, b, c = self._prior.gram
+        seen = fleet.weight * fleet.scale
+        if seen > 0.0:
+            x, y, z = fleet.gram
+            factor = _PAIR_PRIOR / max(seen, _PAIR_PRIOR) * fleet.scale
+            a, b, c = a + factor * x, b + factor * y, c + factor * z
+        latency, per_megabyte = self._fleet.multiples
+        p, q = a * latency + b * per_megabyte, b * latency + c * per_megabyte
+        (x, y, z), (u, v), scale = recent.gram, recent.moment, recent.scale
+        gram, moment = (a + scale * x, b + scale * y, c + scale * z), (p + scale * u, q + scale * v)
+        solution = solve_two(gram, moment)
+        if solution is None:
+            link.fit(self._typical())
+        else:
+            link.fitted(solution)
+
+    def _typical(self) -> Moments:
+        """As much knowledge as `_PAIR_PRIOR` transfers of the fleet give, all just as the fleet's fit says."""
+        fleet = self._fleet
+        typical = total(_LINK_UNKNOWNS, (self._prior,))
+        seen = fleet.recent.weight * fleet.recent.scale
+        if seen > 0.0:
+            typical.include(fleet.recent, _PAIR_PRIOR / max(seen, _PAIR_PRIOR))
+        typical.expect(fleet.multiples)
+        return typical
+
+
+def _link_row(kv_bytes: int) -> list[tuple[int, float]]:
+    return [(0, _LATENCY_MS), (1, max(0, kv_bytes) / _MEGABYTE * _MEGABYTE_MS)]

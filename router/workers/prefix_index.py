@@ -1,0 +1,297 @@
+"""Which worker has which prefix block: a map from block hash to the set of its holders, fed by the workers' KV events.
+
+A set of workers is an integer with one bit a worker, so that following a chain takes few lookups however many workers
+there are, see prefix_match.py. Events of a worker count only while they are complete: reports carry (incarnation,
+sequence), and a gap drops all that was known of the worker until its next snapshot. Nothing here knows tokens, only
+hashes.
+
+    unknown ──snapshot──> synced ──next report──> synced
+                             └──gap──> unknown          the caller asks for a new stream, once
+
+What a worker reports is prefix-closed: it has a block only with the whole chain before it (engine/prefix_cache.py). A
+match is exact because of that.
+
+Predictions. A request placed on a worker makes it have the blocks of the prompt soon. `predict` lets them count at once
+for `PREDICTED_FOR_S`, so that the next request with the same prefix sees them before the event comes. Predicted blocks
+are kept apart from reported ones, and end by a report of the block, by time, or with the worker's life:
+
+    predicted ──stored──> reported          a later removal counts
+        └──time, worker lost──> (gone)
+
+A match thus is at least what was reported, and at most that and the chains predicted.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+
+import msgspec
+
+from disagg.proto.ids import BlockHash, Incarnation, WorkerId
+from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent, WorkerReport
+from disagg.router.workers.prefix_match import NUM_SHARDS, PrefixMatch, WorkerSet, prefix_ends
+
+PREDICTED_FOR_S = 5.0
+"""How long a predicted block counts without a report of it."""
+
+
+class _Holder(msgspec.Struct, eq=False, gc=False):
+    """What is known of one life of a worker."""
+
+    incarnation: Incarnation
+    slot: int
+    bit: WorkerSet
+    hashes: dict[BlockHash, None] = {}
+    """Blocks that it reported. Not a set: the garbage collector walks through sets, and leaves a dict of such plain
+    things alone, which for 10 million blocks saves pauses of seconds."""
+    predicted: dict[BlockHash, float] = {}
+    """Blocks that it should have soon, and until when that counts."""
+    next_sequence: int | None = None
+    """The sequence that the next report must have; None while not synced."""
+
+
+class _Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Blocks that a worker should have soon, all at once."""
+
+    end: float
+    holder: _Holder
+    hashes: Sequence[BlockHash]
+
+
+class PrefixIndex:
+    """See the module docstring.
+
+    Each block in it has a bit of `_shards[hash[0]][hash]` for every worker that reported it or is predicted to have it.
+    The blocks of one chain share their set as one object where they can, so that a block with one holder costs no
+    integer of its own.
+    """
+
+    def __init__(self) -> None:
+        self._shards: list[dict[BlockHash, WorkerSet]] = [{} for _ in range(NUM_SHARDS)]
+        self._workers: dict[WorkerId, _Holder] = {}
+        self._bits: dict[WorkerId, WorkerSet] = {}
+        self._slots: list[WorkerId] = []
+        """The worker whose bit is 1 << position; stale where the position is free."""
+        self._free_slots: list[int] = []
+        self._single: dict[WorkerSet, WorkerSet] = {}
+        """The one object for the set of one worker."""
+        self._predictions: deque[_Prediction] = deque()
+        """By end."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    # ------------------------------------------------------------ workers
+
+    def add_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Begin to follow one life of a worker; an earlier life is forgotten."""
+        self.remove_worker(worker_id)
+        if self._free_slots:
+            slot = heapq.heappop(self._free_slots)
+            self._slots[slot] = worker_id
+        else:
+            slot = len(self._slots)
+            self._slots.append(worker_id)
+        bit = 1 << slot
+        self._bits[worker_id] = self._single[bit] = bit
+        self._workers[worker_id] = _Holder(incarnation, slot, bit)
+
+    def remove_worker(self, worker_id: WorkerId) -> None:
+        """Forget a worker and all its blocks; costs nothing for those of others. Does nothing for an unknown one."""
+        holder = self._workers.pop(worker_id, None)
+        if holder is None:
+            return
+        self._unmark(holder.bit, {**holder.hashes, **holder.predicted})
+        holder.predicted.clear()  # What waits to expire finds nothing.
+        del self._bits[worker_id]
+        del self._single[holder.bit]
+        heapq.heappush(self._free_slots, holder.slot)
+
+    def bit(self, worker_id: WorkerId) -> WorkerSet:
+        """The set of this one worker, to build sets for `PrefixMatch.best`; good for this life. 0 for an unknown
+        one."""
+        return self._bits.get(worker_id, 0)
+
+    # ------------------------------------------------------------ reports
+
+    def apply(self, report: WorkerReport) -> bool:
+        """Take a report's KV events. Returns False when a gap was found just now, so that a new report stream must be
+        asked for.
+
+        Reports of unknown workers and other lives are ignored, as are all of a worker that is not synced until a
+        snapshot."""
+        holder = self._workers.get(report.worker_id)
+        if holder is None or holder.incarnation != report.incarnation:
+            return True
+        events = _from_last_snapshot(report.kv_events)
+        has_snapshot = bool(events) and isinstance(events[0], BlocksSnapshot)
+        if not has_snapshot and report.sequence != holder.next_sequence:
+            was_synced = holder.next_sequence is not None
+            holder.next_sequence = None
+            self._discard(holder, list(holder.hashes))
+            return not was_synced
+        for event in events:
+            self._apply_event(holder, event)
+        holder.next_sequence = report.sequence + 1
+        return True
+
+    # ------------------------------------------------------------ predictions
+
+    def predict(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], now: float, num_matched: int | None = None
+    ) -> None:
+        """A request with this chain was placed on the worker: it counts as having it until `now + PREDICTED_FOR_S`.
+        Costs what the worker lacks. Does nothing for an unknown worker.
+
+        Args:
+            worker_id: of the worker.
+            hashes: of the chain.
+            now: the time.
+            num_matched: its leading blocks by `find`, where that is known: it reported no more, and mostly just these.
+        """
+        holder = self._workers.get(worker_id)
+        if holder is None:
+            return
+        most = len(hashes) if num_matched is None else num_matched
+        lacking = hashes[_num_leading(holder.hashes, hashes, most) :]
+        if not lacking:
+            return
+        end, predicted = now + PREDICTED_FOR_S, holder.predicted
+        for block_hash in lacking:
+            predicted[block_hash] = end
+        self._mark(holder.bit, lacking)
+        self._predictions.append(_Prediction(end, holder, lacking))
+
+    def expire(self, now: float) -> None:
+        """Let predictions end whose time is over. To be called before a match; cheap when there are none."""
+        predictions = self._predictions
+        while predictions and predictions[0].end <= now:
+            prediction = predictions.popleft()
+            end, holder = prediction.end, prediction.holder
+            predicted = holder.predicted
+            if not predicted:
+                continue
+            over = [block_hash for block_hash in prediction.hashes if predicted.get(block_hash) == end]
+            for block_hash in over:
+                del predicted[block_hash]
+            self._unmark(holder.bit, [block_hash for block_hash in over if block_hash not in holder.hashes])
+
+    # ------------------------------------------------------------ questions
+
+    def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
+        """How far along the chain each worker has its blocks; good until the index changes."""
+        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, hashes)
+
+    def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """How many leading blocks of the chain each worker has; workers with none are left out."""
+        return self.find(hashes).all()
+
+    def match_best(self, hashes: Sequence[BlockHash], limit: int) -> list[tuple[WorkerId, int]]:
+        """The workers with most leading blocks of the chain, at most `limit`, best first; see `PrefixMatch.best`."""
+        return self.find(hashes).best(limit)
+
+    def hashes_of(self, worker_id: WorkerId) -> frozenset[BlockHash]:
+        """All blocks that a worker has reported and not removed."""
+        holder = self._workers.get(worker_id)
+        return frozenset(holder.hashes) if holder else frozenset()
+
+    def check_integrity(self) -> list[str]:
+        """What does not fit together; empty when all is well."""
+        expected: list[dict[BlockHash, WorkerSet]] = [{} for _ in self._shards]
+        for holder in self._workers.values():
+            for block_hash in {**holder.hashes, **holder.predicted}:
+                shard = expected[block_hash[0]]
+                shard[block_hash] = shard.get(block_hash, 0) | holder.bit
+        problems = [] if expected == self._shards else ["prefix index: hashes and holders differ"]
+        if self._bits != {worker_id: holder.bit for worker_id, holder in self._workers.items()}:
+            problems.append("prefix index: bits and workers differ")
+        ending = {(p.holder.slot, block_hash, p.end) for p in self._predictions for block_hash in p.hashes}
+        if any(
+            (holder.slot, *item) not in ending for holder in self._workers.values() for item in holder.predicted.items()
+        ):
+            problems.append("prefix index: a prediction never ends")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _apply_event(self, holder: _Holder, event: KvEvent) -> None:
+        match event:
+            case BlocksSnapshot(hashes=hashes):
+                self._discard(holder, list(holder.hashes.keys() - hashes))
+                self._store(holder, hashes)
+            case BlocksStored(hashes=hashes):
+                self._store(holder, hashes)
+            case BlocksRemoved(hashes=hashes):
+                self._discard(holder, hashes)
+
+    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        """A block that was predicted has its mark."""
+        predicted = holder.predicted
+        fresh = [h for h in hashes if predicted.pop(h, None) is None] if predicted else hashes
+        self._mark(holder.bit, fresh)
+        holder.hashes.update(dict.fromkeys(hashes))
+
+    def _discard(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        """A removed block that is predicted still counts until that ends: a request placed there brings it back."""
+        held, predicted = holder.hashes, holder.predicted
+        gone = []
+        for block_hash in hashes:
+            if block_hash in held:
+                del held[block_hash]
+                if block_hash not in predicted:
+                    gone.append(block_hash)
+        self._unmark(holder.bit, gone)
+
+    def _mark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
+        """Add a worker to the holders of blocks. Blocks in a row mostly have the same holders: they get the same
+        object."""
+        shards = self._shards
+        before, after = bit, bit
+        for block_hash in hashes:
+            shard = shards[block_hash[0]]
+            holders = shard.setdefault(block_hash, bit)
+            if holders is not before:
+                before, after = holders, holders if holders & bit else holders | bit
+            if after is not holders:
+                shard[block_hash] = after
+
+    def _unmark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
+        """Take a worker, which is one of them, from the holders of blocks."""
+        shards = self._shards
+        before, after = bit, 0
+        for block_hash in hashes:
+            shard = shards[block_hash[0]]
+            holders = shard[block_hash]
+            if holders is not before:
+                left = holders & ~bit
+                before, after = holders, self._single.get(left, left)
+            if after:
+                shard[block_hash] = after
+            else:
+                del shard[block_hash]
+
+
+def _num_leading(held: Container[BlockHash], hashes: Sequence[BlockHash], most: int) -> int:
+    """How many leading blocks of a chain, `most` at most, are in a prefix-closed set."""
+    if most == 0 or hashes[most - 1] in held:
+        return most
+    first, last = 0, most - 1
+    while first < last:
+        middle = (first + last) >> 1
+        if hashes[middle] in held:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
+    """A snapshot replaces everything, so what came before it in the same report does not matter."""
+    for position in range(len(events) - 1, -1, -1):
+        if isinstance(events[position], BlocksSnapshot):
+            return events[position:]
+    return events

@@ -1,0 +1,223 @@
+"""One present life of a worker, as placement sees it: what it is, what is booked on it, what it reported, how fast it
+is.
+
+The books know of a dispatch at once and of its progress late; the worker's reports know of progress within 20 ms and
+of dispatches late. `outstanding_tokens` takes the better of both.
+
+A placement reads many workers, and few of them changed since the last one. So what it reads is kept as plain numbers,
+which `refresh` brings up to date after every change of the books and every report.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
+from disagg.router.workers.books import Account, Booking, num_left
+from disagg.router.workers.cost_model import StepModel
+from disagg.router.workers.prefix_match import WorkerSet
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """See the module docstring."""
+
+    info: WorkerInfo
+    account: Account
+    position: int
+    """Counts the workers in the order in which they came; breaks ties of ranks."""
+    slot_tokens: int
+    """It takes another prompt while less than this many tokens are outstanding."""
+    bit: WorkerSet = 0
+    """How the prefix index counts it."""
+    load: Load = field(default_factory=Load)
+    model: StepModel = field(init=False)
+    is_measured: bool = False
+    """Whether the model has seen a step of this worker, so that its predictions mean something."""
+    is_draining: bool = False
+    is_suspected: bool = False
+    """It shows that it hangs; nothing is placed there."""
+    last_turn: int = -1
+    """Number of the latest placement on it."""
+    reported_at: float = 0.0
+    """When it last said anything of its load, or came."""
+
+    # What it is.
+    worker_id: WorkerId = field(init=False)
+    peer: PeerRef = field(init=False)
+    """How another worker reaches this one."""
+    decodes: bool = field(init=False)
+    """Whether its sequences decode there (D, or both roles)."""
+    is_for_prompts: bool = field(init=False)
+    """Whether the queue waits for it (P, or both roles)."""
+    num_blocks: int = field(init=False)
+    bytes_per_token: int = field(init=False)
+    """Of KV."""
+
+    # What `refresh` keeps up to date.
+    outstanding_tokens: int = 0
+    """Prompt tokens that it was given and has not computed."""
+    outstanding_pairs: float = 0.0
+    """Query-key pairs of these tokens."""
+    used_blocks: int = 0
+    """Booked, and what the latest report showed beyond that: other routers' sequences, and answers that outgrew their
+    reserve."""
+    free_tokens: int = 0
+    """Room in the cache where there is nothing that anybody could want; what is written beyond it pushes out."""
+    num_decodes: int = 0
+    """Sequences that decode, or are about to."""
+    prompt_room: int = 1
+    """Prompt tokens of one step, beside these sequences."""
+    num_sequences: int = 0
+    """Booked."""
+    around_ms: float = 0.0
+    """A step without any prompt in it."""
+    backlog_ms: float = 0.0
+    """Until the outstanding prompt tokens are computed."""
+    has_slot: bool = True
+    """Whether it takes another prompt."""
+    is_full: bool = False
+    """Whether it takes no other sequence."""
+    is_empty: bool = True
+    """Whether no sequence is booked or reported."""
+    refused_blocks: float = math.inf
+    """A request that takes so many blocks was refused since the latest report; those that take less may fit."""
+
+    # The coefficients of its step times, as of the latest report.
+    base_ms: float = 0.0
+    prefill_token_ms: float = 0.0
+    attended_ms: float = 0.0
+    decode_ms: float = 0.0
+    context_ms: float = 0.0
+
+    blocks_beyond: int = 0
+    """Reported as held, and not booked at the report before."""
+    _num_blocks_unseen: int = 0
+    """Blocks booked since the last report, of which it may be that the worker had not heard."""
+    num_others: int = 0
+    """Sequences that were reported, and not booked then."""
+    _has_preempted: bool = False
+    """Whether sequences that it preempted wait there. A decode worker refuses everything until they run again."""
+    _num_computed: int = 0
+    """Booked tokens that the worker has computed without saying so per request."""
+    _num_unseen: int = 0
+    """Tokens booked since the last report, of which the worker may not have heard when it wrote that."""
+
+    def __post_init__(self) -> None:
+        self.model = StepModel(self.info.calibration)
+        self.is_measured = bool(self.info.calibration)
+        self.greet(self.info)
+
+    def greet(self, info: WorkerInfo) -> None:
+        """The same life says again what it is."""
+        self.info = info
+        self.worker_id = info.worker_id
+        self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
+        self.decodes = "decode" in info.roles
+        self.is_for_prompts = not decodes_only(info)
+        self.num_blocks = info.num_blocks
+        self.bytes_per_token = info.kv_layout.bytes_per_token
+        self._take_load()
+        self.refresh()
+
+    def note_booked(self, num_tokens: int, num_blocks: int) -> None:
+        """Prompt tokens and KV blocks were booked."""
+        self._num_unseen += num_tokens
+        self._num_blocks_unseen += num_blocks
+
+    def note_closed(self, booking: Booking) -> None:
+        """A booking was closed. What it shares with others stays in use; the next report shows it anyway."""
+        num_left_blocks = num_left(booking, self.account.held) * HASH_BLOCK_TOKENS // self.info.block_size
+        self.blocks_beyond += max(0, num_left_blocks - booking.shared_blocks)
+
+    def note_returned(self, num_tokens: int) -> None:
+        """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
+        self._num_computed = max(0, min(self._num_computed - num_tokens, self.account.tokens))
+        self._num_unseen = min(self._num_unseen, self.account.tokens)
+
+    def takes(self, num_blocks: int, room: int) -> bool:
+        """Whether it has a place and, of `room` blocks, these for one more sequence."""
+        return not self.is_full and num_blocks < self.refused_blocks and self.used_blocks + num_blocks <= room
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it reported sequences that are not booked here, or preempted ones."""
+        return self.num_others > 0 or self._has_preempted
+
+    def note_refused(self, num_blocks: int) -> None:
+        """It refused a sequence that was to take so many blocks: its books are wrong until it reports again."""
+        self.refused_blocks = min(self.refused_blocks, num_blocks)
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Load and measured steps. Call `refresh` next."""
+        self.load = load = report.load
+        self._num_computed = max(0, self.account.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
+        self._num_unseen = 0
+        num_seen = max(0, self.account.blocks - self._num_blocks_unseen)
+        self.blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
+        self._num_blocks_unseen = 0
+        self.num_others = max(0, load.num_running + load.num_waiting - len(self.account.bookings))
+        self._has_preempted = load.num_preempted > 0
+        self.refused_blocks = math.inf
+        for sample in report.steps:
+            self.model.observe(sample)
+            self.is_measured = True
+        self._take_load()
+
+    def refresh(self) -> None:
+        """Bring up to date what follows from the books and the latest report."""
+        account, info = self.account, self.info
+        self.num_sequences = num_sequences = len(account.bookings)
+        goes_first = self._has_preempted and not self.is_for_prompts
+        self.is_full = num_sequences + self.num_others >= info.max_num_seqs or goes_first
+        self.is_empty = not (num_sequences or self.num_others or self._has_preempted)
+        self.used_blocks = account.blocks + self.blocks_beyond
+        self.outstanding_tokens = tokens = account.tokens - self._num_computed
+        self.has_slot = tokens < self.slot_tokens
+        if self.decodes:
+            self.num_decodes = num_sequences
+            self.around_ms = self.base_ms + num_sequences * self.decode_ms + account.context * self.context_ms
+            room = info.token_budget - num_sequences
+            self.prompt_room = room if room > 1 else 1
+        else:
+            self.around_ms = self.base_ms
+            self.prompt_room = info.token_budget
+        if tokens:
+            self.outstanding_pairs = pairs = account.pairs * tokens / account.tokens
+            compute = tokens * self.prefill_token_ms + pairs * self.attended_ms
+            self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
+        elif self.backlog_ms:
+            self.outstanding_pairs = self.backlog_ms = 0.0
+
+    def _take_load(self) -> None:
+        """Note what follows from the latest report alone."""
+        load, info = self.load, self.info
+        num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
+        self.free_tokens = max(0, num_free - load.blocks_apart) * info.block_size
+        coefficients = self.model.coefficients
+        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
+
+
+def longest_sequence(info: WorkerInfo) -> int:
+    """The most tokens, prompt and answer, that one sequence can ever have on this worker."""
+    return min(info.max_model_len, info.num_blocks * info.block_size)
+
+
+def prefills_only(info: WorkerInfo) -> bool:
+    """Whether this worker is a P."""
+    return set(info.roles) == {"prefill"}
+
+
+def decodes_only(info: WorkerInfo) -> bool:
+    """Whether this worker is a D."""
+    return set(info.roles) == {"decode"}
+
+
+def has_both_roles(info: WorkerInfo) -> bool:
+    """Whether this worker does whole requests."""
+    return {"prefill", "decode"} <= set(info.roles)

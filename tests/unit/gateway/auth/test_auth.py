@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from disagg.proto.errors import AuthenticationError, ConfigError
+from disagg.router.gateway.auth.api_keys import KeyEntry, load_keys
+from disagg.router.gateway.auth.auth import (
+    ANONYMOUS,
+    CALLER,
+    KEY_NEEDED,
+    STRANGER,
+    ApiKey,
+    ApiKeys,
+    Caller,
+    Everybody,
+    RefusedError,
+    digest_of,
+)
+from disagg.router.limits import NO_LIMITS, TenantLimits
+
+KEY_A, KEY_B = "a" * 16, "key-of-the-operators"
+PLAIN = TenantLimits(max_priority=0, is_sole=False)
+"""Of one of several tenants of whom the file says no limits."""
+KEYS = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False)), ApiKey(digest_of(KEY_B), Caller("b", True))])
+
+
+def write(folder: Path, text: str, mode: int = 0o600) -> str:
+    file = folder / "keys.yaml"
+    file.write_text(text)
+    file.chmod(mode)
+    return str(file)
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_keys(path)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- who calls
+
+
+@pytest.mark.parametrize(
+    ("header", "caller"),
+    [
+        (f"Bearer {KEY_A}", Caller("a", False)),
+        (f"bearer {KEY_B}", Caller("b", True)),
+        (f"BEARER   {KEY_B} ", Caller("b", True)),
+    ],
+)
+def test_a_key_says_who_calls(header: str, caller: Caller) -> None:
+    assert KEYS.authenticate(header) == caller
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        KEY_A,
+        f"Basic {KEY_A}",
+        f"Bearer {KEY_A[:-1]}",
+        f"Bearer {KEY_A}a",
+        f"Bearer {KEY_A.upper()}",
+        f"Bearer {digest_of(KEY_A).hex()}",
+        "Bearer \ud800",
+        "Bearer ключ",
+        "Bearer " + "x" * 100_000,
+    ],
+)
+def test_everything_else_is_refused_in_the_same_words(header: str | None) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        KEYS.authenticate(header)
+    assert str(caught.value) == KEY_NEEDED
+
+
+def test_the_digest_that_was_found_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none was found: one comparison, however many keys there are."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(known: bytes, brought: bytes) -> bool:
+        compared.append((known, brought))
+        return known == brought
+
+    monkeypatch.setattr("disagg.router.gateway.auth.auth.hmac.compare_digest", compare)
+    for key in (KEY_A, KEY_B):
+        KEYS.authenticate(f"Bearer {key}")
+    with pytest.raises(RefusedError):
+        KEYS.authenticate("Bearer unknown")
+    a, b, unknown = map(digest_of, (KEY_A, KEY_B, "unknown"))
+    assert compared == [(a, a), (b, b), (bytes(32), unknown)]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (None, "missing"),
+        ("", "missing"),
+        ("Bearer", "malformed"),
+        ("Bearer  ", "malformed"),
+        (KEY_A, "malformed"),
+        (f"Basic {KEY_A}", "malformed"),
+        ("Bearer unknown", "unknown"),
+    ],
+)
+def test_the_operator_learns_why(header: str | None, reason: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        KEYS.authenticate(header)
+    assert caught.value.reason == reason
+
+
+def test_other_keys_are_taken_from_the_next_call_on() -> None:
+    keys = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False))])
+    keys.take(ApiKeys([ApiKey(digest_of(KEY_B), Caller("b", False))], {"c": Caller("c", False)}))
+    assert (len(keys), keys.takes_certificates) == (2, True)
+    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", False)
+    assert keys.authenticate(None, "c") == Caller("c", False)
+    with pytest.raises(RefusedError):
+        keys.authenticate(f"Bearer {KEY_A}")
+
+
+def test_only_digests_are_kept() -> None:
+    assert digest_of("k") == hashlib.sha256(b"k").digest()
+    assert KEY_B not in repr(vars(KEYS))
+
+
+def test_who_was_not_looked_at_may_nothing() -> None:
+    assert contextvars.Context().run(CALLER.get) == STRANGER
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    assert Everybody().authenticate(None) == ANONYMOUS == Caller("", True)
+    assert Everybody(STRANGER).authenticate("Bearer x") == Caller("", False)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_both_forms_of_an_entry(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        f"- tenant: a\n  sha256: {digest_of(KEY_A).hex().upper()}\n- {{tenant: b, key: {KEY_B}, admin: true}}\n",
+    )
+    keys = load_keys(file)
+    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("a", False, PLAIN)
+    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True, PLAIN)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]")
+    owner = Path(file).stat().st_uid
+    monkeypatch.setattr("disagg.router.gateway.auth.api_keys.os.geteuid", lambda: owner + 1)
+    monkeypatch.setattr("disagg.router.gateway.auth.api_keys.ROOT", owner + 2)
+    assert refusal(file) == (f"gateway.api_keys: {file} belongs to another user (uid {owner}), who could change it")
+    monkeypatch.setattr("disagg.router.gateway.auth.api_keys.ROOT", owner)
+    load_keys(file)
+
+
+def test_rights_and_certificates_of_entries(tmp_path: Path) -> None:
+    text = f"[{{tenant: m, key: {KEY_A}, metrics: true}}, {{tenant: c, certificate: c.example}}]"
+    keys = load_keys(write(tmp_path, text))
+    assert keys.authenticate(f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == Caller("m", False, metrics=True)
+    assert keys.authenticate("", "c.example")._replace(limits=NO_LIMITS) == Caller("c", False)
+    twice = write(tmp_path, "[{tenant: a, certificate: x}, {tenant: b, certificate: x}]")
+    assert refusal(twice) == f"gateway.api_keys: {twice}[1] is the same certificate as [0]; each needs its own"
+
+
+def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
+    keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}, {{tenant: a, key: {KEY_B}}}]"))
+    sole = Caller("a", False, TenantLimits(max_priority=0))
+    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == sole
+
+
+def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None:
+    text = f"""
+- {{tenant: a, key: {KEY_A}}}
+- tenant: a
+  key: {KEY_B}
+  limits: {{requests_per_minute: 60, tokens_per_minute: 9000, running: 4, queued: 8, weight: 2, max_priority: 1,
+           min_ttft_ms: 200, boosted: 3}}
+- {{tenant: c, key: {KEY_B}-and-more}}
+"""
+    keys = load_keys(write(tmp_path, text))
+    limits = TenantLimits(
+        requests_per_minute=60,
+        tokens_per_minute=9000,
+        running=4,
+        queued=8,
+        weight=2.0,
+        max_priority=1,
+        min_ttft_s=0.2,
+        boosted=3,
+        is_sole=False,
+    )
+    callers = [keys.authenticate(f"Bearer {key}") for key in (KEY_A, KEY_B, f"{KEY_B}-and-more")]
+    assert callers == [Caller("a", False, limits), Caller("a", False, limits), Caller("c", False, PLAIN)]
+
+
+def test_two_keys_of_a_tenant_say_the_same_limits(tmp_path: Path) -> None:
+    def entry(key: str, running: int) -> str:
+        return f"{{tenant: a, key: {key}, limits: {{running: {running}}}}}"
+
+    load_keys(write(tmp_path, f"[{entry(KEY_A, 4)}, {entry(KEY_B, 4)}]"))
+    file = write(tmp_path, f"[{entry(KEY_A, 4)}, {entry(KEY_B, 5)}]")
+    assert refusal(file) == (
+        f"gateway.api_keys: {file}[1].limits differ from those of another key of a; one tenant has one set of limits, "
+        "so say them at one of its keys"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("{requests_per_minute: 0}", "Expected int >= 1 - at $[0].limits.requests_per_minute"),
+        ("{tokens_per_minute: 1.5}", "Expected int | null, got float - at $[0].limits.tokens_per_minute"),
+        ("{running: -1}", "Expected int >= 1 - at $[0].limits.running"),
+        ("{queued: 0}", "Expected int >= 1 - at $[0].limits.queued"),
+        ("{weight: 0}", "Expected float > 0.0 - at $[0].limits.weight"),
+        ("{weight: .nan}", "Expected float > 0.0 - at $[0].limits.weight"),
+        ("{min_ttft_ms: -1}", "Expected float >= 0.0 - at $[0].limits.min_ttft_ms"),
+        ("{rpm: 5}", "Object contains unknown field rpm - at $[0].limits"),
+    ],
+)
+def test_wrong_limits_are_named(tmp_path: Path, limits: str, message: str) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}, limits: {limits}}}]")
+    assert refusal(file) == f"gateway.api_keys: {file}: {message}"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o666, 0o777, 0o620, 0o660])
+def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode)
+    assert refusal(file) == f"gateway.api_keys: others can use {file} (mode {mode:04o}); next: chmod 600 {file}"
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
+def test_a_file_of_its_owner_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
+    load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode))
+
+
+SHA = digest_of(KEY_A).hex()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no key; next: disagg key new TENANT --file FILE"),
+        ("[]", "has no key; next: disagg key new TENANT --file FILE"),
+        ("- tenant: [", "is not valid YAML, line 1"),
+        ("a: b: c", "is not valid YAML, line 1"),
+        ("\0", "is not valid YAML"),
+        ("tenant: a", ": Expected array, got object"),
+        (KEY_B, ": Expected array, got str"),
+        (f"[{KEY_B}]", ": Expected object, got str - at $[0]"),
+        ("[{key: aaaaaaaaaaaaaaaaaaaa}]", ": Object missing required field tenant - at $[0]"),
+        (f"[{{tenant: a, secret: {KEY_A}}}]", ": Object contains unknown field secret - at $[0]"),
+        ("[{tenant: a, key: 1234567890123456}]", ": Expected str | null, got int - at $[0].key"),
+        ("[{tenant: a}]", "[0] needs one of key, sha256 and certificate"),
+        (f"[{{tenant: a, key: {KEY_A}, sha256: {SHA}}}]", "[0] needs one of key, sha256 and certificate"),
+        ("[{tenant: a, key: aaaaaaaaaaaaaaa}]", "[0].key must have 16 to 512 printable ASCII characters and no space"),
+        (
+            "[{tenant: a, key: a long enough key}]",
+            "[0].key must have 16 to 512 printable ASCII characters and no space",
+        ),
+        (
+            f"[{{tenant: a, key: {'ä' * 20}}}]",
+            "[0].key must have 16 to 512 printable ASCII characters and no space",
+        ),
+        (f"[{{tenant: a, key: {'a' * 513}}}]", "[0].key must have 16 to 512 printable ASCII characters and no space"),
+        (
+            f"[{{tenant: a, sha256: {SHA[:-1]}}}]",
+            r": Expected str matching regex '^[0-9a-fA-F]{64}\\Z' - at $[0].sha256",
+        ),
+        (
+            "[{tenant: a b, key: aaaaaaaaaaaaaaaaaaaa}]",
+            r": Expected str matching regex '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\\Z' - at $[0].tenant",
+        ),
+        (
+            f"[{{tenant: a, key: {KEY_A}}}, {{tenant: b, sha256: {SHA}}}]",
+            "[1] is the same key as [0]; each needs its own",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    said = refusal(file)
+    place = "" if message.startswith((":", "[")) else " "
+    assert said == f"gateway.api_keys: {file}{place}{message.replace('FILE', file)}"
+
+
+@pytest.mark.parametrize("text", [f"- key: {KEY_B}: {KEY_B}", f"- tenant: a\n  key: '{KEY_B}", f"&{KEY_B} *{KEY_B}"])
+def test_no_message_repeats_a_key(tmp_path: Path, text: str) -> None:
+    assert KEY_B not in refusal(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "none.yaml"
+    assert refusal(str(file)) == f"gateway.api_keys: cannot read {file} (No such file or directory)"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00")
+    file.chmod(0o600)
+    assert refusal(str(file)) == f"gateway.api_keys: {file} is not UTF-8"
+
+
+def test_yaml_objects_are_not_made(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    file = write(tmp_path, f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{made}]]")
+    assert re.fullmatch(r"gateway\.api_keys: .* is not valid YAML, line 1", refusal(file))
+    assert not made.exists()
+
+
+def test_an_entry_does_not_show_its_key() -> None:
+    assert repr(KeyEntry(tenant="a", key=KEY_B)) == "KeyEntry(tenant='a', admin=False)"

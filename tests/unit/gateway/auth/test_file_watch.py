@@ -1,0 +1,60 @@
+"""Files are read again when they change, and only then."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from disagg.proto.errors import ConfigError
+from disagg.router.gateway.auth.file_watch import FileWatch, Watched
+
+
+def test_a_changed_a_replaced_and_a_broken_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, read = tmp_path / "keys", []
+    file.write_text("one")
+
+    def reload() -> str:
+        text = file.read_text() if file.exists() else "bad"
+        if text == "bad":
+            raise ConfigError("it is bad")
+        read.append(text)
+        return f"{text} it is"
+
+    watch = FileWatch([Watched("the.key", (str(file), str(tmp_path / "other")), reload)])
+    watch.look()
+    assert read == []
+    file.write_text("two, longer")
+    watch.look()
+    watch.look()
+    (tmp_path / "new").write_text("TWO, LONGER")
+    stamp = file.stat()
+    os.utime(tmp_path / "new", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    (tmp_path / "new").replace(file)  # another file with the same size and time
+    watch.look()
+    file.write_text("bad")
+    watch.look()
+    watch.look()
+    file.unlink()
+    watch.look()
+    file.write_text("three")
+    watch.look()
+    assert read == ["two, longer", "TWO, LONGER", "three"]
+    bad = "the.key has changed and cannot be used, what was read before stays in use until it changes again: it is bad"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "the.key was read again: two, longer it is"),
+        (logging.WARNING, "the.key was read again: TWO, LONGER it is"),
+        (logging.ERROR, bad),
+        (logging.ERROR, bad),
+        (logging.WARNING, "the.key was read again: three it is"),
+    ]
+
+
+def test_without_files_there_is_no_thread() -> None:
+    watch = FileWatch([])
+    watch.start()
+    watch.look()
+    watch.stop()
+    assert vars(watch)["_thread"] is None

@@ -1,0 +1,59 @@
+"""Pieces of work on the event loop: long ones rest, short ones do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+
+import pytest
+
+from disagg.router.gateway.event_loop.pieces import in_pieces
+
+
+class Times:
+    """A clock that the work itself moves, and what was slept."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 6))
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    it = Times()
+    monkeypatch.setattr("disagg.router.gateway.event_loop.pieces.time.monotonic", it.monotonic)
+    monkeypatch.setattr("disagg.router.gateway.event_loop.pieces.SHORT_S", 0.0005)
+    monkeypatch.setattr(asyncio, "sleep", it.sleep)
+    return it
+
+
+def work(times: Times, *pieces_s: float, error: Exception | None = None) -> Generator[None, None, str]:
+    for i, seconds in enumerate(pieces_s):
+        if i:
+            yield
+        times.now += seconds
+    if error is not None:
+        raise error
+    return "done"
+
+
+def test_work_rests_twice_as_long_as_each_piece_took(times: Times) -> None:
+    assert asyncio.run(in_pieces(work(times, 0.002, 0.0001, 0.5, 0.003))) == "done"
+    assert times.slept == [0.004, 0, 0.02, 0.006]
+
+
+def test_short_work_does_not_give_the_loop_away(times: Times) -> None:
+    assert asyncio.run(in_pieces(work(times, 0.0004))) == "done"
+    assert times.slept == []
+
+
+def test_refused_work_rests_too(times: Times) -> None:
+    with pytest.raises(ValueError, match="refused"):
+        asyncio.run(in_pieces(work(times, 0.0001, 0.004, error=ValueError("refused"))))
+    assert times.slept == [0, 0.008]

@@ -1,0 +1,182 @@
+"""The exposition: what the router counted, under our names and under those of vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.router.api import ClusterView
+from disagg.router.gateway.metrics.registry import GatewayMetrics
+from tests.support.metrics import Samples, busy_view, read_samples, value
+
+
+@pytest.fixture
+def metrics() -> GatewayMetrics:
+    return GatewayMetrics(busy_view, "tiny")
+
+
+@pytest.fixture
+def samples(metrics: GatewayMetrics) -> Samples:
+    return read_samples(metrics.render()[0])
+
+
+def test_calls_are_counted_by_protocol_and_outcome(metrics: GatewayMetrics) -> None:
+    for protocol, outcome in (("grpc", "ok"), ("http", "ok"), ("http", "ok"), ("http", "slow_down")):
+        metrics.count_call(protocol, outcome)  # type: ignore[arg-type]
+    found = read_samples(metrics.render()[0])
+    assert value(found, "disagg_calls_total", protocol="grpc", outcome="ok") == 1
+    assert value(found, "disagg_calls_total", protocol="http", outcome="ok") == 2
+    assert value(found, "disagg_calls_total", protocol="http", outcome="slow_down") == 1
+
+
+@pytest.mark.parametrize("version", ["abc", "1.x", "2.x", "9" * 5000])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_whatever_a_client_accepts_it_gets_the_numbers(metrics: GatewayMetrics, kind: str, version: str) -> None:
+    assert b"disagg_requests_in_flight" in metrics.render(f"{kind};version={version}")[0]
+
+
+def test_requests(samples: Samples) -> None:
+    assert {dict(labels)["stage"]: count for labels, count in samples["disagg_requests_in_flight"].items()} == {
+        "queued": 1,
+        "prefill": 1,
+        "transfer": 2,
+        "decode": 3,
+    }
+    assert {dict(labels)["outcome"]: count for labels, count in samples["disagg_requests_total"].items()} == {
+        "stop": 2,
+        "length": 1,
+        "cancelled": 4,
+        "timeout": 5,
+    }
+    assert value(samples, "disagg_prompt_tokens_total") == 100
+    assert value(samples, "disagg_cached_prompt_tokens_total") == 16
+    assert value(samples, "disagg_output_tokens_total") == 70
+
+
+def test_tenants(samples: Samples) -> None:
+    name = "disagg_tenant_requests"
+    assert value(samples, f"{name}_in_flight", tenant="a", state="queued") == 1
+    assert value(samples, f"{name}_in_flight", tenant="b", state="running") == 2
+    assert value(samples, f"{name}_total", tenant="a", outcome="cancelled") == 4
+    assert value(samples, "disagg_tenant_prompt_tokens_total", tenant="a") == 90
+    assert value(samples, "disagg_tenant_output_tokens_total", tenant="b") == 10
+    assert samples["disagg_tenant_refused_total"] == {frozenset({("tenant", "a"), ("limit", "queued")}): 3}
+
+
+def test_targets_are_there_before_anybody_has_one(samples: Samples) -> None:
+    slos = {(dict(ls)["slo"], dict(ls)["met"]): count for ls, count in samples["disagg_slo_requests_total"].items()}
+    assert slos == {
+        ("ttft", "true"): 2,
+        ("ttft", "false"): 1,
+        ("tpot", "true"): 0,
+        ("tpot", "false"): 0,
+        ("both", "true"): 2,
+        ("both", "false"): 1,
+    }
+
+
+def test_a_histogram_is_cumulative(samples: Samples) -> None:
+    name = "disagg_time_to_first_token_seconds"
+    ends = {
+        dict(labels)["le"]: count for labels, count in samples[f"{name}_bucket"].items() if ("path", "pd") in labels
+    }
+    assert (ends["0.02"], ends["0.05"], ends["0.2"], ends["0.3"], ends["+Inf"]) == (0, 1, 1, 2, 2)
+    assert value(samples, f"{name}_count", path="pd") == 2
+    assert value(samples, f"{name}_sum", path="pd") == pytest.approx(0.3)
+
+
+def test_workers(samples: Samples) -> None:
+    blocks = {
+        (dict(labels)["instance"], dict(labels)["state"]): count
+        for labels, count in samples["disagg_kv_blocks"].items()
+    }
+    assert blocks == {
+        ("d0", "active"): 50,
+        ("d0", "cached"): 60,
+        ("d0", "reserved"): 30,
+        ("d0", "free"): 60,
+        ("p0", "active"): 10,
+        ("p0", "cached"): 0,
+        ("p0", "reserved"): 0,
+        ("p0", "free"): 90,
+    }
+    assert value(samples, "disagg_instances", role="prefill", state="ready") == 1
+    assert value(samples, "disagg_instances", role="decode", state="draining") == 1
+    assert value(samples, "disagg_instances", role="decode", state="unreachable") == 1
+    assert value(samples, "disagg_instances", role="colocated", state="ready") == 0
+    assert value(samples, "disagg_router_view_age_seconds", instance="p0") == 0.5
+    assert value(samples, "disagg_router_quarantined", instance="p0") == 2
+    assert value(samples, "disagg_router_quarantined", instance="d0") == 0
+    assert value(samples, "disagg_instance_sequences", instance="d0", state="waiting") == 1
+    assert value(samples, "disagg_instance_sequences", instance="d0", state="suspended") == 2
+
+
+def test_engines_and_transfers(samples: Samples) -> None:
+    step = "disagg_engine_step_seconds"
+    assert value(samples, f"{step}_bucket", instance="p0", le="0.001") == 3
+    assert value(samples, f"{step}_bucket", instance="p0", le="5.0") == 3
+    assert value(samples, f"{step}_count", instance="p0") == 4
+    assert value(samples, f"{step}_sum", instance="p0") == 9.0
+    assert value(samples, "disagg_engine_preemptions_total", instance="p0") == 1
+    assert value(samples, "disagg_engine_swapped_out_blocks_total", instance="p0") == 9
+    assert value(samples, "disagg_engine_swapped_in_blocks_total", instance="p0") == 8
+    pair = {"src": "p0", "dst": "d0", "transport": "gloo"}
+    assert value(samples, "disagg_kv_transfers_total", pair) == 3
+    assert value(samples, "disagg_kv_transfer_bytes_total", pair) == 4096
+    assert value(samples, "disagg_kv_transfer_failures_total", src="p0", dst="d0", reason="stuck") == 2
+
+
+def test_the_router(samples: Samples) -> None:
+    assert value(samples, "disagg_router_decisions_total", reason="pair") == 3
+    assert value(samples, "disagg_router_decisions_total", reason="no_slot") == 0
+    assert value(samples, "disagg_router_events_total", event="refused") == 7
+    ratio = "disagg_router_prediction_error_ratio"
+    assert value(samples, f"{ratio}_bucket", what="ttft", le="1.25") == 0
+    assert value(samples, f"{ratio}_bucket", what="ttft", le="1.5") == 1
+
+
+def test_the_names_of_vllm_show_the_same_numbers(samples: Samples) -> None:
+    model = {"model_name": "tiny"}
+    expected = {
+        "num_requests_running": 6,
+        "num_requests_waiting": 1,
+        "kv_cache_usage_perc": 0.25,  # of the decode workers
+        "gpu_cache_usage_perc": 0.25,
+        "prompt_tokens_total": 100,
+        "generation_tokens_total": 70,
+        "prefix_cache_queries_total": 100,
+        "prefix_cache_hits_total": 16,
+        "num_preemptions_total": 1,
+        "time_to_first_token_seconds_count": 3,
+        "inter_token_latency_seconds_count": 57,
+        "time_per_output_token_seconds_count": 57,
+        "e2e_request_latency_seconds_sum": 1.5,
+        "request_prompt_tokens_sum": 100,
+        "request_generation_tokens_sum": 60,
+    }
+    assert {name: value(samples, f"vllm:{name}", model) for name in expected} == pytest.approx(expected)
+    success = {dict(ls)["finished_reason"]: count for ls, count in samples["vllm:request_success_total"].items()}
+    assert success == {"stop": 2, "length": 1, "abort": 4}
+
+
+def test_the_names_of_vllm_can_be_left_out() -> None:
+    found = read_samples(GatewayMetrics(busy_view, "tiny", vllm_aliases=False).render()[0])
+    assert found.keys()
+    assert [name for name in found if not name.startswith("disagg_")] == []
+
+
+def test_an_empty_cluster_has_metrics_too() -> None:
+    found = read_samples(GatewayMetrics(lambda: ClusterView((), 0, 0), "tiny").render()[0])
+    assert value(found, "vllm:kv_cache_usage_perc", model_name="tiny") == 0
+    assert value(found, "disagg_inter_token_latency_seconds_count") == 0
+
+
+def test_the_client_chooses_the_format(metrics: GatewayMetrics) -> None:
+    assert metrics.render()[1] == "text/plain; version=0.0.4; charset=utf-8"
+    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+
+def test_no_metric_is_made_twice(metrics: GatewayMetrics) -> None:
+    families = [line.split()[2] for line in metrics.render()[0].decode().splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))

@@ -1,0 +1,112 @@
+"""What a call is charged before it is tokenized, and what is given back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from disagg.proto.errors import LimitError, OverloadedError
+from disagg.proto.ids import RequestId
+from disagg.router.api import RoutedRequest
+from disagg.router.gateway.answers.generation import Generator
+from disagg.router.gateway.auth.auth import Caller
+from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.limits import CallDemand, TenantLimits
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, limits_of
+from tests.support.http_app import TestApp, error_of
+
+LIMITS = TenantLimits(tokens_per_minute=1000)
+CALLER = Caller("a", False, LIMITS)
+
+
+class Keyed:
+    """Implements `Authenticator`: all are one tenant."""
+
+    takes_certificates = False
+
+    def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
+        return CALLER
+
+
+class Refusing(FakeRouter):
+    """Takes two requests."""
+
+    def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
+        if len(self.handles) == 2:
+            raise OverloadedError("full", 1.0)
+        return super().submit(request, arrival)
+
+
+async def run(model: ServedModel, router: FakeRouter, caller: Caller, prompt: Prompt, n: int = 1) -> None:
+    ids = (RequestId(f"r{number}") for number in itertools.count())
+    generator = Generator(
+        model,
+        router,
+        limits_of(model),
+        FINGERPRINT,
+        clock=lambda: 1.0,
+        mint_seed=lambda: 7,
+        mint_id=lambda: next(ids),
+    )
+    given = GenerationInput(model=MODEL_NAME, prompt=prompt, n=n, max_tokens=10)
+    async for _ in generator.run(given, Call(request_id=RequestId("first"), caller=caller)):
+        pass
+
+
+def demand(num_answers: int, num_tokens: int) -> CallDemand:
+    return CallDemand(tenant="a", limits=LIMITS, num_answers=num_answers, num_tokens=num_tokens)
+
+
+async def test_a_call_is_charged_once_for_all_answers(model: ServedModel) -> None:
+    router = FakeRouter()
+    await run(model, router, CALLER, IdsPrompt((5, 6, 7)), n=4)
+    assert router.admitted == [demand(4, 4 * 13)]
+    assert [(one.tenant, one.limits, one.prepaid_tokens) for one, _ in router.submitted] == [("a", LIMITS, 13)] * 4
+    assert router.given_back == []
+
+
+async def test_what_was_not_submitted_is_given_back(model: ServedModel) -> None:
+    router = Refusing()
+    with pytest.raises(OverloadedError):
+        await run(model, router, CALLER, TextPrompt("hi"), n=5)
+    assert (router.admitted, router.given_back) == ([demand(5, 5 * 11)], [("a", 3 * 11, 3)])
+
+
+async def test_a_refused_call_is_neither_tokenized_nor_submitted(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = FakeRouter()
+    router.limit = LimitError("a", "requests_per_minute", "too many", 2.5)
+    monkeypatch.setattr(model.tokenizer, "encode_text", pytest.fail)
+    with pytest.raises(LimitError):
+        await run(model, router, CALLER, TextPrompt("hi"))
+    assert (router.submitted, router.given_back) == ([], [])
+
+
+async def test_nothing_is_charged_where_there_are_no_limits(model: ServedModel) -> None:
+    router = FakeRouter()
+    await run(model, router, Caller("", True), TextPrompt("hi"), n=2)
+    assert router.admitted == []
+    assert [one.prepaid_tokens for one, _ in router.submitted] == [None, None]
+
+
+async def test_several_prompts_are_charged_together(model: ServedModel) -> None:
+    app = TestApp(model, FakeRouter(), Keyed())
+    response = await app.text(prompt=["hi", "ho", "he"], n=2, max_tokens=10)
+    assert response.status_code == 200
+    assert app.router.admitted == [demand(6, 6 * 11)]
+    assert [one.prepaid_tokens for one, _ in app.router.submitted] == [11] * 6
+    assert app.router.given_back == []
+
+
+async def test_several_prompts_are_refused_together(model: ServedModel) -> None:
+    router = FakeRouter()
+    router.limit = LimitError("a", "requests_per_minute", "too many", 2.5)
+    app = TestApp(model, router, Keyed())
+    response = await app.text(prompt=["hi", "ho"], n=2)
+    assert error_of(response) == (429, None, "rate_limit_exceeded")
+    assert response.headers["retry-after-ms"] == "2500"
+    assert response.json()["error"]["message"] == "requests_per_minute: too many; try again in 2.5 s"
+    assert (router.submitted, router.given_back) == ([], [])
