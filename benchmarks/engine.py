@@ -36,7 +36,7 @@ from benchmarks.serving import positive
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models import DEFAULT_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
-from disagg.engine.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import Quantization, WorkerConfig
 
 BATCHES = [1, 2, 4, 6, 8, 16, 32]

@@ -21,9 +21,9 @@ import torch
 from benchmarks.load import random_prompt
 from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Reserve, Reserved, Scatter, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.parallel.runners import make_runner, warm_up
 from disagg.engine.plan import Buffer
-from disagg.engine.runners import make_runner, warm_up
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec

@@ -28,7 +28,7 @@ from benchmarks.common import REPOSITORY
 from benchmarks.fault_up import SECRET_VARIABLE
 from benchmarks.launch import LaunchError, free_port, log_tail
 from disagg.client import AsyncClient
-from disagg.engine.faulty import FAILPOINTS_VARIABLE
+from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.errors import DisaggError
 from disagg.proto.messages import AuditReport, AuditRequest, decoder, encode

@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc.aio
 
 from disagg.client import AsyncClient, Targets
-from disagg.engine.fake import DEFAULT_VOCAB_SIZE, fake_generate
+from disagg.engine.runner.fake import DEFAULT_VOCAB_SIZE, fake_generate
 from disagg.proto.errors import DisaggError
 
 NUM_PROMPTS = 16

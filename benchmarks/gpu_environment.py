@@ -20,7 +20,11 @@ NO_DEVICE = 3
 SECTION = "environment"
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "msgspec", "xxhash", "rich", "pytest")
 WISHED = ("grpcio", "numpy", "pytest-xdist")
-MODULES = ("disagg.engine.model_runner", "disagg.engine.core", "disagg.engine.kv_transfer.nccl")
+MODULES = (
+    "disagg.engine.runner.model_runner",
+    "disagg.engine.core.engine_core",
+    "disagg.engine.kv_transfer.transports.nccl",
+)
 
 
 def package_rows() -> Iterator[Row]:

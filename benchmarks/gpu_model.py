@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu_report import RowFile
 from benchmarks.gpu_timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
-from disagg.engine import model_runner
-from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
-from disagg.engine.model.parameters import ModelParameters, allocate_parameters
-from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import Launched, Launcher, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, stand_in
+from disagg.engine.runner import model_runner
+from disagg.engine.runner.model.parameters import ModelParameters, allocate_parameters
+from disagg.engine.runner.model_runner import TorchModelRunner
 
 DECODE_TARGET, PREFILL_TARGET = 0.80, 0.60
 BLOCK_SIZE = 64

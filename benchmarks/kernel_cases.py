@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.kernels import dispatch, reference
 
 COLD_BYTES = 256 << 20

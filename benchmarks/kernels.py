@@ -31,7 +31,7 @@ from benchmarks.serving import positive
 from benchmarks.step_limit import Work
 from disagg.cluster.models import DEFAULT_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores, pin_process
-from disagg.engine.checkpoint import read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.kernels.dispatch import describe
 
 REFERENCE_S = 0.3

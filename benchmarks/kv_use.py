@@ -24,12 +24,12 @@ if __name__ == "__main__":
 
 from benchmarks.common import print_table, report, write_json
 from benchmarks.serving import positive
-from disagg.engine.block_manager import BlockManager
+from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.config import WorkerConfig
-from disagg.engine.intake import new_sequence
+from disagg.engine.core.intake import new_sequence
+from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.request import SequenceState
-from disagg.engine.scheduler import Scheduler
 from disagg.loadtests.traces import TraceRequest, read_trace
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import print_table, report, write_json
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sampler import Sampler
+from disagg.engine.runner.sampler import Sampler
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids

@@ -27,10 +27,10 @@ from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models import resolve_model
 from disagg.engine.commands import Add, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.counters import EngineTotals
+from disagg.engine.core.counters import EngineTotals
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.parallel.runners import make_runner, warm_up
 from disagg.engine.plan import ModelRunner
-from disagg.engine.runners import make_runner, warm_up
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec

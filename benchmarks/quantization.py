@@ -25,17 +25,17 @@ from torch import Tensor
 
 from benchmarks.common import REPOSITORY, print_table, report, write_json
 from disagg.cluster.models import resolve_model
-from disagg.engine.checkpoint import read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
-from disagg.engine.kv_cache import KvCache, kv_layout
-from disagg.engine.model.arrays import BatchBuilder
-from disagg.engine.model.batch import to_batch
-from disagg.engine.model.decoder import Decoder
-from disagg.engine.model.parameters import pack_parameters
-from disagg.engine.model.rope import RopeTable
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import stand_in
-from disagg.engine.weights import load_parameters
+from disagg.engine.runner.kv_cache import KvCache, kv_layout
+from disagg.engine.runner.model.arrays import BatchBuilder
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.parameters import pack_parameters
+from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.weights import load_parameters
 
 TEXTS = ("README.md", "docs/architecture.md", "docs/observability.md")
 BLOCK_SIZE = 16

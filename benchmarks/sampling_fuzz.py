@@ -39,6 +39,7 @@ import torch
 
 from benchmarks.common import print_table, report, write_json
 from benchmarks.sampling_settings import Settings
+from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.commands import (
     Add,
     Ended,
@@ -52,12 +53,11 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.intake import new_sequence
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.intake import new_sequence
 from disagg.engine.plan import ModelRunner
 from disagg.engine.request import SequenceState
 from disagg.engine.sampling_rules import edits_logits
-from disagg.engine.swap import slot_tokens_for
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import GatewayId, RequestId

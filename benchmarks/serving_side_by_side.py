@@ -24,7 +24,7 @@ from benchmarks.peers_vllm import serving_vllm
 from benchmarks.serving_parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties
 from disagg.cluster.config import parse_config
 from disagg.cluster.models import resolve_model
-from disagg.engine.checkpoint import read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
 
 PEER_VLLM = "vllm"
 

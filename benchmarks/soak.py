@@ -40,8 +40,8 @@ from benchmarks.soak_rest import Footprint, at_rest, fired, footprints
 from disagg.client import AsyncClient
 from disagg.cluster.config import ClusterConfig, parse_config
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.fake import fake_generate
-from disagg.engine.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
+from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
 
 FAILPOINTS = ";".join(

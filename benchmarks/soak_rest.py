@@ -13,7 +13,7 @@ import grpc
 
 from disagg.client import AsyncClient
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.faulty import FIRED
+from disagg.engine.faults.faulty import FIRED
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import AuditReport, AuditRequest, WorkerInfo, decoder, encode
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS

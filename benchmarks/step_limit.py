@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.ceilings import Ceilings
-from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.checkpoint.checkpoint import ModelConfig
 
 KV_ELEMENT_BYTES = 2
 """bf16."""

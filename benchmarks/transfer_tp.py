@@ -33,7 +33,7 @@ from benchmarks.transfer_rates import (
     in_turn,
     rate_of,
 )
-from disagg.engine.kv_transfer.transport import (
+from disagg.engine.kv_transfer.transports.transport import (
     Connector,
     PairTransport,
     Rendezvous,
@@ -42,8 +42,8 @@ from disagg.engine.kv_transfer.transport import (
     nobody_waits,
 )
 from disagg.engine.parallel.channels import RankChannels
-from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.transport import OpenChannel
+from disagg.engine.sharding.routes import PairPlan, plan_pair
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
 from tests.support.secret import SECRET

@@ -20,10 +20,10 @@ from disagg.cluster import worker_process
 from disagg.cluster.child import run_child
 from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.worker_host import WorkerHost
-from disagg.engine import worker
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.shell import worker
 from disagg.proto.cluster_secret import ClusterSecret
 
 FOLDER_VARIABLE = "DISAGG_BENCHMARK_TIMELINES"

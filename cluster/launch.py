@@ -21,7 +21,7 @@ from disagg.cluster.control import gateways
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.models import FAKE_MODEL, resolve_model
 from disagg.cluster.process_tools import available_cores
-from disagg.engine.checkpoint import read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, PoolName

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from disagg.cluster.config import ClusterConfig, PoolConfig, active_pools
 from disagg.cluster.control.workers import worker_id
-from disagg.engine.checkpoint import ModelConfig
+from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import TransportName, WorkerConfig
-from disagg.engine.model.sharding import rank_model
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.runner.model.sharding import rank_model
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import RoleName, WorkerInfo

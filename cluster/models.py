@@ -39,7 +39,7 @@ from disagg.cluster.model_files import (
     write_manifest,
 )
 from disagg.cluster.spawn import child_environment
-from disagg.engine.checkpoint import read_header, read_model_config, weight_files
+from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -242,7 +242,7 @@ def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
     """Convert in a process of its own, with limits (convert_limits.py): the command line loads neither torch nor
     transformers."""
     progress(f"converting {source.name} to bf16 safetensors")
-    command = [sys.executable, "-m", "disagg.engine.convert", str(source.resolve()), str(staging)]
+    command = [sys.executable, "-m", "disagg.engine.checkpoint.convert", str(source.resolve()), str(staging)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment(os.environ))
     if done.returncode == -signal.SIGXCPU:
         raise ConfigError(f"model import: {source.name} took more than its time on the processor; it was not used")

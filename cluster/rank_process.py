@@ -28,8 +28,8 @@ from disagg.cluster.process_tools import (
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.follower import serve_rank
 from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.shards import Shard
-from disagg.engine.runners import make_runner
+from disagg.engine.parallel.runners import make_runner
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)

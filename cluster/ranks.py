@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.sharding.shards import Shard
 
 _RANK: Final = re.compile(r"(.+)\.rank-(\d+)")
 

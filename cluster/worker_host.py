@@ -11,9 +11,9 @@ from disagg.cluster.host import STOP_GRACE_S, StartError
 from disagg.cluster.process_tools import describe, freeze_start, pin_process
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
-from disagg.engine.faulty import Failpoints
+from disagg.engine.faults.faulty import Failpoints
 from disagg.engine.parallel.link import StartRanks
-from disagg.engine.worker import RoleFactory, Worker
+from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import WorkerId

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from disagg.decode_worker.clearance import Clearance
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Join, Release, Reserve, Scatter
+from disagg.engine.io.blocking import call_on_thread, open_on_thread
 from disagg.engine.kv_transfer.effects import (
     ClosePair,
     JoinSequence,
@@ -30,10 +30,10 @@ from disagg.engine.kv_transfer.effects import (
     Send,
 )
 from disagg.engine.kv_transfer.receiver import Receiver
-from disagg.engine.kv_transfer.transport import PairTransport
-from disagg.engine.parallel.routes import PairPlan
+from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
-from disagg.engine.role import RoleContext
+from disagg.engine.sharding.routes import PairPlan
+from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import CloseWhenIdle, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, WorkerInfo

@@ -27,13 +27,13 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scattered,
 )
-from disagg.engine.kv_transfer.checksum import Checksum
 from disagg.engine.kv_transfer.effects import ReceiveOver
 from disagg.engine.kv_transfer.pair_state import to_make_room
-from disagg.engine.kv_transfer.transport import Rendezvous, make_rendezvous
-from disagg.engine.parallel.routes import plan_pair
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import Rendezvous, make_rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
-from disagg.engine.role import RoleContext
+from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, HandedOver, PeerRef, RoleName, SequenceSpec, TransferCount

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
-from disagg.engine.mailbox import Mailbox
+from disagg.engine.io.mailbox import Mailbox
 from disagg.proto.frames import frame_decoder, frame_of, frames
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.engine.blocking import call_on_thread, open_on_thread
 from disagg.engine.commands import Add, Gather, Release
-from disagg.engine.kv_transfer.checksum import Checksum
+from disagg.engine.io.blocking import call_on_thread, open_on_thread
 from disagg.engine.kv_transfer.effects import (
     CANCELLED,
     DEADLINE,
@@ -36,11 +35,12 @@ from disagg.engine.kv_transfer.effects import (
 from disagg.engine.kv_transfer.pair_state import TransitionError
 from disagg.engine.kv_transfer.reasons import PAIR_LOST
 from disagg.engine.kv_transfer.sender import Sender
-from disagg.engine.kv_transfer.transport import PairTransport, make_connector
-from disagg.engine.parallel.routes import plan_pair
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.plan import Buffer
-from disagg.engine.role import RoleContext
+from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
 from disagg.proto.handover import CloseWhenIdle, PairWelcome, ReceiverToSender
 from disagg.proto.ids import AttemptKey

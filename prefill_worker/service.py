@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from disagg.engine.mailbox import Mailbox
+from disagg.engine.io.mailbox import Mailbox
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_channel
 from disagg.proto.frames import frame_decoder, frames

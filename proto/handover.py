@@ -77,7 +77,7 @@ class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
     """Announces `nbytes` of KV for tokens [start_token, end_token).
 
     The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
-    (`engine/parallel/slices.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
+    (`engine/sharding/slices.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
     the local layout. Each slice travels between its two ranks; several of the same two follow each other in the order
     of the plan. Both sides know the plan since the hello, so no header names ranks or heads.
     """

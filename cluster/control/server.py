@@ -29,7 +29,7 @@ from disagg.cluster.control.launching import Launching
 from disagg.cluster.launch import LaunchPlan
 from disagg.cluster.launcher import Launcher
 from disagg.cluster.supervisor import Life, Supervisor
-from disagg.engine.guard import ClusterGuard
+from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from disagg.engine.kv_transfer.transport import PairTransport, Posted, TransportError, nobody_waits
-from disagg.engine.parallel.routes import PairPlan
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Posted, TransportError, nobody_waits
 from disagg.engine.plan import Buffer
+from disagg.engine.sharding.routes import PairPlan
 from disagg.proto.handover import Side
 
 CLOSED = "the pair is closed"

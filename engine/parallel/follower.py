@@ -24,9 +24,9 @@ from typing import Final
 import numpy as np
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.handshake import NONCE_BYTES, answer
-from disagg.engine.kv_transfer.checksum import Checksum
-from disagg.engine.line import Line, LineError, connect
+from disagg.engine.io.handshake import NONCE_BYTES, answer
+from disagg.engine.io.line import Line, LineError, connect
+from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.parallel.link import RankTransports
 from disagg.engine.parallel.meeting import meet_ranks
 from disagg.engine.parallel.messages import (
@@ -47,11 +47,11 @@ from disagg.engine.parallel.messages import (
     TransportOrder,
 )
 from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.parallel.runners import make_runner
 from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.parallel.steps import decode_step
 from disagg.engine.plan import Buffer
-from disagg.engine.runners import make_runner
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
 

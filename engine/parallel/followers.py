@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg.engine.line import Line, LineError
+from disagg.engine.io.line import Line, LineError
 from disagg.engine.parallel.link import Reply
 from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Order, Posted, Question, Stop
 from disagg.proto.messages import decoder

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.checksum import Checksum
+from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, LineFollowers, RankLostError
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Ranks, StartRanks
@@ -23,12 +23,12 @@ from disagg.engine.parallel.meeting import NOWHERE, MeetingPlace, meet_ranks, op
 from disagg.engine.parallel.messages import Begin, Join
 from disagg.engine.parallel.muster import Muster
 from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.shards import Shard
-from disagg.engine.runners import make_runner
+from disagg.engine.parallel.runners import make_runner
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from disagg.engine.parallel.collective import Collective
+    from disagg.engine.runner.collectives.collective import Collective
 
 logger = logging.getLogger(__name__)
 

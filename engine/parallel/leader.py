@@ -23,11 +23,11 @@ import numpy as np
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Followers
 from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Question, ScatterPart
-from disagg.engine.parallel.routes import PairPlan, plan_pair
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.steps import encode_step
 from disagg.engine.plan import Launcher, StepPlan, StepResult
+from disagg.engine.sharding.routes import PairPlan, plan_pair
 
 _CopyOrder = TypeVar("_CopyOrder", GatherPart, ScatterPart)
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from disagg.engine.parallel.collective import Collective
+    from disagg.engine.runner.collectives.collective import Collective
 
 NOWHERE = ""
 """The address where nobody meets."""
@@ -34,7 +34,7 @@ def open_meeting_place(config: WorkerConfig, secret: ClusterSecret) -> MeetingPl
     """
     if config.is_fake:
         return None
-    from disagg.engine.meeting_point import MeetingPoint
+    from disagg.engine.io.meeting_point import MeetingPoint
 
     return MeetingPoint(config.host, secret)
 
@@ -47,6 +47,6 @@ def meet_ranks(config: WorkerConfig, secret: ClusterSecret, shard: Shard, addres
     """
     if address == NOWHERE:
         return None
-    from disagg.engine.parallel.gloo_collective import make_collective
+    from disagg.engine.runner.collectives.gloo import make_collective
 
     return make_collective(config.device, address, secret, shard, config.host)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from disagg.engine.line import Line
-from disagg.engine.listener import AuthenticatedListener
+from disagg.engine.io.line import Line
+from disagg.engine.io.listener import AuthenticatedListener
 from disagg.proto.cluster_secret import ClusterSecret
 
 

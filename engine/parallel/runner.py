@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
-from disagg.engine.kv_transfer.checksum import Checksum
-from disagg.engine.model.arrays import BatchArrays
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.sharding.shards import Shard
 
 if TYPE_CHECKING:
-    from disagg.engine.parallel.collective import Collective
+    from disagg.engine.runner.collectives.collective import Collective
 
 
 class ShardRunner(ModelRunner, Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.engine.model.arrays import I32, I64, BatchArrays, ChunkArrays
 from disagg.engine.parallel.messages import Step
+from disagg.engine.runner.model.arrays import I32, I64, BatchArrays, ChunkArrays
 
 _I32, _I64 = np.dtype("<i4"), np.dtype("<i8")
 

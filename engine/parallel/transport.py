@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.engine.kv_transfer.checksum import Checksum
-from disagg.engine.kv_transfer.transport import (
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
     Done,
     PairTransport,
@@ -37,9 +37,9 @@ from disagg.engine.parallel import messages
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
 from disagg.engine.parallel.link import Followers, Reply
 from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportOrder
-from disagg.engine.parallel.routes import PairPlan, plan_pair
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.plan import Buffer
+from disagg.engine.sharding.routes import PairPlan, plan_pair
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg.client import Client
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.cluster.launching import Launch, free_ports, new_launch, read_deploy
 from tests.support.processes import mentioning

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from disagg.engine.config import TransportName
-from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
-from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector, make_rendezvous
 from disagg.engine.plan import Buffer
+from disagg.engine.runner.model_runner import TorchModelRunner
 from tests.support.secret import SECRET
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE

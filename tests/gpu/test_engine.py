@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.engine import model_runner
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.runner import model_runner
+from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import dispatch
 from disagg.kernels.triton.ops import TritonOps
 from disagg.proto.ids import GatewayId, RequestId

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.engine.model.batch import to_batch
-from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels.captured import CaptureError
 from disagg.kernels.cuda_graph import CudaGraph, GraphCapturer, bucket_sizes
 from tests.support.stepping import assert_logits_close, last_token, make_runner, make_sequence, prefill

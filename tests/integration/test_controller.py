@@ -19,7 +19,7 @@ from disagg.cluster.control.local import LocalController
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import LaunchPlan, plan_launch
 from disagg.cluster.processes import ProcessLauncher
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId

@@ -10,8 +10,8 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.fake import fake_generate
-from disagg.engine.guard import ClusterGuard
+from disagg.engine.io.guard import ClusterGuard
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections import channels, identity
 from disagg.proto.services import CHANNEL_OPTIONS, SERVER_OPTIONS, service_and_method

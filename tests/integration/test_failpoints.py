@@ -19,8 +19,8 @@ from disagg.cluster.config import parse_config
 from disagg.cluster.process_tools import thread_environment
 from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
-from disagg.engine.faulty import FAILPOINTS_VARIABLE, FIRED
+from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.cluster_state import requests_of, until_counts

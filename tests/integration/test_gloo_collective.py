@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disagg.engine.meeting_point import MeetingPoint
-from disagg.engine.parallel.collective import Collective
-from disagg.engine.parallel.gloo_collective import GlooCollective, make_collective
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.io.meeting_point import MeetingPoint
+from disagg.engine.runner.collectives.collective import Collective
+from disagg.engine.runner.collectives.gloo import GlooCollective, make_collective
+from disagg.engine.sharding.shards import Shard
 from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"

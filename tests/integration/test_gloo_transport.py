@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg.engine.kv_transfer.gloo import GlooConnector, GlooRendezvous, GlooTransport
-from disagg.engine.kv_transfer.transport import PairTransport, TransportError
-from disagg.engine.meeting_point import MeetingPoint
+from disagg.engine.io.meeting_point import MeetingPoint
+from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, GlooTransport
+from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from disagg.engine import meeting_point
-from disagg.engine.line import LineError, connect
-from disagg.engine.meeting_point import MeetingPoint, join_meeting
-from disagg.engine.process_groups import gloo_group, meet
+from disagg.engine.io import meeting_point
+from disagg.engine.io.line import LineError, connect
+from disagg.engine.io.meeting_point import MeetingPoint, join_meeting
+from disagg.engine.io.process_groups import gloo_group, meet
 from disagg.proto.cluster_secret import ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.workers import GatewayStub, running_workers, wait_until_workers_idle
 

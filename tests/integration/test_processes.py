@@ -21,7 +21,7 @@ from disagg.cluster.errors import LaunchError
 from disagg.cluster.process_tools import ProcessRef, Stopped
 from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning

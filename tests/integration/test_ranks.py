@@ -22,16 +22,16 @@ from disagg.cluster.process_tools import thread_environment
 from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import FakeModelRunner, fake_generate
-from disagg.engine.handshake import HandshakeError, answer
-from disagg.engine.line import Line, LineError, SocketLine, connect
+from disagg.engine.io.handshake import HandshakeError, answer
+from disagg.engine.io.line import Line, LineError, SocketLine, connect
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Ranks
 from disagg.engine.parallel.messages import Begin, Failed
 from disagg.engine.parallel.muster import Muster
-from disagg.engine.parallel.shards import Shard
-from disagg.engine.worker import Worker
+from disagg.engine.runner.fake import FakeModelRunner, fake_generate
+from disagg.engine.sharding.shards import Shard
+from disagg.engine.shell.worker import Worker
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import MAX_FRAME_BYTES, Sampling, WorkerInfo, decoder

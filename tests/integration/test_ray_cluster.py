@@ -23,7 +23,7 @@ from disagg.cluster.process_tools import ProcessRef, end_processes
 from disagg.cluster.ranks import rank_name, worker_of
 from disagg.cluster.ray_cluster import RayCluster
 from disagg.cluster.ray_private import MAX_TEMP_DIR_CHARS
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlState, ScaleRequest, WorkerRecord
 from disagg.proto.errors import DisaggError
 from tests.support.processes import mentioning

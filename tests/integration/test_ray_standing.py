@@ -16,7 +16,7 @@ import yaml
 
 from disagg.client import Client, ClusterState
 from disagg.cluster.process_tools import ProcessRef
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.support.processes import mentioning
 from tests.support.ray_nodes import RayNodes, ray_nodes

@@ -14,7 +14,7 @@ from disagg.cluster.config import parse_config
 from disagg.cluster.process_tools import ProcessRef
 from disagg.cluster.processes import ProcessCluster
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, WorkerInfo

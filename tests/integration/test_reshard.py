@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.transport import PairTransport, make_connector, make_rendezvous
-from disagg.engine.line import SocketLine, connect
+from disagg.engine.io.line import SocketLine, connect
+from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector, make_rendezvous
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import LineFollowers
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import Begin
-from disagg.engine.parallel.routes import plan_pair
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.transport import PairEnd, form_pair
+from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
 from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, arrived, fake_rank, fill
 from tests.support.secret import SECRET, checksum

@@ -17,7 +17,7 @@ from disagg.client import Client
 from disagg.cluster.config import parse_config
 from disagg.cluster.process_tools import ProcessRef
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest
 from disagg.proto.errors import InvalidRequestError
 from tests.integration.test_processes import FAKE, PROMPT, wait_until

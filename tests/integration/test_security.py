@@ -23,7 +23,7 @@ from disagg.client import AsyncClient, Client, Finished
 from disagg.cluster.config import parse_config
 from disagg.cluster.control.control_link import ask
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.guard import ClusterGuard
+from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.control import StateRequest
 from disagg.proto.errors import (
     AuthenticationError,
@@ -530,7 +530,7 @@ async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCap
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        with caplog.at_level(logging.WARNING, logger="disagg.engine.guard"):
+        with caplog.at_level(logging.WARNING, logger="disagg.engine.io.guard"):
             for _ in range(3):
                 assert (await call_inside(address, CONTROL, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
         (line,) = caplog.messages

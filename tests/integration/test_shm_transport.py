@@ -23,11 +23,11 @@ import pytest
 from disagg.client import AsyncClient
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
-from disagg.engine.fake import fake_generate
-from disagg.engine.kv_transfer.shm import ShmConnector, ShmRendezvous, ShmTransport
-from disagg.engine.kv_transfer.shm_hello import Hello
-from disagg.engine.kv_transfer.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
-from disagg.engine.kv_transfer.transport import CLOSED, TransportError, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.shm import ShmConnector, ShmRendezvous, ShmTransport
+from disagg.engine.kv_transfer.transports.shm_hello import Hello
+from disagg.engine.kv_transfer.transports.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES
+from disagg.engine.kv_transfer.transports.transport import CLOSED, TransportError, make_connector, make_rendezvous
+from disagg.engine.runner.fake import fake_generate
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content

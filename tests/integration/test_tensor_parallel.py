@@ -25,7 +25,7 @@ from disagg.cluster.process_tools import ProcessRef
 from disagg.cluster.processes import WORKER_MODULE, ProcessCluster, start_child, stop_children
 from disagg.cluster.ranks import rank_cores
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.integration.test_processes import FAKE, wait_until
 from tests.integration.test_scaling import endless_streams, replaced

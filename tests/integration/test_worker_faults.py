@@ -20,10 +20,10 @@ import pytest
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.commands import Release
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import fake_generate
-from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
-from disagg.engine.role import RoleContext
-from disagg.engine.worker import Worker
+from disagg.engine.kv_transfer.transports.transport import SET_UP_TIMEOUT_S
+from disagg.engine.runner.fake import fake_generate
+from disagg.engine.shell.role import RoleContext
+from disagg.engine.shell.worker import Worker
 from disagg.proto.frames import frame_of
 from disagg.proto.handover import PairHello
 from disagg.proto.messages import RoleName, WorkerInfo

@@ -12,11 +12,11 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from disagg.engine import service as service_module
 from disagg.engine.config import WorkerConfig
-from disagg.engine.counters import EngineTotals
-from disagg.engine.engine_thread import Batch, EngineStoppedError
-from disagg.engine.service import WorkerService
+from disagg.engine.core.counters import EngineTotals
+from disagg.engine.shell import service as service_module
+from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
+from disagg.engine.shell.service import WorkerService
 from disagg.proto.ids import BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import (
     AuditReport,

@@ -41,29 +41,29 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "locust": ("loadtests/locustfile.py", "loadtests/locust_*.py"),
     "torch": (
         "kernels/*",
-        "engine/convert.py",
-        "engine/kv_cache.py",
-        "engine/logprobs.py",
-        "engine/penalties.py",
+        "engine/checkpoint/convert.py",
+        "engine/runner/kv_cache.py",
+        "engine/runner/logprobs.py",
+        "engine/runner/penalties.py",
         "engine/model/*",
-        "engine/model_runner.py",
-        "engine/process_groups.py",
-        "engine/sampler.py",
-        "engine/shared_weights.py",
-        "engine/weight_file.py",
-        "engine/weights.py",
-        "engine/kv_transfer/gloo.py",
-        "engine/meeting_point.py",
-        "engine/kv_transfer/nccl.py",
-        "engine/parallel/collective.py",
-        "engine/parallel/gloo_collective.py",
-        "engine/parallel/nccl_collective.py",
+        "engine/runner/model_runner.py",
+        "engine/io/process_groups.py",
+        "engine/runner/sampler.py",
+        "engine/runner/shared_weights.py",
+        "engine/checkpoint/weight_file.py",
+        "engine/runner/weights.py",
+        "engine/kv_transfer/transports/gloo.py",
+        "engine/io/meeting_point.py",
+        "engine/kv_transfer/transports/nccl.py",
+        "engine/runner/collectives/collective.py",
+        "engine/runner/collectives/gloo.py",
+        "engine/runner/collectives/nccl.py",
     ),
     "transformers": ("engine/*", "cluster/*"),
     "grpc": (
         "*/server.py",
         "*/service.py",
-        "engine/guard.py",
+        "engine/io/guard.py",
         "proto/connections/channels.py",
         "router/gateway/*",
         "router/shell/worker_link.py",
@@ -150,7 +150,7 @@ def read(path: str) -> str:
 
 
 def module_name(path: str) -> str:
-    """`engine/model/llama.py` -> `disagg.engine.model.llama`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
+    """`engine/model/llama.py` -> `disagg.engine.runner.model.llama`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
     parts = PurePosixPath(path.removeprefix("src/disagg/")).with_suffix("").parts
     return ".".join(("disagg", *(part for part in parts if part != "__init__")))
 

@@ -11,15 +11,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from disagg.engine.logprobs import sampled_logprobs
-from disagg.engine.model import device_draws, replay
-from disagg.engine.model.batch import Batch
-from disagg.engine.model.device_draws import DeviceDraws
-from disagg.engine.model.device_inputs import DeviceStepInputs
-from disagg.engine.model.replay import ReplayedDecoder
-from disagg.engine.model.step_launcher import StepLauncher
 from disagg.engine.plan import Launched, Launcher, StepPlan, StepResult
-from disagg.engine.sampler import Sampler, row_faults
+from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.model import device_draws, replay
+from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.device_inputs import DeviceStepInputs
+from disagg.engine.runner.model.replay import ReplayedDecoder
+from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.kernels.filters import Filters
 from tests.support.engine import VOCAB_SIZE
 from tests.support.sampling import SampledRunner

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from disagg.engine.block_manager import BlockManager
+from disagg.engine.blocks.block_manager import BlockManager
+from disagg.engine.blocks.swap import SwapIn, SwapPool
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Release, Reserve, Scatter, TokenSampled
 from disagg.engine.config import Scheduling, WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
-from disagg.engine.scheduler import Effect, Scheduler
-from disagg.engine.swap import SwapIn, SwapPool
+from disagg.engine.runner.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import RoleName, Sampling, SequenceSpec, TokenLogprobs

@@ -28,7 +28,6 @@ from disagg.engine.commands import (
     Scattered,
     TokenSampled,
 )
-from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.effects import (
     ClosePair,
     GatherChunk,
@@ -47,6 +46,7 @@ from disagg.engine.kv_transfer.effects import (
 )
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
+from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey

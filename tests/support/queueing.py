@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from disagg.engine.fake import FakeModelRunner
 from disagg.engine.plan import (
     Buffer,
     Launched,
@@ -25,6 +24,7 @@ from disagg.engine.plan import (
 )
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
+from disagg.engine.runner.fake import FakeModelRunner
 from tests.support.engine import BLOCK, VOCAB_SIZE
 
 

@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.fake import FakeModelRunner
-from disagg.engine.line import LineError
+from disagg.engine.io.line import LineError
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import LineFollowers
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import RankTransports, Reply
 from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportOrder
 from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.plan import Buffer
+from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.model_runner import TorchModelRunner
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.steps import decode_step, encode_step
 from disagg.engine.plan import Launcher, StepPlan, StepResult
+from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.engine.sharding.shards import Shard
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0

@@ -16,16 +16,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.fake import FakeModelRunner
-from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous, make_connector, make_rendezvous
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Followers, NoFollowers, Reply
 from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Order, Question, ScatterPart
-from disagg.engine.parallel.routes import plan_pair
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
 from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
 from tests.support.secret import SECRET, checksum
 

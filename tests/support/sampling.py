@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.engine.fake import FakeModelRunner
-from disagg.engine.logprobs import sampled_logprobs
-from disagg.engine.parallel.shards import WHOLE, Shard
 from disagg.engine.plan import StepPlan, StepResult
-from disagg.engine.sampler import Sampler, row_faults
+from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.sampler import Sampler, row_faults
+from disagg.engine.sharding.shards import WHOLE, Shard
 from tests.support.engine import BLOCK, VOCAB_SIZE
 from tests.support.queueing import QueueingRunner
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous, make_connector
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous, make_connector
 from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"

@@ -16,7 +16,7 @@ from benchmarks.engine_process import Engine
 from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
 from benchmarks.peers_llamacpp import PeerRun
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
-from disagg.engine.checkpoint import ModelConfig, RopeConfig
+from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
 from disagg.engine.config import WorkerConfig
 from disagg.loadtests.traces import TraceRequest
 

@@ -16,8 +16,8 @@ from benchmarks.transfer_rates import Case, in_turn, measure_rates
 from benchmarks.transfer_worker import NotingCore, Timeline
 from disagg.cluster import processes, worker_process
 from disagg.cluster.config import parse_config
-from disagg.engine import worker
-from disagg.engine.core import EngineCore
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.shell import worker
 
 ASKED = Asked(request_id="r", prompt_tokens=512, streams=4)
 P = Timeline(steps=[(0.0, 1.0)], computed={"r": 1.0, "other": 9.0})

@@ -15,7 +15,7 @@ from disagg.cluster.launch import plan_launch
 from disagg.cluster.process_tools import VISIBLE_DEVICES, own_devices, see_own_devices
 from disagg.cluster.rank_process import RankStart
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.shards import Shard
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.support.secret import SECRET
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import Release, Scatter, Scattered
-from disagg.engine.kv_transfer.local import LocalRendezvous
-from disagg.engine.kv_transfer.transport import Done, Posted, Received, nobody_waits
+from disagg.engine.io.blocking import call_on_thread
+from disagg.engine.kv_transfer.transports.local import LocalRendezvous
+from disagg.engine.kv_transfer.transports.transport import Done, Posted, Received, nobody_waits
 from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello

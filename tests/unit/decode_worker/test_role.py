@@ -15,7 +15,6 @@ import pytest
 from disagg.decode_worker.link import PrefillLink
 from disagg.decode_worker.role import DecodeRole
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import (
     Add,
     Ended,
@@ -29,8 +28,9 @@ from disagg.engine.commands import (
     Scatter,
     Scattered,
 )
-from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
-from disagg.engine.kv_transfer.transport import TransportError
+from disagg.engine.io.blocking import call_on_thread
+from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
+from disagg.engine.kv_transfer.transports.transport import TransportError
 from disagg.proto import handover
 from disagg.proto.handover import (
     Abort,

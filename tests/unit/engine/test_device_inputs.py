@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.model import replay
-from disagg.engine.model.arrays import BatchArrays
-from disagg.engine.model.device_inputs import DeviceStepInputs
+from disagg.engine.runner.model import replay
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.kernels.captured import CaptureError
 from disagg.kernels.cuda_graph import GraphCapturer, bucket_sizes
 from tests.support.stepping import assert_logits_close, decode, make_runner, make_sequence, prefill

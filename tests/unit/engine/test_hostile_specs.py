@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Join, Release, Reserve, Scatter
-from disagg.engine.core import EngineCore
+from disagg.engine.core.engine_core import EngineCore
 from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec, TokenLogprobs, decoder, encode
 from tests.support.engine import (

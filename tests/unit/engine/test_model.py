@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.engine.checkpoint import RopeConfig
-from disagg.engine.model.arrays import BatchBuilder
-from disagg.engine.model.batch import to_batch
-from disagg.engine.model.rope import inverse_frequencies
-from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.checkpoint.checkpoint import RopeConfig
 from disagg.engine.plan import StepPlan
+from disagg.engine.runner.model.arrays import BatchBuilder
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model.rope import inverse_frequencies
+from disagg.engine.runner.model_runner import TorchModelRunner
 from tests.support.stepping import (
     assert_logits_close,
     chunk,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.engine.blocks.swap import Piece, SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import (
     Add,
     Ended,
@@ -24,9 +25,8 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.config import Scheduling
-from disagg.engine.core import EngineCore
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.swap import Piece, SwapIn, SwapOut, SwapPool
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.scheduler import Scheduler
 from disagg.proto.messages import RoleName
 from tests.support.engine import (
     GATEWAY,

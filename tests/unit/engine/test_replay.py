@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine.model.batch import to_batch
-from disagg.engine.model.replay import Scored
-from disagg.engine.model_runner import TorchModelRunner
 from disagg.engine.plan import NO_TOKEN, StepPlan
 from disagg.engine.request import Sequence
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model.replay import Scored
+from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import dispatch
 from tests.support.stepping import chunk, last_token, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
@@ -178,11 +178,11 @@ def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
 def test_without_the_cpp_kernels_nothing_is_captured(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "disagg.engine.model.replay")
+    caplog.set_level(logging.INFO, "disagg.engine.runner.model.replay")
     monkeypatch.setattr(dispatch, "native_library", lambda: None)
     runner = make_runner(folder)
     step(runner, sequences(runner))
-    assert [record.getMessage() for record in caplog.records if record.name == "disagg.engine.model.replay"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "disagg.engine.runner.model.replay"] == [
         "steps are computed op by op: the C++ kernels are not in use"
     ]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from disagg.engine.calibration import calibrate
 from disagg.engine.commands import Add, Event
 from disagg.engine.config import Scheduling, WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.fake import FakeModelRunner
+from disagg.engine.core.calibration import calibrate
+from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.plan import ModelRunner
+from disagg.engine.runner.fake import FakeModelRunner
 from tests.support.engine import (
     BLOCK,
     VOCAB_SIZE,

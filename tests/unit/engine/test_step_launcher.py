@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine import model_runner
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.model import device_draws, replay
-from disagg.engine.model.device_draws import DeviceDraws
-from disagg.engine.model.device_inputs import DeviceStepInputs
-from disagg.engine.model.step_launcher import StepLauncher
-from disagg.engine.model_runner import TorchModelRunner
+from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.plan import NO_TOKEN, Launched, Launcher, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sampler import Sampler
+from disagg.engine.runner import model_runner
+from disagg.engine.runner.model import device_draws, replay
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.device_inputs import DeviceStepInputs
+from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.engine.runner.sampler import Sampler
 from disagg.kernels.filters import Filters
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec

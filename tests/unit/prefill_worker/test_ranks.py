@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
-from disagg.engine.kv_transfer.transport import make_connector
+from disagg.engine.io.blocking import call_on_thread
+from disagg.engine.kv_transfer.transports.transport import make_connector
 from disagg.prefill_worker import link as link_module
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Offer
 from disagg.proto.ids import RequestId

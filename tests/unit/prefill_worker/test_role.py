@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.blocking import call_on_thread
 from disagg.engine.commands import Add, ChunkPlanned, Ended, Gather, Gathered, PrefillComputed, Release
-from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
+from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.reasons import KV_GONE
+from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
 from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.prefill_worker.service import PairError

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from disagg.engine.failpoints import MESSAGES
+from disagg.engine.faults.failpoints import MESSAGES
 from disagg.engine.kv_transfer.effects import STUCK
 from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
 from tests.support.pair_faults import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.kv_transfer.checksum import UNKEYED
 from disagg.engine.kv_transfer.pair_state import FadingSet, PairClock, PeerError, SlotPool, Table, TransitionError
+from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.proto.ids import AttemptKey, RequestId
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.engine.kv_cache import KvCache
-from disagg.engine.kv_transfer.checksum import UNKEYED
-from disagg.engine.parallel.shards import WHOLE, Shard
-from disagg.engine.parallel.slices import head_slices
+from disagg.engine.kv_transfer.transports.checksum import UNKEYED
+from disagg.engine.runner.kv_cache import KvCache
+from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.sharding.slices import head_slices
 from disagg.proto.messages import KvLayout
 
 CPU = torch.device("cpu")

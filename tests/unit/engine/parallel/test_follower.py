@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.engine.fake import FakeModelRunner
-from disagg.engine.model.arrays import BatchArrays
 from disagg.engine.parallel.messages import (
     Answer,
     Begin,
@@ -26,9 +24,11 @@ from disagg.engine.parallel.messages import (
     Step,
     Stop,
 )
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.steps import encode_step
 from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import decoder
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec

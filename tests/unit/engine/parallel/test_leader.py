@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.engine.calibration import calibrate
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core import EngineCore
-from disagg.engine.fake import FakeModelRunner, fake_generate
+from disagg.engine.core.calibration import calibrate
+from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.messages import Failed
-from disagg.engine.parallel.slices import head_slices
 from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
+from disagg.engine.runner.fake import FakeModelRunner, fake_generate
+from disagg.engine.sharding.slices import head_slices
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_lines import FakeGroup, fake_group
 from tests.support.secret import checksum

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.engine.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.parallel.messages import Order, Step
 from disagg.engine.parallel.steps import decode_step, encode_step
 from disagg.engine.plan import StepPlan
+from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.proto.messages import MAX_FRAME_BYTES
 from tests.support.stepping import chunk, last_token, make_sequence
 

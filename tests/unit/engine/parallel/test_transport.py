@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.engine.kv_transfer.local import LocalRendezvous, LocalTransport
-from disagg.engine.kv_transfer.transport import PairTransport, TransportError, make_connector
+from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
+from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError, make_connector
 from disagg.engine.parallel.channels import CLOSED, AllOf, RankChannels
 from disagg.engine.parallel.link import Reply
 from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, Question, ReceivePart, SendPart
-from disagg.engine.parallel.routes import plan_pair
-from disagg.engine.parallel.shards import Shard
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.transport import GroupTransport, ShardTransports, form_pair
+from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.shards import Shard
 from tests.support.reshard import (
     HOST,
     WAIT_S,

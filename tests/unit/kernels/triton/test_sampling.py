@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine.model import device_draws
-from disagg.engine.model.device_draws import DeviceDraws
 from disagg.engine.plan import NO_TOKEN
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sampler import Sampler
+from disagg.engine.runner.model import device_draws
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.sampler import Sampler
 from disagg.kernels.filters import Filters
 from disagg.kernels.triton import sampling
 from disagg.kernels.triton.ranking import rank_top

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from disagg.engine.commands import Add, Command, Reserve
-from disagg.engine.fake import fake_generate
+from disagg.engine.runner.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from disagg.router.workers.prefix_index import PrefixIndex
 from tests.support.engine import ROOT, VOCAB_SIZE
 from tests.support.router import worker_report
-from tests.unit.engine.test_core_stateful import CoreMachine, Start
+from tests.unit.engine.core.test_engine_core_stateful import CoreMachine, Start
 
 WORKER = WorkerId("worker")
 

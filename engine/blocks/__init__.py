@@ -1,0 +1,1 @@
+"""KV memory: blocks, prefix cache, swap space. Pure."""

@@ -1,0 +1,137 @@
+"""Which KV blocks can be found by their content, which of them may be evicted, and what the router is told about it.
+
+    published ──> (referenced <──> evictable) ──> evicted
+
+A physical block of k * 16 tokens is published once it is full and computed, under the chained hash of its last 16-token
+sub-block, which covers all tokens before it. It keeps that hash until it is evicted. Evictable blocks (published, held
+by nobody) of one tenant leave in the order in which they became evictable, `cached_blocks` chooses the tenant; a
+sequence gives its blocks back last one first, so the tail of a chain goes before its head. All blocks of a chain are
+one tenant's.
+
+The announced hashes are prefix-closed whenever the events are drained: with a hash, all of the chain before it is
+announced. Who publishes a block holds the published blocks of the whole chain before it, because a content that is
+published already replaces the caller's own copy. So no parent becomes evictable before the last of its children. The
+router's index relies on that.
+
+The router's index works on 16-token hashes. Two blocks that differ only in their second half share the hashes of their
+first half, so these are counted: a hash is announced when the first block brings it, and withdrawn when the last one
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from disagg.engine.blocks.cached_blocks import CachedBlocks, TenantTag
+from disagg.proto.ids import BlockHash
+from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent
+
+
+class PrefixCache:
+    """The content index over KV blocks. Owner: the block manager, which holds the references."""
+
+    def __init__(self, evictable: CachedBlocks | None = None) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hashes_of: dict[int, tuple[BlockHash, ...]] = {}
+        self._tag_of: dict[int, TenantTag] = {}
+        self.evictable = CachedBlocks() if evictable is None else evictable
+        self._announced: Counter[BlockHash] = Counter()
+        self._events: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[BlockHash]]] = []
+
+    @property
+    def num_evictable(self) -> int:
+        """Published blocks that nobody holds."""
+        return len(self.evictable)
+
+    def match(self, key_hashes: Seq[BlockHash]) -> list[int]:
+        """The blocks of the longest published prefix. `key_hashes` has one hash per physical block, in order."""
+        blocks: list[int] = []
+        for key_hash in key_hashes:
+            block = self._block_of.get(key_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
+        """Make a full, referenced block findable. `hashes` are those of its 16-token sub-blocks, in order. It is the
+        tenant's of the published block `after`, the one before it in its chain; the first one is that of `tag`.
+
+        Returns the block that is published with this content: `block`, or the one that was before.
+        """
+        assert block not in self._hashes_of, f"block {block} is already published"
+        published = self._block_of.setdefault(hashes[-1], block)
+        if published != block:
+            return published
+        self._hashes_of[block] = tuple(hashes)
+        self._tag_of[block] = tag if after is None else self._tag_of[after]
+        self._announce(BlocksStored, [block_hash for block_hash in hashes if not self._announced[block_hash]])
+        self._announced.update(hashes)
+        return block
+
+    def is_published(self, block: int) -> bool:
+        """Whether the content of `block` is fixed by a published hash."""
+        return block in self._hashes_of
+
+    def is_evictable(self, block: int) -> bool:
+        """Whether `block` is published and held by nobody."""
+        return block in self.evictable
+
+    def add_evictable(self, block: int) -> None:
+        """The last reference of a published block is gone."""
+        assert block in self._hashes_of
+        assert block not in self.evictable
+        self.evictable.add(block, self._tag_of[block])
+
+    def remove_evictable(self, block: int) -> None:
+        """A published block is referenced again."""
+        self.evictable.hold(block)
+
+    @property
+    def next_evicted(self) -> int:
+        """The block that goes next; there is one."""
+        return self.evictable.next
+
+    def evict(self) -> int:
+        """Forget the content of the block that goes next, and return that block."""
+        block = self.evictable.evict()
+        del self._tag_of[block]
+        hashes = self._hashes_of.pop(block)
+        del self._block_of[hashes[-1]]
+        self._announced.subtract(hashes)
+        gone = [block_hash for block_hash in hashes if not self._announced[block_hash]]
+        for block_hash in gone:
+            del self._announced[block_hash]
+        self._announce(BlocksRemoved, gone)
+        return block
+
+    def drain_events(self) -> tuple[KvEvent, ...]:
+        """What changed since the last call, in order; neighbours of one kind are merged."""
+        events = tuple(kind(hashes=tuple(hashes)) for kind, hashes in self._events)
+        self._events.clear()
+        return events
+
+    def snapshot(self) -> BlocksSnapshot:
+        """All announced hashes. Events that are not drained yet may follow it: they change nothing that it says."""
+        return BlocksSnapshot(hashes=tuple(self._announced))
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        problems = []
+        if {hashes[-1]: block for block, hashes in self._hashes_of.items()} != self._block_of:
+            problems.append("prefix cache: hash index and block index differ")
+        if Counter(block_hash for hashes in self._hashes_of.values() for block_hash in hashes) != self._announced:
+            problems.append("prefix cache: announced hashes are not those of the published blocks")
+        problems += [f"block {block} is evictable and has no hash" for block in self.evictable.blocks - self._hashes_of]
+        if self._tag_of.keys() != self._hashes_of.keys():
+            problems.append("prefix cache: tenants are kept for other blocks than the published ones")
+        return problems + self.evictable.check_integrity()
+
+    def _announce(self, kind: type[BlocksStored] | type[BlocksRemoved], hashes: list[BlockHash]) -> None:
+        if not hashes:
+            return
+        if self._events and self._events[-1][0] is kind:
+            self._events[-1][1].extend(hashes)
+        else:
+            self._events.append((kind, hashes))

@@ -1,0 +1,1 @@
+"""Continuous batching: the scheduler and the engine's state machine. Pure."""

@@ -1,0 +1,57 @@
+"""The small rules of the scheduler: when an answer ends, who goes first, how long a chunk is. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.engine.core.lazy_heap import Order
+from disagg.engine.request import Sequence
+
+
+def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
+    """Why the last known token ends the sequence, or None. A stop id counts from `min_tokens` output tokens on."""
+    sampling = sequence.spec.sampling
+    if sequence.token_ids[-1] in sampling.stop_token_ids and sequence.num_output_tokens >= max(1, sampling.min_tokens):
+        return "stop"
+    return "length" if is_full(sequence, max_model_len) else None
+
+
+def is_full(sequence: Sequence, max_model_len: int, num_pending: int = 0) -> bool:
+    """Whether the answer is as long as it may be, with `num_pending` tokens whose ids are not known yet."""
+    num_output_tokens = sequence.num_output_tokens + num_pending
+    return num_output_tokens >= sequence.spec.sampling.max_tokens or sequence.num_tokens + num_pending >= max_model_len
+
+
+_WORTH_A_TAIL = 8
+"""A tail costs the overhead of a step. It pays where this many times its tokens travel behind it."""
+
+
+def queue_order(sequence: Sequence) -> Order:
+    """Who goes first: larger priority, then preempted ones, then the earlier arrival."""
+    return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival)
+
+
+def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, *, first: bool) -> int:
+    """How many of `num_uncomputed` tokens from `start` on to compute within `budget`.
+
+    A chunk that does not finish the prompt ends at a block boundary. Where the budget does not reach one, the step's
+    first chunk takes what there is, so that prefill always advances; later ones get nothing.
+    """
+    if num_uncomputed <= budget:
+        return num_uncomputed
+    aligned = (start + budget) // block_size * block_size - start
+    if aligned > 0:
+        return aligned
+    return budget if first else 0
+
+
+def before_tail(start: int, num_tokens: int, tail_tokens: int, block_size: int) -> int:
+    """How many of the last `num_tokens` tokens of a prompt to compute first, when their KV is to be handed over.
+
+    The rest, `tail_tokens` or up to a block more, is a short step of its own, behind which the KV of the others
+    travels. All of them where that would not pay, where no block ends before the tail, or where `tail_tokens` is 0.
+    """
+    if not tail_tokens or num_tokens < _WORTH_A_TAIL * tail_tokens:
+        return num_tokens
+    num_before = (start + num_tokens - tail_tokens) // block_size * block_size - start
+    return num_before if num_before > 0 else num_tokens

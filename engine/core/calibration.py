@@ -1,0 +1,104 @@
+"""Some measured steps at start-up, so that the router's cost model knows a worker before its first request.
+
+    calibrate(runner) -> samples        before the engine exists: the runner's blocks are used, and hold nothing yet
+
+Prompt chunks of several lengths, alone and behind a context, and, where the worker decodes, batches of several sizes
+and contexts. Short steps run several times and the quickest run counts: at start-up the others are disturbed by the
+start of other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
+from disagg.engine.request import stand_in
+from disagg.engine.sharding.routes import plan_pair
+from disagg.proto.messages import StepSample
+
+LIMIT_S = 1.5
+"""No step begins after this time: on a slow or busy machine the last ones, which take longest, are left out."""
+PREFILLS = ((16, 0), (128, 0), (128, 384))
+LAST_PREFILL = (512, 0)
+"""(tokens of the chunk, tokens before it)."""
+DECODES = ((1, 64), (1, 512), (8, 64), (8, 512), (32, 64))
+"""(sequences, tokens of each)."""
+LONGEST_LOCAL_PREFILL = 128
+"""A decode worker computes short suffixes only."""
+REPEATS = ((32, 4), (255, 2))
+"""(tokens of a step, how often it runs at most that long); longer ones run once: they take long, and their own length
+averages what disturbs them."""
+CLEARED_TOKENS = 256
+"""Tokens whose KV is written at once before the first measurement."""
+
+Clock = Callable[[], float]
+
+
+def calibrate(runner: ModelRunner, config: WorkerConfig, clock: Clock) -> tuple[StepSample, ...]:
+    """Measure what fits into the runner's cache and the worker's limits; `clock` gives seconds.
+
+    To be called before any sequence: the KV of the first blocks is overwritten.
+    """
+    plans = list(_plans(runner, config))
+    _clear(runner, max((_num_blocks_used(plan) for plan in plans), default=0))
+    end = clock() + LIMIT_S
+    return tuple(_measure(runner, plan, clock, end) for plan in plans if clock() < end)
+
+
+def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:
+    for num_tokens, start in PREFILLS:
+        yield from _prefill(runner, config, num_tokens, start)
+    if "decode" in config.roles:
+        for batch, num_tokens in DECODES:
+            yield from _decode(runner, config, batch, num_tokens)
+    yield from _prefill(runner, config, *LAST_PREFILL)
+
+
+def _prefill(runner: ModelRunner, config: WorkerConfig, num_tokens: int, start: int) -> Iterator[StepPlan]:
+    longest_chunk = config.token_budget if "prefill" in config.roles else LONGEST_LOCAL_PREFILL
+    if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= _longest(runner):
+        sequence = stand_in(start + num_tokens, 0, runner.block_size)
+        yield StepPlan(prefills=(ScheduledSequence(sequence, start, num_tokens, samples=True),))
+
+
+def _decode(runner: ModelRunner, config: WorkerConfig, batch: int, num_tokens: int) -> Iterator[StepPlan]:
+    num_blocks = -(-num_tokens // runner.block_size)
+    fits = batch * num_blocks <= runner.num_blocks and num_tokens <= _longest(runner)
+    if fits and batch <= min(config.max_num_seqs, config.token_budget):
+        sequences = [stand_in(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
+        yield StepPlan(decodes=tuple(ScheduledSequence(s, num_tokens - 1, 1, samples=True) for s in sequences))
+
+
+def _longest(runner: ModelRunner) -> int:
+    """Tokens of a sequence that leaves room for the one that it samples."""
+    return min(runner.max_model_len - 1, runner.num_blocks * runner.block_size)
+
+
+def _num_blocks_used(plan: StepPlan) -> int:
+    return max(entry.sequence.block_table[-1] for entry in plan.entries) + 1
+
+
+def _clear(runner: ModelRunner, num_blocks: int) -> None:
+    """Write zeros as the KV of the first blocks. What memory held before might be no number, and memory that nobody
+    has written to may be quicker to read than what a worker really reads."""
+    piece = -(-CLEARED_TOKENS // runner.block_size)
+    token_bytes = plan_pair(runner.layout, 1, runner.tp).bytes_per_token
+    zeros = runner.new_staging(piece * runner.block_size * token_bytes)
+    zeros[:] = 0
+    for first in range(0, num_blocks, piece):
+        table = range(first, min(first + piece, num_blocks))
+        runner.scatter(table, 0, len(table) * runner.block_size, zeros)
+
+
+def _measure(runner: ModelRunner, plan: StepPlan, clock: Clock, end: float) -> StepSample:
+    num_repeats = next((repeats for limit, repeats in REPEATS if plan.num_tokens <= limit), 1)
+    quickest_s, now = float("inf"), clock()
+    for repeat in range(num_repeats):
+        if repeat > 0 and now >= end:
+            break
+        started = now
+        runner.run(plan)
+        now = clock()
+        quickest_s = min(quickest_s, now - started)
+    return plan.measured(quickest_s * 1e3)

@@ -1,0 +1,406 @@
+"""The engine core: commands in, events out, one step at a time. Pure: the shell gives it the time.
+
+    colocated   Add ──> TokenSampled* ──> Ended
+    prefill     Add(hold) ──> (ChunkPlanned, Gather ──> Gathered)*, TokenSampled, PrefillComputed ──> Release
+    decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
+
+Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
+here.
+
+A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
+command changes meanwhile, it changes behind that step.
+
+A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
+when there is room again. A copy that fails ends, at worst, its sequence.
+
+What a peer got wrong never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
+that would start a key that is alive means that two parties take themselves for its owner: the attempt is ended as
+failed, so that the answer, which says that nothing is held, is true. A late `Gather` or `Scatter` is answered with
+`ok=False`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from disagg.engine.blocks.block_manager import BlockManager
+from disagg.engine.blocks.cached_blocks import CachedBlocks
+from disagg.engine.blocks.swap import SwapIn, SwapOut
+from disagg.engine.blocks.swapper import Swapper, swap_pool
+from disagg.engine.commands import (
+    Add,
+    ChunkPlanned,
+    Command,
+    Ended,
+    Event,
+    Gather,
+    Gathered,
+    Join,
+    Joined,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Scatter,
+    Scattered,
+)
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.counters import EngineTotals
+from disagg.engine.core.intake import covered_until, new_sequence, refusal
+from disagg.engine.core.lazy_heap import LazyHeap
+from disagg.engine.core.scheduler import Effect, Scheduler
+from disagg.engine.core.steps import Steps, failed
+from disagg.engine.plan import ModelRunner, StepPlan
+from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load
+
+_log = logging.getLogger(__name__)
+
+_NO_GATEWAY = GatewayId("")
+"""In the `Ended` of a sequence that is not known any more."""
+
+
+class EngineCore:
+    """All sequences of one worker. Owner: the engine thread; every method is called from it.
+
+    Raises:
+        ValueError: if the runner's cache or the configuration cannot work.
+    """
+
+    def __init__(self, runner: ModelRunner, *, config: WorkerConfig) -> None:
+        if config.max_num_seqs < 1 or config.token_budget < 1:
+            raise ValueError(
+                f"max_num_seqs and token_budget must be positive, not {config.max_num_seqs} and {config.token_budget}"
+            )
+        if not 0.0 <= config.watermark < 1.0:
+            raise ValueError(f"watermark is a share of the blocks in [0, 1), not {config.watermark}")
+        if not (0.0 <= config.cached_share <= 1.0 and config.cached_keep_s >= 0.0):
+            raise ValueError(
+                f"cached_share is a share of the blocks in [0, 1] and cached_keep_s not negative, "
+                f"not {config.cached_share} and {config.cached_keep_s}"
+            )
+        if config.swap_bytes < 0:
+            raise ValueError(f"swap_bytes must not be negative, not {config.swap_bytes}")
+        self._runner = runner
+        swap = swap_pool(runner, config.swap_bytes)
+        self._swapper = Swapper(runner, swap.slot_tokens)
+        num_blocks = runner.num_blocks
+        self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
+        self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=config.num_places,
+            token_budget=config.token_budget,
+            max_model_len=min(runner.max_model_len, config.max_model_len or runner.max_model_len),
+            decode_reserve_tokens=config.decode_reserve_tokens,
+            tail_tokens=config.tail_tokens,
+            scheduling=config.scheduling,
+            swap=swap,
+            recomputes="prefill" in config.roles,
+        )
+        self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
+        self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
+        """Token ranges that were scattered into RESERVED sequences."""
+        self._joined: list[tuple[Sequence, float]] = []
+        """Sequences that joined since the last step, and when."""
+        self._steps = Steps(runner, self._scheduler)
+        self.planned = StepPlan()
+        """What `run_step` will compute or launch."""
+        self._planned_at = 0.0
+        self._stalled = False
+        """The last step found that nothing can go on, and freed nothing; only a command or a deadline changes that."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output: the model's limit, the configured one, or what all blocks hold."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute something, or finish what is under way."""
+        if self._scheduler.running or self._steps.is_under_way:
+            return True
+        return len(self._scheduler.waiting) > 0 and not self._stalled
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """What the last call of `run_step` finished; empty where that was nothing, or failed."""
+        return self._steps.last_plan
+
+    @property
+    def last_began(self) -> float:
+        """When that was planned, as `plan_step` was told."""
+        return self._steps.last_began
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no sequence, in any state."""
+        return not self._scheduler.sequences
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `step` must be called at the latest, also without work."""
+        head = self._deadlines.peek()
+        return None if head is None else head[0][0]
+
+    # ------------------------------------------------------------ commands
+
+    def handle(self, command: Command, now: float) -> list[Event]:
+        """Carry out one command; `now` is on this process's monotonic clock."""
+        self._stalled = False
+        self._cached.now = max(self._cached.now, now)
+        match command:
+            case Add():
+                events = self._add(command, now)
+            case Reserve():
+                events = self._reserve(command, now)
+            case Scatter():
+                events = self._scatter(command)
+            case Join():
+                events = self._join(command, now)
+            case Gather():
+                events = self._gather(command)
+            case Release():
+                events = self._release(command)
+        self._forget_ended(events)
+        return events
+
+    def _add(self, command: Add, now: float) -> list[Event]:
+        spec = command.spec
+        duplicate = self._end_duplicate(spec.key)
+        if duplicate is not None:
+            return [duplicate]
+        sequence = new_sequence(spec, SequenceState.WAITING, now)
+        sequence.hold_after_prefill = command.hold_after_prefill
+        why_not = self._refusal(sequence)
+        if why_not is not None:
+            return [Ended(spec.key, spec.gateway_id, *why_not)]
+        self._scheduler.add(sequence)
+        self._watch_deadline(sequence)
+        return []
+
+    def _reserve(self, command: Reserve, now: float) -> list[Event]:
+        key = command.spec.key
+        duplicate = self._end_duplicate(key)
+        if duplicate is not None:
+            return [duplicate, ReserveRefused(key, duplicate.detail)]
+        sequence = new_sequence(command.spec, SequenceState.RESERVED, now)
+        why_not = self._refusal(sequence)
+        if why_not is not None:
+            return [ReserveRefused(key, why_not[1])]
+        reason = self._scheduler.reserve(sequence)
+        if reason is not None:
+            return [ReserveRefused(key, reason)]
+        self._landed[key] = []
+        self._watch_deadline(sequence)
+        return [Reserved(key, sequence.cached_tokens)]
+
+    def _scatter(self, command: Scatter) -> list[Event]:
+        key, start, end = command.key, command.start, command.end
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None or sequence.state is not SequenceState.RESERVED:
+            return [Scattered(key, command.seq, ok=False)]
+        if not sequence.cached_tokens <= start < end <= sequence.num_tokens:
+            return [Scattered(key, command.seq, ok=False)]
+        self._scheduler.extend_reserved(sequence, end)
+        try:
+            self._runner.scatter(sequence.block_table, start, end, command.data, command.peer_tp)
+        except Exception as error:
+            return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
+        self._landed[key].append((start, end))
+        return [Scattered(key, command.seq, ok=True)]
+
+    def _join(self, command: Join, now: float) -> list[Event]:
+        """`Joined`, then the joined token as `TokenSampled`, so that P may die; then `Ended` where that token is the
+        last."""
+        key = command.key
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None:
+            return [Ended(key, _NO_GATEWAY, "failed", "the sequence is gone")]
+        if sequence.state is not SequenceState.RESERVED:
+            return [self._scheduler.end(sequence, "failed", f"joined while {sequence.state.value}")]
+        if not 0 <= command.token_id < self._runner.vocab_size:
+            return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
+        if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
+            return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what the request asks for")]
+        num_landed = covered_until(sequence.cached_tokens, self._landed[key])
+        if num_landed < sequence.num_tokens:
+            detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
+            return [self._scheduler.end(sequence, "failed", detail)]
+        del self._landed[key]
+        self._joined.append((sequence, now))
+        return [Joined(key), *self._scheduler.join(sequence, command.token_id, command.logprobs)]
+
+    def _gather(self, command: Gather) -> list[Event]:
+        key, start, end = command.key, command.start, command.end
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None or not 0 <= start < end <= sequence.num_computed_tokens:
+            return [Gathered(key, command.seq, ok=False)]
+        try:
+            digest = self._runner.gather(sequence.block_table, start, end, command.out, command.peer_tp)
+        except Exception as error:
+            return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
+        return [Gathered(key, command.seq, ok=True, checksum=digest)]
+
+    def _release(self, command: Release) -> list[Event]:
+        sequence = self._scheduler.sequences.get(command.key)
+        if sequence is not None:
+            self._scheduler.drop(sequence)
+            self._forget(command.key)
+        return []
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, now: float) -> list[Event]:
+        """`plan_step` and `run_step`."""
+        return [*self.plan_step(now), *self.run_step()]
+
+    def plan_step(self, now: float) -> list[Event]:
+        """End what is out of time, and decide what the next step computes."""
+        self._cached.now = max(self._cached.now, now)
+        events: list[Event] = self._expire(now)
+        num_preemptions = self._scheduler.totals["preemptions"]
+        plan = self._steps.plan()
+        effects = self._scheduler.take_effects()
+        events += [event for effect in effects for event in self._carry_out(effect)]
+        has_freed = effects or self._scheduler.totals["preemptions"] > num_preemptions
+        self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
+        self.planned, self._planned_at = plan, now
+        if plan.entries:
+            self._note_begun(plan, now)
+        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
+        self._forget_ended(events)
+        return events
+
+    def run_step(self) -> list[Event]:
+        """Compute what was planned, or launch it and finish what was launched before."""
+        events = self._steps.run(self.planned, self._planned_at)
+        self.planned = StepPlan()
+        self._forget_ended(events)
+        return events
+
+    def _carry_out(self, effect: Effect) -> list[Event]:
+        """The copies are made here and now: the blocks of a suspended sequence belong to others already, which write
+        to them in the step that follows."""
+        totals = self._scheduler.totals
+        match effect:
+            case SwapOut(sequence=sequence):
+                try:
+                    totals["swapped_out_blocks"] += self._swapper.swap_out(effect)
+                except Exception as error:
+                    _log.error("the KV of %s could not be kept", sequence.key, exc_info=error)
+                    return self._scheduler.not_kept(sequence)
+            case SwapIn(sequence=sequence):
+                try:
+                    totals["swapped_in_blocks"] += self._swapper.swap_in(effect)
+                except Exception as error:
+                    return [failed(self._scheduler, sequence, "swap", error)]
+                self._scheduler.resumed(sequence)
+            case Ended():
+                return [effect]
+        return []
+
+    def _note_begun(self, plan: StepPlan, now: float) -> None:
+        """Sequences of which this is the first step waited until now."""
+        for entry in plan.prefills:
+            if entry.sequence.queue_s is None:
+                entry.sequence.queue_s = now - entry.sequence.arrival
+        for sequence, since in self._joined:
+            sequence.queue_s = now - since
+        self._joined.clear()
+
+    def _expire(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        while (head := self._deadlines.peek()) is not None and head[0][0] <= now:
+            key = head[1]
+            events.append(self._scheduler.end(self._scheduler.sequences[key], "deadline", "the deadline passed"))
+            self._forget(key)
+        return events
+
+    # ------------------------------------------------------------ reports
+
+    def load(self) -> Load:
+        """What this worker is doing. Reserved sequences count as waiting; their prompt is computed by another
+        worker."""
+        scheduler = self._scheduler
+        num_suspended = scheduler.swap.num_kept
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) - num_suspended + scheduler.num_reserved,
+            num_suspended=num_suspended,
+            uncomputed_prompt_tokens=sum(it.num_uncomputed_prompt_tokens for it in scheduler.sequences.values()),
+            blocks_total=self._blocks.num_blocks,
+            blocks_active=self._blocks.num_active,
+            blocks_cached=self._blocks.num_cached,
+            blocks_reserved=self._blocks.num_reserved,
+            steps=self._steps.num_done,
+            blocks_apart=self._blocks.num_apart,
+            num_preempted=scheduler.num_preempted,
+        )
+
+    def totals(self) -> EngineTotals:
+        """What was done since the start."""
+        totals = self._scheduler.totals
+        return EngineTotals(
+            self._steps.num_sampled,
+            totals["cached_tokens"],
+            totals["preemptions"],
+            totals["swapped_out_blocks"],
+            totals["swapped_in_blocks"],
+        )
+
+    def drain_kv_events(self) -> tuple[KvEvent, ...]:
+        """What became findable, or went, since the last call, in order."""
+        return self._blocks.prefix.drain_events()
+
+    def prefix_snapshot(self) -> BlocksSnapshot:
+        """All prefix blocks that can be hit now."""
+        return self._blocks.prefix.snapshot()
+
+    def audit(self) -> tuple[dict[str, int], list[str]]:
+        """What is held (all zero when idle), and the findings of the integrity checks (empty when sound)."""
+        counts = {
+            "sequences": len(self._scheduler.sequences),
+            "blocks_active": self._blocks.num_active,
+            "blocks_reserved": self._blocks.num_reserved,
+            "swap_bytes": self._scheduler.swap.num_bytes,
+        }
+        return counts, self.check_integrity()
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound. Costs O(blocks + sequences)."""
+        sequences = self._scheduler.sequences
+        reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
+        with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
+        problems = self._scheduler.check_integrity()
+        if reserved != self._landed.keys():
+            problems.append("landed ranges are kept for other sequences than the reserved ones")
+        if with_deadline != len(self._deadlines):
+            problems.append(f"{len(self._deadlines)} deadlines are watched, {with_deadline} sequences have one")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
+        return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
+
+    def _end_duplicate(self, key: AttemptKey) -> Ended | None:
+        if (sequence := self._scheduler.sequences.get(key)) is None:
+            return None
+        ended = self._scheduler.end(sequence, "failed", f"started again while {sequence.state.value}")
+        self._forget(key)
+        return ended
+
+    def _watch_deadline(self, sequence: Sequence) -> None:
+        if sequence.deadline is not None:
+            self._deadlines.push((sequence.deadline,), sequence.key)
+
+    def _forget_ended(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Ended):
+                self._forget(event.key)
+
+    def _forget(self, key: AttemptKey) -> None:
+        self._deadlines.discard(key)
+        self._landed.pop(key, None)

@@ -1,0 +1,403 @@
+"""Which tokens of which sequences the next step computes. Pure, and one for all roles.
+
+    plan = scheduler.schedule()              what the mode takes first, within the token budget
+    effects = scheduler.take_effects()       copies to make before the step, and what it ended, in order
+    result = runner.run(plan)
+    events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
+
+A step that is planned before the last one's tokens are known is made by `ahead.py`.
+
+Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
+the budget. The others are there to be compared with, on workers that have both roles:
+
+    prefill_first   while a prompt is unfinished, or waits and finds room, a step computes prompts only
+    static          a batch forms from all that waits when the engine is empty, and as far as there is room; nobody
+                    joins it until its last answer has ended; its prompts are computed before it decodes
+
+Order is first come, first served within a priority; a preempted sequence goes before those of its priority that never
+ran. While one waits, nothing new is reserved.
+
+Preemption. A decode that outgrows its promise takes what is available; when nothing is, running sequences are
+preempted: lowest priority first, then fewest output tokens, then newest. So the one that got furthest is never the
+victim of its peers and always finishes. Sequences of the prefill role (`hold_after_prefill`), held and reserved ones
+are never preempted: a peer copies from them or into them. They end by themselves, by a command or by their deadline, so
+waiting for their blocks is no deadlock.
+
+What was computed of a victim is kept in host memory, and copied back when there is room for it again (SUSPENDED). Where
+host memory is full, or the copy fails, it must be computed again: here, if this worker computes prompts (WAITING); else
+it ends as `preempted`, and the router has its prompt and output computed where that is done. An attempt brings at least
+the token that was sampled with its prompt, so that is no livelock.
+
+No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see `room.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from disagg.engine.blocks.block_manager import BlockManager
+from disagg.engine.blocks.kv_cache_manager import Room
+from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
+from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
+from disagg.engine.config import Scheduling
+from disagg.engine.core.batching import before_tail, chunk_length, finish_reason, queue_order
+from disagg.engine.core.lazy_heap import LazyHeap
+from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
+from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import EndReason, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+UNSAMPLABLE = "the bias, masks, penalties and temperature leave no token with a finite logit"
+
+Effect = SwapOut | SwapIn | Ended
+"""What a plan needs to be done before it is run, and what it ended."""
+
+
+class Scheduler:
+    """All sequences of a worker and their blocks. Owner: the engine core.
+
+    Args:
+        max_num_seqs: sequences in the batch, promised places included. Never more than `token_budget`, so that every
+        decode
+            gets its token in each step and a prefill beside them at least one.
+        max_model_len: prompt plus output of any sequence; at most what all blocks hold.
+        decode_reserve_tokens: output tokens whose blocks are promised at admission.
+        tail_tokens: see `WorkerConfig`.
+        swap: host memory for preempted sequences; none by default.
+        recomputes: whether what is not kept may be computed again on this worker.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        max_model_len: int,
+        decode_reserve_tokens: int,
+        tail_tokens: int = 0,
+        scheduling: Scheduling = "decode_first",
+        swap: SwapPool | None = None,
+        recomputes: bool = True,
+    ) -> None:
+        self.blocks = blocks
+        self.scheduling = scheduling
+        self.max_num_seqs = min(max_num_seqs, token_budget)
+        self.token_budget = token_budget
+        self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
+        self.swap = swap or SwapPool()
+        self.recomputes = recomputes
+        self.sequences: dict[AttemptKey, Sequence] = {}
+        self.running: dict[AttemptKey, Sequence] = {}
+        self.waiting: LazyHeap[Sequence] = LazyHeap()
+        """In state WAITING or SUSPENDED."""
+        self.resuming: dict[AttemptKey, Sequence] = {}
+        """SUSPENDED sequences that have blocks again, until the copy into them is made; empty between steps."""
+        self.num_reserved = 0
+        """Sequences in state RESERVED."""
+        self.num_preempted = 0
+        """Sequences that wait because they were preempted, suspended ones included."""
+        self.totals: Counter[str] = Counter()
+        """Since the start: preemptions, cached_tokens."""
+        self.tail_tokens = tail_tokens
+        self.room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
+        self._effects: list[Effect] = []
+
+    # ------------------------------------------------------------ life of a sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence in state WAITING."""
+        self.sequences[sequence.key] = sequence
+        self.waiting.push(queue_order(sequence), sequence)
+
+    def reserve(self, sequence: Sequence) -> str | None:
+        """Promise room to a sequence in state RESERVED and lock its cached prefix. Returns why not, or None."""
+        if self.num_preempted:
+            return "preempted sequences go first"
+        if self.num_places() < 1:
+            return "the batch is full"
+        if not self._place(sequence):
+            return "not enough free KV blocks"
+        self.sequences[sequence.key] = sequence
+        self.num_reserved += 1
+        return None
+
+    def extend_reserved(self, sequence: Sequence, end: int) -> None:
+        """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
+        assert sequence.state is SequenceState.RESERVED
+        self.room.extend(sequence, end)
+
+    def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
+        """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
+        assert sequence.state is SequenceState.RESERVED
+        self.num_reserved -= 1
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
+        self.room.publish(sequence, start)
+        return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a live sequence in any state, and everything it holds."""
+        if sequence in self.waiting:
+            self._take_from_queue(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            del self.running[sequence.key]
+        elif sequence.state is SequenceState.RESERVED:
+            self.num_reserved -= 1
+        self.resuming.pop(sequence.key, None)
+        self.swap.free_slots(sequence.key)
+        self.room.let_go(sequence)
+        del self.sequences[sequence.key]
+        sequence.state = SequenceState.ENDED
+
+    def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
+        """Drop a live sequence and say so."""
+        self.drop(sequence)
+        gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
+        return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
+
+    # ------------------------------------------------------------ suspended sequences
+
+    def take_effects(self) -> list[Effect]:
+        """What the last plan needs, once; to be carried out before the plan is run, in this order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def resumed(self, sequence: Sequence) -> None:
+        """The copy of a `SwapIn` is made: the sequence is in the batch again."""
+        del self.resuming[sequence.key]
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = max(start, sequence.swapped_tokens)
+        self._forget_copy(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        self.room.publish(sequence, start)
+
+    def not_kept(self, sequence: Sequence) -> list[Event]:
+        """The copy of a `SwapOut` failed: the sequence is computed again, here or elsewhere."""
+        if not self.recomputes:
+            return [self._end_preempted(sequence)]
+        self._forget_copy(sequence)
+        sequence.state = SequenceState.WAITING
+        return []
+
+    def _forget_copy(self, sequence: Sequence) -> None:
+        self.swap.free_slots(sequence.key)
+        sequence.swapped_tokens = 0
+
+    def _end_preempted(self, sequence: Sequence) -> Ended:
+        return self.end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")
+
+    # ------------------------------------------------------------ plan
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty when nothing can be computed now."""
+        match self.scheduling:
+            case "decode_first":
+                num_preempted = self.num_preempted
+                decodes = self._plan_decodes()
+                may_admit = self.num_preempted == num_preempted
+                plan = StepPlan(decodes, self._plan_prefills(self.token_budget - len(decodes), may_admit))
+            case "prefill_first":
+                plan = self._plan_one_kind(may_admit=True)
+            case "static":
+                self._form_batch()
+                plan = self._plan_one_kind(may_admit=False)
+        check_plan(self, plan)
+        return plan
+
+    def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
+        """Prompts alone while there are any to compute, else decodes."""
+        prefills = self._plan_prefills(self.token_budget, may_admit)
+        return StepPlan((), prefills) if prefills else StepPlan(self._plan_decodes(), ())
+
+    def _form_batch(self) -> None:
+        if self.running:
+            return
+        while (head := self.waiting.peek()) is not None and self._admit(head[1]):
+            pass
+
+    def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
+        planned: dict[Sequence, ScheduledSequence] = {}
+        victims = self._victims()
+        for sequence in list(self.running.values()):
+            if sequence.num_uncomputed_tokens != 1:
+                continue
+            while sequence.state is SequenceState.RUNNING and not self.room.can_extend(sequence, sequence.num_tokens):
+                victim = next(victims)
+                self._preempt(victim)
+                planned.pop(victim, None)
+            if sequence.state is SequenceState.RUNNING:
+                self.room.extend(sequence, sequence.num_tokens)
+                planned[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
+        return tuple(planned.values())
+
+    def _victims(self) -> Iterator[Sequence]:
+        """Running sequences in the order in which they are preempted; sorted only when the first one is needed."""
+        newest_first = [s for s in reversed(self.running.values()) if not s.hold_after_prefill]
+        yield from sorted(newest_first, key=lambda s: (s.spec.priority, s.num_output_tokens, -s.arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.totals["preemptions"] += 1
+        num_computed = sequence.num_computed_tokens
+        pieces = self.swap.keep(sequence.key, num_computed)
+        if num_computed and not pieces and not self.recomputes:
+            self._effects.append(self._end_preempted(sequence))
+            return
+        sequence.state = SequenceState.WAITING
+        if pieces:
+            sequence.state = SequenceState.SUSPENDED
+            sequence.swapped_tokens = num_computed
+            self._effects.append(SwapOut(sequence, tuple(sequence.block_table), pieces))
+        del self.running[sequence.key]
+        self.room.let_go(sequence)
+        sequence.num_preemptions += 1
+        self.num_preempted += 1
+        self.waiting.push(queue_order(sequence), sequence)
+
+    def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
+        started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=queue_order))
+        planned: list[ScheduledSequence] = []
+        while budget > 0:
+            head = self.waiting.peek() if may_admit else None
+            if head is not None and (not started or head[0] < queue_order(started[0])):
+                sequence = head[1]
+                may_admit = self._admit(sequence)
+                if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
+                    continue
+            elif started:
+                sequence = started.popleft()
+            else:
+                break
+            entry = self._plan_chunk(sequence, budget, first=not planned)
+            if entry is None:
+                break
+            planned.append(entry)
+            budget -= entry.num_tokens
+            if self._is_at_tail(entry):
+                break
+        return tuple(planned)
+
+    def _is_at_tail(self, entry: ScheduledSequence) -> bool:
+        """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""
+        sequence = entry.sequence
+        if not (self.tail_tokens and sequence.hold_after_prefill):
+            return False
+        longest = self.tail_tokens + self.blocks.block_size - 1
+        if entry.samples:
+            return entry.start > sequence.cached_tokens and entry.num_tokens <= longest
+        return sequence.num_tokens - entry.end <= longest
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
+        start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
+        if sequence.hold_after_prefill and num_tokens == num_uncomputed:
+            num_tokens = before_tail(start, num_tokens, self.tail_tokens, self.blocks.block_size)
+        if num_tokens == 0:
+            return None
+        self.room.extend(sequence, start + num_tokens)
+        return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
+
+    # ------------------------------------------------------------ apply
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
+        """Take in the result of a step: one token per sampling entry. For each sequence its token comes first.
+        Sequences that ended while it was computed get nothing; one whose row gave no token ends, and nothing that the
+        step wrote for it is published."""
+        events: list[Event] = []
+        tokens = enumerate(result.token_ids)
+        for entry in plan.entries:
+            sequence = entry.sequence
+            if sequence.state is SequenceState.ENDED:
+                next(tokens)  # only decodes are computed ahead, and each of them samples
+                continue
+            place, token_id = next(tokens) if entry.samples else (-1, -1)
+            if (fault := result.faults.get(place)) is not None:
+                events.append(self._end_faulty(sequence, fault))
+                continue
+            sequence.num_computed_tokens = entry.start + entry.num_tokens
+            self.room.publish(sequence, entry.start)
+            if entry.samples:
+                sampled = self._append(sequence, token_id, result.logprobs.get(place))
+                events.append(sampled)
+                events += self._end_if_finished(sequence)
+            if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
+                events.append(self._hold(sequence, sampled))
+        return events
+
+    def _end_faulty(self, sequence: Sequence, fault: RowFault) -> Ended:
+        if fault == "request":
+            _log.warning("%s ends: its sampling settings left no finite logit; other sequences go on", sequence.key)
+            return self.end(sequence, "invalid", UNSAMPLABLE)
+        _log.error("%s ends: the model's logits of its row are not finite; other sequences go on", sequence.key)
+        return self.end(sequence, "failed", "step: the model's logits are not finite")
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
+        index = sequence.num_output_tokens
+        sequence.token_ids.append(token_id)
+        return TokenSampled(sequence.key, sequence.spec.gateway_id, index, token_id, logprobs)
+
+    def _end_if_finished(self, sequence: Sequence) -> list[Event]:
+        reason = finish_reason(sequence, self.max_model_len)
+        return [] if reason is None else [self.end(sequence, reason)]
+
+    def _hold(self, sequence: Sequence, sampled: TokenSampled) -> PrefillComputed:
+        del self.running[sequence.key]
+        sequence.state = SequenceState.HELD
+        cached_tokens, queue_s = sequence.cached_tokens, sequence.queue_s or 0.0
+        key, gateway_id = sampled.key, sampled.gateway_id
+        return PrefillComputed(key, gateway_id, sampled.token_id, cached_tokens, sampled.logprobs, queue_s)
+
+    # ------------------------------------------------------------ admission
+
+    def num_places(self) -> int:
+        """Sequences that the batch has room for."""
+        return self.max_num_seqs - len(self.running) - len(self.resuming) - self.num_reserved
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a sequence from the queue into the batch if there is room; a suspended one once its KV is back."""
+        if self.num_places() < 1 or not self._place(sequence):
+            return False
+        self._take_from_queue(sequence)
+        if sequence.state is SequenceState.SUSPENDED:
+            self.resuming[sequence.key] = sequence
+            pieces = self.swap.pieces(sequence.key, sequence.num_computed_tokens)
+            self._effects.append(SwapIn(sequence, pieces))
+        else:
+            sequence.state = SequenceState.RUNNING
+            self.running[sequence.key] = sequence
+        return True
+
+    def would_admit(self) -> bool:
+        """Whether the next step could admit the head of the queue."""
+        head = self.waiting.peek()
+        if head is None or self.num_places() < 1:
+            return False
+        return self.room.has_room(head[1], self.swap.slot_tokens, alone=self._is_alone())
+
+    def _is_alone(self) -> bool:
+        return len(self.sequences) <= len(self.waiting)
+
+    def _place(self, sequence: Sequence) -> bool:
+        if not self.room.place(sequence, self.swap.slot_tokens, alone=self._is_alone()):
+            return False
+        if sequence.num_preemptions == 0:
+            sequence.cached_tokens = sequence.num_computed_tokens
+            self.totals["cached_tokens"] += sequence.cached_tokens
+        return True
+
+    def _take_from_queue(self, sequence: Sequence) -> None:
+        self.waiting.discard(sequence)
+        self.num_preempted -= sequence.num_preemptions > 0
+
+    # ------------------------------------------------------------ audit
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound. Costs O(blocks + sequences): for idle moments and tests."""
+        return scheduler_findings(self)

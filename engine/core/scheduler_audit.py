@@ -1,0 +1,93 @@
+"""Whether what the scheduler counts and what its sequences say fit together. Pure; reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from disagg.engine.plan import StepPlan
+from disagg.engine.request import Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from disagg.engine.core.scheduler import Scheduler
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequence] = ()) -> None:
+    """Our own invariants: nobody computes into a block that somebody else can read. To `pending` sequences a step that
+    is under way gives one more token.
+
+    Raises:
+        AssertionError: one does not hold.
+    """
+    entries, blocks = plan.entries, scheduler.blocks
+    size = blocks.block_size
+    assert sum(entry.num_tokens for entry in entries) <= scheduler.token_budget, "the plan is over its token budget"
+    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
+    for entry in entries:
+        sequence, end = entry.sequence, entry.end
+        key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
+        assert sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
+        assert entry.start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+        assert entry.samples == (end == sequence.num_tokens + num_pending), f"{key} samples at the wrong token"
+        assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
+        for block in table[entry.start // size : -(-end // size)]:
+            assert blocks.is_writable(block), f"{key} would write a shared block"
+
+
+def scheduler_findings(scheduler: Scheduler) -> list[str]:
+    """What is wrong between two steps; empty when sound. Costs O(blocks + sequences)."""
+    sequences = scheduler.sequences.values()
+    problems = scheduler.blocks.check_integrity(
+        [s.block_table for s in sequences], sum(s.reserved_blocks for s in sequences)
+    )
+    problems += _check_counts(scheduler)
+    problems += scheduler.swap.check_integrity(
+        {s.key: s.swapped_tokens for s in sequences if s.state is SequenceState.SUSPENDED}
+    )
+    for sequence in sequences:
+        problems += _check_sequence(sequence, scheduler)
+    return problems
+
+
+def _check_counts(scheduler: Scheduler) -> list[str]:
+    sequences = scheduler.sequences.values()
+    by_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
+    in_queue = by_state[SequenceState.WAITING] + by_state[SequenceState.SUSPENDED]
+    counted = {
+        "waiting or suspended": (len(in_queue), len(scheduler.waiting)),
+        "running": (len(by_state[SequenceState.RUNNING]), len(scheduler.running)),
+        "reserved": (len(by_state[SequenceState.RESERVED]), scheduler.num_reserved),
+        "ended": (len(by_state[SequenceState.ENDED]), 0),
+    }
+    problems = [
+        f"{found} sequences are {states}, {number} are counted"
+        for states, (found, number) in counted.items()
+        if found != number
+    ]
+    if sum(s.num_preemptions > 0 for s in in_queue) != scheduler.num_preempted:
+        problems.append(f"{scheduler.num_preempted} preempted sequences are counted and other ones wait")
+    if scheduler.resuming:
+        problems.append(f"{len(scheduler.resuming)} sequences have blocks again and nobody copies into them")
+    if scheduler.num_places() < 0:
+        problems.append(f"{-scheduler.num_places()} sequences more than the batch has places")
+    return problems
+
+
+def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> list[str]:
+    key, table, state, blocks = sequence.key, sequence.block_table, sequence.state, scheduler.blocks
+    problems = []
+    if len(set(table)) != len(table):
+        problems.append(f"{key} lists a block twice")
+    if len(table) * blocks.block_size < sequence.num_computed_tokens:
+        problems.append(f"the block table of {key} does not cover its computed tokens")
+    if state in (SequenceState.WAITING, SequenceState.SUSPENDED) and (table or sequence.reserved_blocks):
+        problems.append(f"{key} is {state.value} and holds blocks")
+    if (state is SequenceState.SUSPENDED) != (sequence.swapped_tokens > 0):
+        problems.append(f"{key} is {state.value} with the KV of {sequence.swapped_tokens} tokens in host memory")
+    if sequence.spec.root_hash and state in (SequenceState.RUNNING, SequenceState.HELD):
+        full = table[: sequence.num_computed_tokens // blocks.block_size]
+        if not all(map(blocks.prefix.is_published, full)):
+            problems.append(f"{key} has computed a full block that is not published")
+    if state is SequenceState.HELD and sequence.reserved_blocks:
+        problems.append(f"{key} is computed and still has blocks promised")
+    return problems

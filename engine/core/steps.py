@@ -1,0 +1,120 @@
+"""Runs the steps of a scheduler: one after the other, or, where the runner can queue them, one ahead.
+
+    one by one   plan n ── run n ── apply n ── plan n+1 ── run n+1 ── ...
+    ahead        plan n ── launch n ── plan n+1 ── launch n+1 ── wait for n, apply n ── plan n+2 ── launch n+2 ── ...
+
+Ahead, the device has its next step before it has finished the last one: what the host does between two steps (events,
+the next plan, its copies) costs it nothing. Tokens are the same. Where a step cannot be planned ahead (`ahead.py`), a
+call only waits for the one under way, and the next one plans from what is known then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.engine.commands import Ended, Event, TokenSampled
+from disagg.engine.core.ahead import NOTHING, may_launch, plan_ahead
+from disagg.engine.core.scheduler import Scheduler
+from disagg.engine.plan import BadLogitsError, Launched, Launcher, ModelRunner, StepPlan, StepResult
+from disagg.engine.request import Sequence, SequenceState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    plan: StepPlan
+    launched: Launched
+    began: float
+
+
+class Steps:
+    """The steps of one worker. Owner: the engine core."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._under_way: _UnderWay | None = None
+        self.last_plan = NOTHING
+        """What the last call of `run` finished; empty where that was nothing, or failed."""
+        self.last_began = 0.0
+        """When that was begun, as `run` was told."""
+        self.num_done = 0
+        self.num_sampled = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step was launched whose tokens are not known yet."""
+        return self._under_way is not None
+
+    def plan(self) -> StepPlan:
+        """What to compute next. Empty where that is nothing, or where the step under way must be finished first."""
+        if self._under_way is None:
+            return self._scheduler.schedule()
+        launcher = self._runner.launcher
+        if launcher is None:  # Its captures do not work any more.
+            return NOTHING
+        return plan_ahead(self._scheduler, self._under_way.plan, launcher.max_decodes)
+
+    def run(self, plan: StepPlan, now: float) -> list[Event]:
+        """Compute or launch a plan, and finish the step that was under way; what came of the finished ones."""
+        self.last_plan = NOTHING
+        before, self._under_way = self._under_way, None
+        launcher = self._runner.launcher
+        if launcher is not None and may_launch(plan, launcher.max_decodes):
+            return self._launch(launcher, plan, before, now)
+        if before is not None:
+            assert not plan.entries, "a step is run while another one is under way"
+            return self._finish(before.plan, before.launched.result, before.began)
+        return self._finish(plan, lambda: self._runner.run(plan), now) if plan.entries else []
+
+    def _launch(self, launcher: Launcher, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
+        """The tokens of the step before come first, also where this one cannot be launched."""
+        error: Exception | None = None
+        try:
+            launched = launcher.launch(plan, before.launched if before else None)
+            self._under_way = _UnderWay(plan, launched, now)
+        except Exception as failure:
+            error = failure
+        events = self._finish(before.plan, before.launched.result, before.began) if before else []
+        return events if error is None else events + self._failed(plan, error)
+
+    def _finish(self, plan: StepPlan, wait: Callable[[], StepResult], began: float) -> list[Event]:
+        """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
+        published. A row that nothing can be sampled from ends its own sequence only (`Scheduler.apply`)."""
+        num_sampled = sum(entry.samples for entry in plan.entries)
+        self.num_done += 1
+        try:
+            result = wait()
+            if len(result.token_ids) != num_sampled:
+                raise RuntimeError(f"{len(result.token_ids)} tokens were sampled instead of {num_sampled}")
+            _check_logits(plan, result)
+        except Exception as error:
+            return self._failed(plan, error)
+        self.last_plan, self.last_began = plan, began
+        events = self._scheduler.apply(plan, result)
+        self.num_sampled += sum(isinstance(event, TokenSampled) for event in events)
+        return events
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[Event]:
+        return [
+            failed(self._scheduler, entry.sequence, "step", error)
+            for entry in plan.entries
+            if entry.sequence.state is not SequenceState.ENDED
+        ]
+
+
+def _check_logits(plan: StepPlan, result: StepResult) -> None:
+    """Raise BadLogitsError if the model gave nothing good in any row of several: then the device is at fault, or what
+    the rows share. Sequences that ended before do not count."""
+    live = [entry for entry in plan.entries if entry.samples and entry.sequence.state is not SequenceState.ENDED]
+    if len(live) > 1 and sum(fault == "model" for fault in result.faults.values()) == len(live):
+        raise BadLogitsError(f"the model's logits are not finite in any of {len(live)} rows")
+
+
+def failed(scheduler: Scheduler, sequence: Sequence, what: str, error: Exception) -> Ended:
+    """End a sequence whose step or copy raised."""
+    _log.error("%s of %s failed", what, sequence.key, exc_info=error)
+    return scheduler.end(sequence, "failed", f"{what}: {type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""Threads, sockets and process groups of a worker."""

@@ -1,0 +1,297 @@
+"""Bytes between processes of one host, through memory that both see. Linux only.
+
+    D         listens on an abstract Unix socket, which leaves no file; its address names this host, too
+    sender    connects; its hello brings the pair's name, its ring, and a socket for each direction
+    receiver  D itself, or a rank of D that connects as the sender does; brings its ring
+    D         gives each what the other brought; from then on the two are alone, with a lane (`shm_lane.py`) each way
+
+Whoever connects shows its user id, and so does D: the kernel vouches for it, and only processes of one user share
+memory. Nothing needs to be cleaned up after a process that was killed: rings and sockets end with their last user, and
+the other side sees the end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.shm_hello import (
+    HELLO_TIMEOUT_S,
+    Hello,
+    check_user,
+    close_all,
+    hear,
+    hear_from,
+    host_token,
+    say,
+)
+from disagg.engine.kv_transfer.transports.shm_lane import (
+    Lane,
+    Operation,
+    RingReceiver,
+    RingSender,
+    peers_ring,
+)
+from disagg.engine.kv_transfer.transports.transport import (
+    CLOSED,
+    SET_UP_TIMEOUT_S,
+    Done,
+    Posted,
+    Received,
+    TransportError,
+    nobody_waits,
+)
+from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.handover import Side
+
+logger = logging.getLogger(__name__)
+
+
+class ShmTransport:
+    """See `PairTransport`. Either end.
+
+    Args:
+        send_link, send_ring: of the lane to the peer.
+        recv_link, recv_ring: of the lane from the peer.
+    """
+
+    def __init__(
+        self,
+        send_link: socket.socket,
+        send_ring: Buffer,
+        recv_link: socket.socket,
+        recv_ring: Buffer,
+        checksum: Checksum,
+    ) -> None:
+        self._sends = Lane(send_link, "kv-send", RingSender(send_link, send_ring), self._break)
+        self._recvs = Lane(recv_link, "kv-recv", RingReceiver(recv_link, recv_ring, checksum), self._break)
+
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """See `PairTransport.send`."""
+        self._sends.submit(Operation(buffer, nbytes, lambda ok, error, _: done(ok, error)))
+
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+        """See `PairTransport.recv`. The ring holds what comes early, so the peer may send at once."""
+        if not self._recvs.has_ended:
+            posted()
+        self._recvs.submit(Operation(buffer, nbytes, done))
+
+    def close(self) -> None:
+        """See `PairTransport.close`."""
+        self._break(CLOSED)
+        for lane in (self._sends, self._recvs):
+            lane.join()
+
+    def _break(self, reason: str) -> None:
+        """If one lane cannot go on, the pair cannot."""
+        for lane in (self._sends, self._recvs):
+            lane.end(reason)
+
+
+class ShmRendezvous:
+    """D's meeting point: a listening socket, and the thread that takes the hellos.
+
+    Raises:
+        RuntimeError: if this machine is not a Linux.
+    """
+
+    def __init__(self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+        self._checksum = Checksum.of_secret(secret)
+        host = host_token()
+        name = f"disagg-kv-{secrets.token_hex(16)}"
+        self._address = f"{host}/{name}"
+        self._timeout_s = set_up_timeout_s
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[str, Side], _Arrival] = {}
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(128)
+        self._thread = threading.Thread(target=self._listen, name="kv-shm-listen", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """See `Rendezvous.address`."""
+        return self._address
+
+    def accept(self, pair_name: str) -> ShmTransport:
+        """See `Rendezvous.accept`."""
+        with self._changed:
+            key: tuple[str, Side] = (pair_name, "sender")
+            self._changed.wait_for(lambda: self._closed or key in self._arrived, self._timeout_s)
+            if self._closed:
+                raise TransportError("the rendezvous is closed")
+            sender = self._arrived.pop(key, None)
+        if sender is None:
+            raise TransportError(f"nobody met {pair_name!r} at {self._address!r} in {self._timeout_s:g} s")
+        try:
+            ring = say(sender.connection, pair_name, "receiver")
+            return _as_receiver(ring, sender.take_descriptors(), self._checksum)
+        except (OSError, TransportError) as error:
+            raise TransportError(f"could not form the pair {pair_name!r}: {error}") from error
+        finally:
+            sender.close()
+
+    def close(self) -> None:
+        """See `Rendezvous.close`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            arrived, self._arrived = list(self._arrived.values()), {}
+            self._changed.notify_all()
+        for arrival in arrived:
+            arrival.close()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.warning("the rendezvous cannot take a connection: %s", error)
+                    with self._changed:  # such as when no descriptor is free: in a moment one may be
+                        self._changed.wait_for(lambda: self._closed, 0.1)
+                continue
+            try:
+                self._take(connection)
+            except (OSError, TransportError) as error:
+                logger.warning("sent a connection away: %s", error)
+                connection.close()
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.settimeout(HELLO_TIMEOUT_S)
+        check_user(connection)
+        hello, descriptors = hear(connection)
+        arrival = _Arrival(connection, hello, descriptors)
+        other: _Arrival | None = None
+        with self._changed:
+            late = [key for key, each in self._arrived.items() if arrival.since - each.since > self._timeout_s]
+            for key in late:  # nobody met it, and it has given up
+                self._arrived.pop(key).close()
+            is_known = self._closed or arrival.key in self._arrived
+            if not is_known:
+                other = self._arrived.pop(arrival.other_key, None)
+            if other is None and not is_known:
+                self._arrived[arrival.key] = arrival
+                self._changed.notify_all()
+        if is_known:
+            arrival.close()
+            raise TransportError(
+                f"the {hello.side} of {hello.pair_name!r} is here already, or the rendezvous is closed"
+            )
+        if other is not None:
+            _introduce(arrival, other)
+
+
+class _Arrival:
+    """A side that said hello, and the descriptors that it brought."""
+
+    def __init__(self, connection: socket.socket, hello: Hello, descriptors: list[int]) -> None:
+        self.hello = hello
+        self.since = time.monotonic()
+        self.key: tuple[str, Side] = (hello.pair_name, hello.side)
+        self.other_key: tuple[str, Side] = (hello.pair_name, "receiver" if hello.side == "sender" else "sender")
+        self.connection = connection
+        self._descriptors = descriptors
+
+    def tell_of(self, other: _Arrival) -> None:
+        """Pass on what the other side brought. Raises OSError if this one has gone."""
+        other.hello.send(self.connection, other._descriptors)
+
+    def take_descriptors(self) -> list[int]:
+        """The descriptors, which are the caller's now."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
+    def close(self) -> None:
+        """End the connection, and close what was not taken."""
+        self.connection.close()
+        close_all(self.take_descriptors())
+
+
+def _introduce(one: _Arrival, other: _Arrival) -> None:
+    """Give each side what the other brought. Where one has gone the other sees its sockets end."""
+    for to, of in ((one, other), (other, one)):
+        try:
+            to.tell_of(of)
+        except OSError as error:
+            logger.warning("the %s of %r has gone: %s", to.hello.side, to.hello.pair_name, error)
+    one.close()
+    other.close()
+
+
+class ShmConnector:
+    """The way to any D of this host, of its senders or of its own ranks.
+
+    Raises:
+        RuntimeError: if this machine is not a Linux.
+    """
+
+    def __init__(
+        self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, *, side: Side = "sender"
+    ) -> None:
+        self._checksum = Checksum.of_secret(secret)
+        self._host = host_token()
+        self._timeout_s = set_up_timeout_s
+        self._side: Side = side
+
+    def __call__(self, pair_name: str, address: str) -> ShmTransport:
+        """See `Connector`."""
+        host, _, name = address.partition("/")
+        if host != self._host:
+            raise TransportError(
+                f"{address!r} is on another host or in another network namespace (this is {self._host}); transport "
+                "shm joins processes of one host only"
+            )
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(self._timeout_s)
+                connection.connect(f"\0{name}")
+                check_user(connection)
+                if self._side == "sender":
+                    return _meet_as_sender(connection, pair_name, self._checksum)
+                return _meet_as_receiver(connection, pair_name, self._checksum)
+        except (OSError, ValueError, TransportError) as error:
+            raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
+
+
+def _meet_as_sender(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
+    with contextlib.ExitStack() as ours:
+        out, theirs_in = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        back, theirs_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.enter_context(out)
+        ours.enter_context(back)
+        with theirs_in, theirs_out:
+            ring = say(connection, pair_name, "sender", theirs_in.fileno(), theirs_out.fileno())
+        (their_ring,) = hear_from(connection, "receiver")
+        recv_ring = peers_ring(their_ring)
+        ours.pop_all()
+    return ShmTransport(out, ring, back, recv_ring, checksum)
+
+
+def _meet_as_receiver(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
+    ring = say(connection, pair_name, "receiver")
+    return _as_receiver(ring, hear_from(connection, "sender"), checksum)
+
+
+def _as_receiver(ring: Buffer, descriptors: list[int], checksum: Checksum) -> ShmTransport:
+    """The receiver's end, of what the sender brought."""
+    their_ring, link_in, link_out = descriptors
+    recv_link, send_link = socket.socket(fileno=link_in), socket.socket(fileno=link_out)
+    try:
+        return ShmTransport(send_link, ring, recv_link, peers_ring(their_ring), checksum)
+    except TransportError:
+        recv_link.close()
+        send_link.close()
+        raise

@@ -1,0 +1,1 @@
+"""Executes a planned step on a device: model, sampler, KV cache."""

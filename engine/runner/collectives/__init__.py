@@ -1,0 +1,1 @@
+"""Collective operations between the ranks of a worker."""

@@ -1,0 +1,275 @@
+"""A model runner without a model: deterministic, cheap, and strict about its KV.
+
+The "KV" of a token is (token id, position), written to pages through the block table as a real model would. The next
+token is a hash of everything read back from the pages, so KV that is lost, stale, mixed up or in the wrong place gives
+other tokens, and a test compares with `fake_generate`.
+
+What follows the greedy token g in a vocabulary of V: token t has the logarithm of a probability
+
+    -1 - min((t - g) mod V, 50) - (g mod 64) / 64          exact in binary; not a distribution, but less than one
+
+(`fake_logprobs`). `logit_bias` is added to it, so that 100 forces a token and -100 bans it; the rest of the sampling
+parameters is ignored: it is always greedy.
+
+With several KV heads each stores the same, shifted by its number, so that exchanged heads show. A rank of several
+holds its heads only, and reads back only those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
+from disagg.engine.plan import Buffer, Launcher, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.sharding.parts import heads_to_receive, heads_to_send
+from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.proto.messages import KvLayout, TokenLogprobs
+
+FAKE_FINGERPRINT = "fake"
+DEFAULT_VOCAB_SIZE = 32_000
+
+_LARGEST_RANK = 50
+_HEAD_BYTES_PER_TOKEN = 8
+_HEAD_SHIFT = 0x9E3779B1
+_UNWRITTEN = 0xFFFFFFFF
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+
+class FakeModelRunner:
+    """A `ModelRunner`, and a `parallel.runner.ShardRunner`, over numpy pages.
+
+    Args:
+        step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.
+        sleep: called with that time.
+        num_kv_heads: of the whole model.
+        shard: which rank it is; its pages hold that rank's heads.
+
+    Raises:
+        ValueError: if `vocab_size` or `num_kv_heads` is not positive, or the heads cannot be divided among the ranks.
+    """
+
+    fingerprint = FAKE_FINGERPRINT
+    launcher: Launcher | None = None
+    checksum: Checksum = UNKEYED
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+        *,
+        step_time_s: Callable[[StepPlan], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
+        num_kv_heads: int = 1,
+        shard: Shard = WHOLE,
+    ) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be positive, not {vocab_size}")
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads must be positive, not {num_kv_heads}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.shard = shard
+        self.tp = shard.size
+        self.layout = KvLayout(
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=1,
+            dtype="fake",
+            bytes_per_token=_HEAD_BYTES_PER_TOKEN * num_kv_heads,
+        )
+        self._step_time_s = step_time_s
+        self._sleep = sleep
+        self._batches = BatchBuilder(block_size, max_model_len)
+        heads = shard.kv_heads(num_kv_heads)
+        shifts_H1 = [[head * _HEAD_SHIFT % (1 << 32)] for head in heads]
+        self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
+        self._pages_2HNB: U32 = np.full((2, len(heads), num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Write the scheduled tokens to the pages, all entries first; then sample."""
+        for entry in plan.entries:
+            end = entry.start + entry.num_tokens
+            blocks, offsets = self._slots(entry.sequence.block_table, entry.start, end)
+            token_ids = np.array(entry.sequence.token_ids[entry.start : end], dtype=np.uint32)
+            self._write(blocks, offsets, token_ids, np.arange(entry.start, end, dtype=np.uint32))
+        if self._step_time_s is not None and self._sleep is not None:
+            self._sleep(self._step_time_s(plan))
+        output_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        for place, entry in enumerate(entry for entry in plan.entries if entry.samples):
+            sampling = entry.sequence.spec.sampling
+            greedy_id = self._next_greedy(entry)
+            output_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
+            if sampling.logprobs >= 0:
+                logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, output_ids[place])
+        return StepResult(output_ids, logprobs)
+
+    # ------------------------------------------------------------ one rank of several
+
+    def join(self, collective: object, num_blocks: int) -> None:
+        """See `ShardRunner.join`; there is nothing to exchange."""
+        self.num_blocks = num_blocks
+
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """See `ShardRunner.arrays`."""
+        return self._batches.arrays(plan)
+
+    def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        """See `ShardRunner.step`."""
+        return self.run(plan)
+
+    def compute(self, arrays: BatchArrays) -> None:
+        """See `ShardRunner.compute`: write the tokens to this rank's pages."""
+        blocks, offsets = np.divmod(arrays.slot_mapping_T, self.block_size)
+        self._write(blocks, offsets, arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32))
+
+    # ------------------------------------------------------------ KV in and out
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A uint8 array."""
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """Copy tokens [start, end) into the head of `out`: all K (u32), then all V (u32), of each head. Returns the
+        checksum of those bytes.
+
+        Raises:
+            ValueError: if `out` is too small.
+        """
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
+
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+        """The reverse of `gather`.
+
+        Raises:
+            ValueError: if `data` is too small.
+        """
+        self.scatter_part(block_table, start, end, data, peer_tp)
+
+    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+        """See `ShardRunner.gather_part`."""
+        blocks, offsets = self._slots(block_table, start, end)
+        slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
+        checksums: list[int] = []
+        for heads, words_2HT in _payloads(out, slices, end - start):
+            words_2HT[...] = self._pages_2HNB[:, heads][:, :, blocks, offsets]
+            checksums.append(self.checksum(words_2HT.view(np.uint8).reshape(-1)))
+        return checksums
+
+    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+        """See `ShardRunner.scatter_part`."""
+        blocks, offsets = self._slots(block_table, start, end)
+        slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
+        for heads, words_2HT in _payloads(data, slices, end - start):
+            self._pages_2HNB[:, heads][:, :, blocks, offsets] = words_2HT
+
+    def _write(self, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
+        self._pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
+        self._pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
+
+    def _next_greedy(self, entry: ScheduledSequence) -> int:
+        blocks, offsets = self._slots(entry.sequence.block_table, 0, entry.start + entry.num_tokens)
+        token_ids_HT, positions_HT = self._pages_2HNB[:, :, blocks, offsets] - self._shift_H1
+        # Heads that agree, as they should, count once.
+        digests = {_digest(token_ids_HT[head], positions_HT[head]) for head in range(len(token_ids_HT))}
+        return _token_of(sum(digests), self.vocab_size)
+
+    def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
+        first_block = start // self.block_size
+        blocks = np.array(block_table[first_block : -(-end // self.block_size)], dtype=np.int64)
+        slots = np.arange(start, end)
+        return blocks[slots // self.block_size - first_block], slots % self.block_size
+
+
+def _payloads(buffer: Buffer, slices: tuple[range, ...], num_tokens: int) -> Iterator[tuple[slice, U32]]:
+    """The heads of each slice and its words [k|v][head][token] in the buffer."""
+    nbytes = num_tokens * _HEAD_BYTES_PER_TOKEN * sum(map(len, slices))
+    if buffer.nbytes < nbytes:
+        raise ValueError(f"{num_tokens} tokens of KV are {nbytes} bytes, the buffer has {buffer.nbytes}")
+    words: U32 = buffer[:nbytes].view(np.uint32)
+    first = 0
+    for heads in slices:
+        count = 2 * len(heads) * num_tokens
+        yield slice(heads.start, heads.stop), words[first : first + count].reshape(2, len(heads), num_tokens)
+        first += count
+
+
+def fake_generate(
+    prompt_token_ids: Seq[int],
+    num_tokens: int,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    logit_bias: Seq[tuple[int, float]] = (),
+) -> list[int]:
+    """The tokens that a `FakeModelRunner` must answer to a prompt, whoever computes it and however it is cut."""
+    positions = np.arange(len(prompt_token_ids), dtype=np.uint32)
+    digest = _digest(np.array(prompt_token_ids, dtype=np.uint32), positions)
+    output: list[int] = []
+    for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
+        output.append(_with_bias(_token_of(digest, vocab_size), logit_bias, vocab_size))
+        digest += _digest(np.array(output[-1:], dtype=np.uint32), np.array([position], dtype=np.uint32), position)
+    return output
+
+
+def fake_logprobs(
+    greedy_id: int, num_top: int, vocab_size: int = DEFAULT_VOCAB_SIZE, token_id: int | None = None
+) -> TokenLogprobs:
+    """What a `FakeModelRunner` must say of `token_id` (by default of the greedy token), where `greedy_id` is its
+    greedy token. The likeliest are the greedy one and those that follow it, modulo the vocabulary."""
+    top_ids = tuple((greedy_id + rank) % vocab_size for rank in range(min(num_top, vocab_size)))
+    return TokenLogprobs(
+        _logprob(greedy_id if token_id is None else token_id, greedy_id, vocab_size),
+        top_ids,
+        tuple(_logprob(top_id, greedy_id, vocab_size) for top_id in top_ids),
+    )
+
+
+def _logprob(token_id: int, greedy_id: int, vocab_size: int) -> float:
+    return -1.0 - min((token_id - greedy_id) % vocab_size, _LARGEST_RANK) - greedy_id % 64 / 64
+
+
+def _with_bias(greedy_id: int, logit_bias: Seq[tuple[int, float]], vocab_size: int) -> int:
+    """The likeliest token after the bias: one that has a bias, or the first one that has none."""
+    if not logit_bias:
+        return greedy_id
+    bias: dict[int, float] = {}
+    for token_id, value in logit_bias:
+        bias[token_id] = bias.get(token_id, 0.0) + value
+    chain = ((greedy_id + rank) % vocab_size for rank in range(vocab_size))
+    first = next((token_id for token_id in chain if token_id not in bias), greedy_id)
+    return max(
+        [first, *sorted(bias)], key=lambda token_id: _logprob(token_id, greedy_id, vocab_size) + bias.get(token_id, 0.0)
+    )
+
+
+def _digest(token_ids: U32, positions: U32, first_index: int = 0) -> int:
+    """The sum of one mixed word per token. The index at which a token was read is mixed in beside the position that was
+    stored with it, so that exchanged slots show."""
+    index = np.arange(first_index, first_index + len(token_ids), dtype=np.uint64)
+    words = (token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
+    return int(_mix(words ^ _mix(index)).sum(dtype=np.uint64))
+
+
+def _mix(words: U64) -> U64:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    words = words + np.uint64(_GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _token_of(digest: int, vocab_size: int) -> int:
+    return int(_mix(np.array([digest & _MASK], dtype=np.uint64))[0]) % vocab_size

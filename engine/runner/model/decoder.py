@@ -1,0 +1,177 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3 and what is built like them, one code with switches.
+
+It computes one flat batch of tokens, writes their KV into the paged cache, and gives logits for the rows that sample.
+All tensor work goes through `disagg.kernels.dispatch`. Numerics follow transformers' modeling files: fp32 inside the
+norms and the softmax, the model's dtype between ops.
+
+As one rank of several it has some of the heads, of the MLP's columns and of the vocabulary. Twice a layer, behind the
+output projection and behind the MLP, the ranks add up what each of them has, in the model's dtype; so do they for the
+embedding, and rank 0 gathers the logits. What is replicated (norms, residual stream) is equal on all ranks.
+
+Shapes, on each rank: T tokens, S decoding sequences, R rows that sample, H hidden, N query heads, K KV heads, D head
+dim, A = N * D, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.runner.collectives.collective import Collective
+from disagg.engine.runner.kv_cache import KvCache
+from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, Weight
+from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.sharding import rank_model, vocab_part
+from disagg.engine.sharding.shards import WHOLE
+from disagg.kernels.dispatch import (
+    add_rms_norm,
+    embed,
+    linear,
+    linear_add_rms_norm,
+    linear_silu_mul,
+    new_output,
+    paged_decode_attention,
+    paged_prefill_attention,
+    qkv_rope_write,
+    rms_norm,
+    take_rows,
+)
+
+
+class Decoder:
+    """The model with its parameters. Stateless but for the KV cache that it was given.
+
+    `config` is the whole model's; parameters and cache are those of the collective's rank, or whole without one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: ModelParameters,
+        rope: RopeTable,
+        cache: KvCache,
+        collective: Collective | None = None,
+    ) -> None:
+        shard = WHOLE if collective is None else collective.shard
+        local = rank_model(config, shard)
+        self._parameters = parameters
+        self._rope = rope
+        self._eps = config.rms_norm_eps
+        self._vocab_size = config.vocab_size
+        self._vocab_part = vocab_part(config, shard)
+        self._has_logits = shard.rank == 0
+        self._collective = collective
+        self._layers = tuple(
+            _Layer(local, layer, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Logits [R, V of the whole model] in the model's dtype, one row per sampling row, in order; None on ranks
+        other than 0.
+
+        The KV of all T tokens is in the cache then.
+
+        Raises:
+            RuntimeError: if another rank is lost.
+        """
+        parameters = self._parameters
+        residual_TH = self._embed(batch.token_ids_T)
+        normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            attended_TA = layer.attend(normed_TH, self._rope, batch)
+            if index == last and batch.sample_rows is not None:
+                # From here on rows do not meet any more: the others are done once their KV is written.
+                attended_TA = take_rows(attended_TA, batch.sample_rows)
+                residual_TH = take_rows(residual_TH, batch.sample_rows)
+            if attended_TA.shape[0] == 0:
+                break
+            norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
+            normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
+        else:
+            return self._logits(normed_TH)
+        return new_output((0, self._vocab_size), residual_TH) if self._has_logits else None
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
+        if self._collective is None:
+            return embed(token_ids_T, embedding_VH)
+        elsewhere_T = (token_ids_T < part.start) | (token_ids_T >= part.stop)
+        local_ids_T = (token_ids_T - part.start).masked_fill_(elsewhere_T, 0)
+        rows_TH = embed(local_ids_T, embedding_VH).masked_fill_(elsewhere_T[:, None], 0.0)
+        return self._collective.all_reduce(rows_TH)
+
+    def _logits(self, normed_TH: Tensor) -> Tensor | None:
+        logits_TV = linear(normed_TH, self._parameters.lm_head_VH, None)
+        if self._collective is None:
+            return logits_TV
+        gathered_TV = self._collective.gather_columns(logits_TV)
+        return None if gathered_TV is None else gathered_TV[:, : self._vocab_size]
+
+
+class _Layer:
+    """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: LayerParameters,
+        cache: tuple[Tensor, Tensor],
+        collective: Collective | None,
+    ) -> None:
+        """`config` is the rank's."""
+        self._p = parameters
+        self._collective = collective
+        self._key_cache_NKBD, self._value_cache_NKBD = cache
+        self._eps = config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+        self._attention_size = config.num_heads * config.head_dim
+
+    def attend(self, normed_TH: Tensor, rope: RopeTable, batch: Batch) -> Tensor:
+        """Write the tokens' KV, then attend; [T, N * D]."""
+        p = self._p
+        q_TND = qkv_rope_write(
+            linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q),
+            p.q_norm_D,
+            p.k_norm_D,
+            self._eps,
+            batch.positions_T,
+            rope.cos_PD,
+            rope.sin_PD,
+            self._key_cache_NKBD,
+            self._value_cache_NKBD,
+            batch.slot_mapping_T,
+        )
+        return self._attention(q_TND, batch).reshape(-1, self._attention_size)
+
+    def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
+        """Output projection and MLP, each added to the residual stream; that stream's norm, and the stream."""
+        p = self._p
+        normed_TH, residual_TH = self._project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.post_norm_H)
+        activated_TI = linear_silu_mul(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
+        return self._project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
+
+    def _project(
+        self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Back to the residual stream: the norm of the sum, and the sum. All ranks have the bias; one adds it."""
+        collective = self._collective
+        if collective is None:
+            return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, self._eps)
+        total_TH = collective.all_reduce(linear(x_TI, weight_HI, bias_H if collective.shard.rank == 0 else None))
+        return add_rms_norm(total_TH, residual_TH, norm_H, self._eps)
+
+    def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
+        keys, values, scale = self._key_cache_NKBD, self._value_cache_NKBD, self._scale
+        out_TND = new_output(q_TND.shape, q_TND)
+        if batch.num_decodes:
+            rows = slice(batch.num_decodes)
+            tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
+            paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, scale, out_TND[rows])
+        for chunk in batch.prefills:
+            rows = chunk.rows
+            paged_prefill_attention(q_TND[rows], keys, values, chunk.block_table_M, chunk.start, scale, out_TND[rows])
+        return out_TND

@@ -1,0 +1,135 @@
+"""Where the captured steps of a GPU read, and how a step's arrays get there.
+
+A step of B sequences is computed as one of the next bucket size (`kernels.cuda_graph.bucket_sizes`): the rows past B
+are padding, with token 0, slot -1 (nothing is written) and a context of length 0 (nothing is read).
+
+A step's numbers cross to the device as one copy on the stream of the step (`staged.py`), then one small kernel spreads
+the block tables over rows of fixed width. Tokens that the host does not know yet, because the step that samples them
+was only queued, are put in their rows on the device.
+
+Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, context lengths 4n, then the
+tables [bucket, W], W blocks wide as the step needs them, int32.
+
+Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's widest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from disagg.engine.runner.model.arrays import I64, BatchArrays
+from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.staged import Staged
+from disagg.kernels.cuda_graph import bucket_sizes
+
+PADDING_SLOT = -1
+NO_SOURCE = -1
+
+_ROW_BYTES = 36
+"""Of a row without its table."""
+
+
+class Pending(NamedTuple):
+    """Tokens of a step that are known on the device only."""
+
+    sources_S: I64
+    """For each row of the step the row of `sampled_R` that holds its token; `NO_SOURCE` where the host knows it."""
+    sampled_R: Tensor
+    """What another step samples, int64; -1 where that failed."""
+
+
+class DeviceStepInputs:
+    """The inputs of decode steps, at fixed addresses. Owner: the model runner. On a CPU, for tests, it copies
+    plainly."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self.sizes = bucket_sizes(max_num_seqs)
+        most = self.sizes[-1]
+        self._most = most
+        nbytes = _ROW_BYTES * most + 4 * most * max_blocks
+        self._staged = Staged(nbytes, device, lambda memory: _views(memory, most))
+        self._rows = _Rows(*self._staged.on_device)
+        self._tables_SM = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
+
+    def bucket(self, num_seqs: int) -> int | None:
+        """Rows of the step that computes `num_seqs` sequences; None where that is more than the largest."""
+        return next((size for size in self.sizes if size >= num_seqs), None)
+
+    def batch(self, bucket: int) -> Batch:
+        """The tensors that a captured step of this size reads, always the same ones."""
+        rows = self._rows
+        return Batch(
+            token_ids_T=rows.ids[:bucket],
+            positions_T=rows.positions[:bucket],
+            slot_mapping_T=rows.slots[:bucket],
+            num_decodes=bucket,
+            block_tables_SM=self._tables_SM[:bucket],
+            context_lens_S=rows.lens[:bucket],
+            prefills=(),
+            sample_rows=None,
+        )
+
+    def fill(self, arrays: BatchArrays, pending: Pending | None = None) -> int:
+        """Queue the copy of a step's numbers, all of decodes; the bucket that computes them."""
+        bucket = self.bucket(arrays.num_decodes)
+        assert bucket is not None, "the step is larger than any that is captured"
+        num_seqs, width = arrays.block_tables_SM.shape
+        host = _Rows(*self._staged.to_write())
+        host.ids[:num_seqs] = arrays.token_ids_T
+        host.positions[:num_seqs] = arrays.positions_T
+        host.slots[:num_seqs] = arrays.slot_mapping_T
+        host.sources[:num_seqs] = NO_SOURCE if pending is None else pending.sources_S
+        host.lens[:num_seqs] = arrays.context_lens_S
+        host.tables[: num_seqs * width] = arrays.block_tables_SM.reshape(-1)
+        host.tables[num_seqs * width : bucket * width] = 0
+        host.pad(num_seqs, bucket)
+        self._send(bucket, width)
+        if pending is not None:
+            self._take(pending.sampled_R, bucket)
+        return bucket
+
+    def fill_padding(self, bucket: int) -> None:
+        """Queue rows that compute nothing, for a capture that serves nobody."""
+        _Rows(*self._staged.to_write()).pad(0, bucket)
+        self._send(bucket, 0)
+
+    def _send(self, bucket: int, width: int) -> None:
+        self._staged.send(_ROW_BYTES * self._most + 4 * bucket * width)
+        if width:
+            tables_SW = self._rows.tables[: bucket * width].view(bucket, width)
+            self._tables_SM[:bucket, :width].copy_(tables_SW)
+
+    def _take(self, sampled_R: Tensor, bucket: int) -> None:
+        """Put the tokens into their rows, on the device. In place of one that is none comes token 0: the answer is
+        ended when the host hears of it."""
+        ids, sources = self._rows.ids[:bucket], self._rows.sources[:bucket]
+        taken = sampled_R.index_select(0, sources.clamp(min=0)).clamp_(min=0)
+        ids.copy_(torch.where(sources < 0, ids, taken))
+
+
+class _Rows(NamedTuple):
+    """The arrays of one piece of memory: numpy's on the host, tensors on the device."""
+
+    ids: Any
+    positions: Any
+    slots: Any
+    sources: Any
+    lens: Any
+    tables: Any
+
+    def pad(self, first: int, last: int) -> None:
+        """Rows [first, last) compute nothing."""
+        self.ids[first:last] = 0
+        self.positions[first:last] = 0
+        self.slots[first:last] = PADDING_SLOT
+        self.sources[first:last] = NO_SOURCE
+        self.lens[first:last] = 0
+
+
+def _views(memory: Tensor, most: int) -> tuple[Tensor, ...]:
+    """The fields of `_Rows` in a piece of memory, without a copy."""
+    numbers, rest = memory[: 32 * most].view(torch.int64), memory[32 * most :].view(torch.int32)
+    return (*(numbers[most * i : most * (i + 1)] for i in range(4)), rest[:most], rest[most:])

@@ -1,0 +1,119 @@
+"""The parameters of the decoder: tensors in the shapes that it computes with, q, k, v and gate, up fused.
+
+`allocate_parameters` makes them empty, `disagg.engine.runner.weights` fills them from a checkpoint, then `pack_parameters`
+lays the weights of the linear layers out as the device's matrix product wants them. One rank of several has the
+parameters of a smaller model (`sharding.rank_model`). Shape letters: H hidden, I intermediate, V vocabulary, Q = (query
+heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.config import Quantization
+from disagg.kernels.dispatch import PackedWeight, pack_weight
+from disagg.proto.errors import ConfigError
+
+Weight = Tensor | PackedWeight
+"""Of a linear layer, [out, in]; a tensor until it is packed."""
+
+
+@dataclass(slots=True)
+class LayerParameters:
+    """One decoder layer; nothing changes it once its weights are packed. Biases and head norms are None where there are
+    none."""
+
+    input_norm_H: Tensor
+    qkv_weight_QH: Weight
+    qkv_bias_Q: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o_weight_HA: Weight
+    o_bias_H: Tensor | None
+    post_norm_H: Tensor
+    gate_up_weight_2IH: Weight
+    gate_up_bias_2I: Tensor | None
+    down_weight_HI: Weight
+    down_bias_H: Tensor | None
+
+
+@dataclass(slots=True)
+class ModelParameters:
+    """The whole decoder. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor, until it is packed."""
+
+    embedding_VH: Tensor
+    layers: tuple[LayerParameters, ...]
+    final_norm_H: Tensor
+    lm_head_VH: Weight
+
+
+def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelParameters:
+    """Parameters with undefined contents."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    embedding_VH = empty(config.vocab_size, config.hidden_size)
+    return ModelParameters(
+        embedding_VH=embedding_VH,
+        layers=tuple(_allocate_layer(config, dtype, device) for _ in range(config.num_layers)),
+        final_norm_H=empty(config.hidden_size),
+        lm_head_VH=embedding_VH if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
+    )
+
+
+def _allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerParameters:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    attention_size = config.num_heads * head_dim
+    qkv_size = attention_size + 2 * config.num_kv_heads * head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return LayerParameters(
+        input_norm_H=empty(hidden),
+        qkv_weight_QH=empty(qkv_size, hidden),
+        qkv_bias_Q=empty(qkv_size) if config.qkv_bias else None,
+        q_norm_D=empty(head_dim) if config.qk_norm else None,
+        k_norm_D=empty(head_dim) if config.qk_norm else None,
+        o_weight_HA=empty(hidden, attention_size),
+        o_bias_H=empty(hidden) if config.o_bias else None,
+        post_norm_H=empty(hidden),
+        gate_up_weight_2IH=empty(2 * inner, hidden),
+        gate_up_bias_2I=empty(2 * inner) if config.mlp_bias else None,
+        down_weight_HI=empty(hidden, inner),
+        down_bias_H=empty(hidden) if config.mlp_bias else None,
+    )
+
+
+def pack_parameters(parameters: ModelParameters, quantization: Quantization = "none") -> None:
+    """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
+
+    Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
+
+    Raises:
+        ConfigError: a weight that is to be quantized is not finite.
+    """
+
+    def packed(weight: Weight) -> Weight:
+        try:
+            return pack_weight(plain(weight), quantization)
+        except ValueError as error:
+            raise ConfigError(f"quantization: {error}") from error
+
+    for layer in parameters.layers:
+        layer.qkv_weight_QH = packed(layer.qkv_weight_QH)
+        layer.o_weight_HA = packed(layer.o_weight_HA)
+        layer.gate_up_weight_2IH = packed(layer.gate_up_weight_2IH)
+        layer.down_weight_HI = packed(layer.down_weight_HI)
+    parameters.lm_head_VH = packed(parameters.lm_head_VH)
+
+
+def plain(weight: Weight) -> Tensor:
+    """The tensor of a weight that is not packed yet."""
+    assert isinstance(weight, Tensor), "weights are filled before they are packed"
+    return weight

@@ -1,0 +1,199 @@
+"""Decode steps that are captured once for each number of sequences and replayed.
+
+A step whose rows are all decodes does the same whatever the tokens are: only what it reads differs. So its inputs have
+a fixed place, the step's arrays are copied there, and the capture (`disagg.kernels.capture`) computes it again, without
+Python between the ops. A step with prompts, or one of more sequences than there is place for, is the decoder's own:
+its shapes do not come again. On a CPU its ops are noted first and then computed together (`Capturer.compute`).
+
+Life: the first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
+because an op of the model cannot be captured, that is said once, and every step is the decoder's from then on.
+
+On a CPU there is a capture for each number of sequences. On a GPU there is one for each bucket size, to which a step is
+padded (`device_inputs`), and all are made at start (`capture_all`): a capture waits for the whole device and needs
+memory, neither of which a request shall pay for, and a model that cannot be captured is known before it serves.
+
+The largest logit of each row is found in the same capture, where it costs no call of its own; a step that is the
+decoder's own leaves that to the sampler.
+
+Shapes: S decoding sequences, M blocks of a table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.runner.model.batch import Batch, to_batch
+from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.device_inputs import DeviceStepInputs, Pending
+from disagg.kernels.capture import Captured, CaptureError, Capturer, capturer
+from disagg.kernels.dispatch import argmax_rows
+
+logger = logging.getLogger(__name__)
+
+
+class StepInputs:
+    """Where captured steps read: one place for steps of any number of sequences."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self._token_ids_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._positions_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._slot_mapping_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._block_tables_SM = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self._context_lens_S = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._token_ids = self._token_ids_S.numpy()
+        self._positions = self._positions_S.numpy()
+        self._slot_mapping = self._slot_mapping_S.numpy()
+        self._block_tables = self._block_tables_SM.numpy()
+        self._context_lens = self._context_lens_S.numpy()
+
+    def batch(self, num_seqs: int) -> Batch:
+        """The first rows; tables are of full width, whatever the sequences need."""
+        return Batch(
+            token_ids_T=self._token_ids_S[:num_seqs],
+            positions_T=self._positions_S[:num_seqs],
+            slot_mapping_T=self._slot_mapping_S[:num_seqs],
+            num_decodes=num_seqs,
+            block_tables_SM=self._block_tables_SM[:num_seqs],
+            context_lens_S=self._context_lens_S[:num_seqs],
+            prefills=(),
+            sample_rows=None,
+        )
+
+    def bucket(self, num_seqs: int) -> int | None:
+        """Rows of the step that computes `num_seqs` sequences: as many; None where there is no place."""
+        return num_seqs if num_seqs <= len(self._context_lens) else None
+
+    def fill(self, arrays: BatchArrays) -> int:
+        """Overwrite the first rows; what lies past a sequence's table is left as it was. How many rows to compute."""
+        num_seqs, num_blocks = arrays.block_tables_SM.shape
+        self._token_ids[:num_seqs] = arrays.token_ids_T
+        self._positions[:num_seqs] = arrays.positions_T
+        self._slot_mapping[:num_seqs] = arrays.slot_mapping_T
+        self._block_tables[:num_seqs, :num_blocks] = arrays.block_tables_SM
+        self._context_lens[:num_seqs] = arrays.context_lens_S
+        return int(num_seqs)
+
+
+class Scored(NamedTuple):
+    """What a step gives for each row that it samples. Good until the next step."""
+
+    logits_SV: Tensor
+    largest_S: Tensor | None
+    """As of `argmax_rows`; None where nobody looked yet."""
+
+    def first(self, num_rows: int) -> Scored:
+        """Without the rows that only filled up a bucket."""
+        if num_rows == len(self.logits_SV):
+            return self
+        return Scored(self.logits_SV[:num_rows], None if self.largest_S is None else self.largest_S[:num_rows])
+
+
+class ReplayedDecoder:
+    """A decoder of one rank whose decode steps are replayed. Owner: the model runner."""
+
+    def __init__(
+        self, decoder: Decoder, vocab_size: int, max_num_seqs: int, max_blocks: int, device: torch.device
+    ) -> None:
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._device = device
+        self._captured: dict[int, Captured[Scored]] = {}
+        self._capturer: Capturer | None = None
+        try:
+            self._capturer = capturer(device)
+        except CaptureError as error:
+            logger.info("steps are computed op by op: %s", error)
+            return
+        self._inputs: StepInputs | DeviceStepInputs
+        if device.type == "cpu":
+            self._inputs = StepInputs(max_num_seqs, max_blocks, device)
+        else:
+            self._inputs = DeviceStepInputs(max_num_seqs, max_blocks, device)
+
+    @property
+    def num_captured(self) -> int:
+        """How many numbers of sequences have a capture."""
+        return len(self._captured)
+
+    def capture_all(self) -> None:
+        """Capture every bucket, the largest first, whose memory the others share. Nothing on a CPU, where a capture is
+        the cost of one step. No KV is read or written."""
+        if self._capturer is None or not isinstance(self._inputs, DeviceStepInputs):
+            return
+        for bucket in reversed(self._inputs.sizes):
+            if self._capturer is not None:
+                self._inputs.fill_padding(bucket)
+                self._capture(self._capturer, bucket)
+
+    @property
+    def max_queued(self) -> int:
+        """Sequences of the largest step that `queue` takes; 0 where steps cannot be queued."""
+        if self._capturer is None or not isinstance(self._inputs, DeviceStepInputs):
+            return 0
+        return self._inputs.sizes[-1]
+
+    def forward(self, arrays: BatchArrays) -> Scored:
+        """Logits as of `Decoder.forward`, and with a captured step the largest of each row. Good until the next step.
+
+        Raises:
+            IndexError: a block, a slot or an id is outside (on a CPU).
+        """
+        num_seqs = arrays.num_decodes
+        if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
+            return Scored(self._computed(to_batch(arrays, self._device)), None)
+        return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
+
+    def queue(self, arrays: BatchArrays, pending: Pending | None) -> Scored:
+        """A step of decodes, some tokens of which may be known on the device only. Nothing waits for the device."""
+        assert self._capturer is not None
+        assert isinstance(self._inputs, DeviceStepInputs)
+        return self._replay(self._capturer, self._inputs.fill(arrays, pending)).first(arrays.num_decodes)
+
+    def _computed(self, batch: Batch) -> Tensor:
+        """Logits of a step that is computed once."""
+        if self._capturer is not None:
+            try:
+                return self._capturer.compute(lambda: _logits(self._decoder, batch), _kind(batch))
+            except CaptureError as error:
+                self._give_up(error)
+        return _logits(self._decoder, batch)
+
+    def _replay(self, capturer: Capturer, bucket: int) -> Scored:
+        captured = self._captured.get(bucket)
+        return self._capture(capturer, bucket) if captured is None else captured.replay()
+
+    def _capture(self, capturer: Capturer, num_seqs: int) -> Scored:
+        """Compute what the inputs hold, and keep how."""
+        batch = self._inputs.batch(num_seqs)
+        try:
+            scored, self._captured[num_seqs] = capturer.capture(lambda: self._scored(batch))
+        except CaptureError as error:
+            self._give_up(error)
+            return self._scored(batch)  # what was computed before it failed is computed again
+        return scored
+
+    def _give_up(self, error: CaptureError) -> None:
+        logger.warning("steps are computed op by op from now on: %s", error)
+        self._capturer = None
+        self._captured.clear()
+
+    def _scored(self, batch: Batch) -> Scored:
+        logits_SV = _logits(self._decoder, batch)
+        return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size))
+
+
+def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
+    """Steps of one kind take the same ops, whatever rows and chunks there are."""
+    samples = None if batch.sample_rows is None else len(batch.sample_rows) > 0
+    return batch.num_decodes > 0, len(batch.prefills) > 1, samples
+
+
+def _logits(decoder: Decoder, batch: Batch) -> Tensor:
+    logits_SV = decoder.forward(batch)
+    assert logits_SV is not None, "one rank has the logits"
+    return logits_SV

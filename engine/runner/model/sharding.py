@@ -1,0 +1,51 @@
+"""The part of a model that one rank of several computes, as a smaller model of the same kind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.sharding.shards import Shard
+from disagg.proto.errors import ConfigError
+
+
+def rank_model(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The sizes of one rank's tensors: its heads, its part of the MLP, its part of the vocabulary, padded to that of
+    every other rank.
+
+    Raises:
+        ConfigError: heads or MLP cannot be divided among the ranks; names `tp` and the size.
+    """
+    if shard.size == 1:
+        return config
+    _check_divisible(config, shard.size)
+    heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+    group = config.num_heads // config.num_kv_heads
+    assert all(head // group in kv_heads for head in heads), "query heads are with the KV heads that they read"
+    return dataclasses.replace(
+        config,
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        intermediate_size=len(shard.part(config.intermediate_size)),
+        vocab_size=_vocab_share(config, shard),
+    )
+
+
+def vocab_part(config: ModelConfig, shard: Shard) -> range:
+    """The token ids whose embedding and logit this rank has; the last ranks may have fewer than the others."""
+    share, end = _vocab_share(config, shard), config.vocab_size
+    return range(min(shard.rank * share, end), min((shard.rank + 1) * share, end))
+
+
+def _vocab_share(config: ModelConfig, shard: Shard) -> int:
+    return -(-config.vocab_size // shard.size)
+
+
+def _check_divisible(config: ModelConfig, size: int) -> None:
+    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    for name, count in (("num_attention_heads", heads), ("intermediate_size", inner)):
+        if count % size:
+            raise ConfigError(f"tp is {size}, by which `{name}` of this model ({count}) cannot be divided")
+    if kv_heads % size and size % kv_heads:
+        name = "`num_key_value_heads`"
+        raise ConfigError(f"tp is {size}, neither a divisor nor a multiple of {name} of this model ({kv_heads})")

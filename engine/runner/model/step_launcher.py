@@ -1,0 +1,113 @@
+"""Decode steps that are queued on a GPU, each with the last one's tokens as they come to be there.
+
+    host      launch n ────────── launch n+1 ── result n ── launch n+2 ── result n+1 ── ...
+    device             [ step n ─────────────][ step n+1 ─────────────][ step n+2 ...
+
+A step is a copy of its numbers, a captured graph, the choice of a token for each row, and a copy of the ids to pinned
+memory behind which an event is recorded. All of it is queued on the stream of the steps, and so is every copy of KV, so
+that each sees what the ones before it wrote. The ids stay on the device for the step behind.
+
+Shapes: S sequences of a step, R of the one before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from disagg.engine.plan import NO_TOKEN, Launched, RowFault, StepPlan, StepResult
+from disagg.engine.request import SequenceState
+from disagg.engine.runner.model.arrays import BatchBuilder
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.device_inputs import NO_SOURCE, Pending
+from disagg.engine.runner.model.replay import ReplayedDecoder
+from disagg.engine.runner.model.staged import Mark
+from disagg.engine.sampling_rules import is_greedy
+
+
+class StepLauncher:
+    """See `plan.Launcher`. Owner: the model runner, whose decoder, batches and draws these are."""
+
+    def __init__(
+        self, decoder: ReplayedDecoder, batches: BatchBuilder, draws: DeviceDraws, device: torch.device
+    ) -> None:
+        self._decoder = decoder
+        self._batches = batches
+        self._draws = draws
+        pinned = device.type == "cuda"
+        self._copies = tuple(_IdsOnHost(draws.max_rows, pinned=pinned) for _ in range(2))
+        """A step is launched before the last one's ids are read, and no other."""
+        self._turn = 0
+
+    @property
+    def max_decodes(self) -> int:
+        """See `Launcher.max_decodes`; 0 after a capture has failed."""
+        return min(self._decoder.max_queued, self._draws.max_rows)
+
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+        """See `Launcher.launch`."""
+        assert after is None or isinstance(after, _QueuedStep)
+        sequences = [entry.sequence for entry in plan.decodes]
+        num_pending = [entry.end - sequence.num_tokens for entry, sequence in zip(plan.decodes, sequences, strict=True)]
+        pending = None if after is None else Pending(_sources(plan, num_pending, after.plan), after.ids_S)
+        scored = self._decoder.queue(self._batches.arrays(plan), pending)
+        ids_S = scored.largest_S
+        if ids_S is None or not all(is_greedy(sequence.spec.sampling) for sequence in sequences):
+            ids_S = self._draws.draw(scored.logits_SV, sequences, num_pending)
+        self._turn ^= 1
+        on_host = self._copies[self._turn]
+        on_host.copy(ids_S)
+        return _QueuedStep(plan, ids_S, on_host)
+
+
+def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each entry the row of `after` that samples its token."""
+    rows = {entry.sequence: row for row, entry in enumerate(after.decodes)}
+    sources = [
+        rows[entry.sequence] if pending else NO_SOURCE for entry, pending in zip(plan.decodes, num_pending, strict=True)
+    ]
+    return np.array(sources, dtype=np.int64)
+
+
+class _QueuedStep:
+    """See `plan.Launched`."""
+
+    def __init__(self, plan: StepPlan, ids_S: Tensor, on_host: _IdsOnHost) -> None:
+        self.plan = plan
+        self.ids_S = ids_S
+        """On the device. The next replay may overwrite it, behind whatever was queued before to read it."""
+        self._on_host = on_host
+
+    def result(self) -> StepResult:
+        """See `Launched.result`. A row of a sequence that has ended was computed in vain, and may give no token; that
+        is no fault. No row is edited, so that every other row without a token is the model's fault."""
+        sequences = [entry.sequence for entry in self.plan.decodes]
+        token_ids = self._on_host.read(len(sequences))
+        faults: dict[int, RowFault] = {
+            row: "model"
+            for row, sequence in enumerate(sequences)
+            if token_ids[row] == NO_TOKEN and sequence.state is not SequenceState.ENDED
+        }
+        return StepResult(token_ids, faults=faults)
+
+
+class _IdsOnHost:
+    """The ids of one step, once they are there."""
+
+    def __init__(self, most: int, *, pinned: bool) -> None:
+        self._ids = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
+        self._there = Mark(pinned=pinned)
+
+    def copy(self, ids_S: Tensor) -> None:
+        """Queue the copy."""
+        self._ids[: len(ids_S)].copy_(ids_S, non_blocking=True)
+        self._there.set()
+
+    def read(self, num_ids: int) -> list[int]:
+        """Wait for it."""
+        self._there.wait()
+        ids: list[int] = self._ids[:num_ids].tolist()
+        return ids

@@ -1,0 +1,274 @@
+"""The model runner on torch: parameters, paged KV cache, decoder and sampler behind the `ModelRunner` protocol.
+
+Made once per worker, or once per rank of a worker; only the engine thread calls it. A step is arrays (what to compute,
+without torch, so that rank 0 can tell it to the others), logits, and on rank 0 sampling. `gather` and `scatter` move KV
+between the cache and staging memory, between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
+from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
+from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
+from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.request import Sequence, stand_in
+from disagg.engine.runner.collectives.collective import Collective
+from disagg.engine.runner.kv_cache import KvCache, count_blocks, kv_layout
+from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
+from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
+from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.sharding import rank_model
+from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.sampler import Sampler, row_faults
+from disagg.engine.runner.shared_weights import shared_parameters
+from disagg.engine.runner.weights import load_parameters
+from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.kernels.cuda_graph import bucket_sizes
+from disagg.kernels.dispatch import describe, draws_on, set_num_threads
+from disagg.proto.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 8
+GPU_WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Attention has tiles of fewer rows for shorter chunks, each a kernel of its own."""
+
+
+class TorchModelRunner:
+    """The model with its paged KV cache, or one rank's part of both; a `parallel.runner.ShardRunner`. Owner: the engine
+    thread.
+
+    Construction reads the checkpoint, sets the number of threads for the whole process, and allocates the cache; one
+    rank of several does that in `join`, when all ranks know how many blocks they have. `layout` and `fingerprint` are
+    the whole model's, whatever the rank holds.
+
+    Raises:
+        ConfigError: the checkpoint, the device, the quantization, `share_weights`, the cache size, `max_model_len` or
+            the number of ranks cannot work.
+    """
+
+    checksum: Checksum = UNKEYED
+
+    def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
+        check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
+        check_share_weights(config.share_weights, config.device, config.tp)
+        set_num_threads(config.num_threads)
+        self._device = _device(config.device)
+        if self._device.type == "cpu":
+            logger.info("worker %s computes with %s", config.worker_id, describe())  # builds them now if need be
+        self._config = config
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        model = read_model_config(config.model_path)
+        rank_model(model, shard)  # refused before any weight is read
+        self.model_config = model
+        self.shard = shard
+        self.tp = shard.size
+        self.block_size = config.block_size
+        self.vocab_size = model.vocab_size
+        self.layout = kv_layout(model, "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype)
+        self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks, shard)
+        self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
+        self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
+        self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
+        self._staging_stream: Any = None
+        """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
+        if self._device.type == "cuda":
+            self._staging_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._draws: DeviceDraws | None = None
+        if draws_on(self._device):
+            self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
+        self._sampler = Sampler(model.vocab_size, self._draws)
+        self._launcher: StepLauncher | None = None
+        if shard.size == 1:
+            self.join(None, self.num_blocks)
+
+    def _own_parameters(self) -> ModelParameters:
+        config = self._config
+        parameters = load_parameters(config.model_path, self.model_config, self._dtype, self._device, self.shard)
+        pack_parameters(parameters, config.quantization)
+        return parameters
+
+    def _shared_parameters(self) -> ModelParameters:
+        return shared_parameters(self._config, self.model_config, self.fingerprint, self._own_parameters)
+
+    def join(self, collective: Collective | None, num_blocks: int) -> None:
+        """See `ShardRunner.join`."""
+        assert 0 < num_blocks <= self.num_blocks
+        self.max_model_len = _max_model_len(self.model_config, self._config, num_blocks * self.block_size)
+        self.num_blocks = num_blocks
+        self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard)
+        rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
+        self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
+        self._replayed: ReplayedDecoder | None = None
+        if collective is None:  # ranks meet in every layer
+            max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
+            self._replayed = ReplayedDecoder(
+                self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
+            )
+        self._batches = BatchBuilder(self.block_size, self.max_model_len)
+        if self._config.step_ahead and self._replayed is not None and self._draws is not None:
+            self._launcher = StepLauncher(self._replayed, self._batches, self._draws, self._device)
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """See `ModelRunner.launcher`: where decode steps are captured on a GPU."""
+        launcher = self._launcher
+        return launcher if launcher is not None and launcher.max_decodes else None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan and sample."""
+        return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
+
+    @property
+    def warm_up_lengths(self) -> tuple[int, ...]:
+        """Prompts to compute before the first request."""
+        return (WARM_UP_TOKENS,) if self._device.type == "cpu" else GPU_WARM_UP_TOKENS
+
+    def capture_steps(self) -> None:
+        """Capture what is captured at start: on a GPU, the decode steps of every bucket size."""
+        if self._replayed is not None:
+            self._replayed.capture_all()
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype; the caller's own.
+        KV is written.
+
+        Token ids must be within the vocabulary: the engine core checked them.
+        """
+        return self._score(self.arrays(plan)).logits_SV.clone()
+
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """See `ShardRunner.arrays`."""
+        return self._batches.arrays(plan)
+
+    def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        """See `ShardRunner.step`."""
+        logits_SV, largest_S = self._score(arrays)
+        sequences = [entry.sequence for entry in plan.entries if entry.samples]
+        token_ids = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
+        logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
+        return StepResult(token_ids, logprobs, row_faults(logits_SV, self.vocab_size, token_ids))
+
+    def compute(self, arrays: BatchArrays) -> None:
+        """See `ShardRunner.compute`."""
+        self._decoder.forward(to_batch(arrays, self._device))
+
+    def _score(self, arrays: BatchArrays) -> Scored:
+        if self._replayed is not None:
+            return self._replayed.forward(arrays)
+        logits_SV = self._decoder.forward(to_batch(arrays, self._device))
+        assert logits_SV is not None, "rank 0 samples"
+        return Scored(logits_SV, None)
+
+    # ------------------------------------------------------------ KV in and out
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A flat staging buffer: a uint8 numpy array on CPU, a uint8 tensor on a GPU. Contents are undefined."""
+        if self._device.type == "cpu":
+            return np.empty(nbytes, dtype=np.uint8)
+        with torch.cuda.stream(self._staging_stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
+        worker of one rank.
+
+        Raises:
+            ValueError: as `gather_part`.
+        """
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
+
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+        """The reverse of `gather`.
+
+        Raises:
+            ValueError: as `scatter_part`.
+        """
+        self.scatter_part(block_table, start, end, data, peer_tp)
+
+    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+        """See `ShardRunner.gather_part`."""
+        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
+
+    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+        """See `ShardRunner.scatter_part`."""
+        self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Prefills and decode steps on the first blocks, so that the first requests do not pay for first uses: on a GPU
+    also of the kernels that are compiled for chunks of other lengths, and for rows of other sampling parameters.
+
+    To be called before any sequence: it overwrites the first tokens of the cache.
+    """
+    lengths = [WARM_UP_TOKENS]
+    if isinstance(runner, TorchModelRunner):
+        runner.capture_steps()
+        lengths = list(runner.warm_up_lengths)
+    for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in lengths} - {0}):
+        sequence = stand_in(num_tokens, 0, runner.block_size)
+        runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
+        sequence.token_ids.append(0)
+        runner.run(_decode_of(sequence, num_tokens))
+    if runner.max_model_len > 1:
+        _warm_up_choices(runner)
+
+
+def _warm_up_choices(runner: ModelRunner) -> None:
+    """One token of each kind of row where the host waits for it, and two drawn ones that are launched."""
+    for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
+        sequence = stand_in(1, 0, runner.block_size, **sampling)
+        runner.run(_decode_of(sequence, 0))
+    if (launcher := runner.launcher) is not None:
+        first = launcher.launch(_decode_of(sequence, 0), None)
+        launcher.launch(_decode_of(sequence, 1), first).result()
+
+
+def _decode_of(sequence: Sequence, start: int) -> StepPlan:
+    return StepPlan(decodes=(ScheduledSequence(sequence, start, 1, samples=True),))
+
+
+def _as_tensor(buffer: Buffer) -> Tensor:
+    """A staging buffer without a copy."""
+    tensor: Tensor = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
+    return tensor
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not a torch device: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this torch sees no CUDA device")
+    return device
+
+
+def _max_model_len(model: ModelConfig, config: WorkerConfig, cache_tokens: int) -> int:
+    """What was asked for, if model and cache can hold it; without a wish, all that they can."""
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(model.max_exact_len, cache_tokens)
+    if wanted < 1:
+        raise ConfigError(f"max_model_len must be at least 1, not {wanted}")
+    if wanted > model.max_exact_len:
+        window = f" (its sliding window of {model.sliding_window} is not implemented)" if model.sliding_window else ""
+        raise ConfigError(f"max_model_len {wanted} is more than the model's {model.max_exact_len}{window}")
+    if wanted > cache_tokens:
+        raise ConfigError(f"max_model_len {wanted} is more than the {cache_tokens} tokens of the KV cache")
+    return wanted

@@ -1,0 +1,190 @@
+"""The weights of a model once for all workers of a host: a file of the packed parameters that each worker maps.
+
+    map it, if it is there -> else, under a lock: map what another wrote meanwhile, or load, pack, write, map
+
+The first worker that needs the file writes it, under another name, and renames it; the others wait for the lock. Its
+name and key have all that its content depends on. It is mapped read-only, never changed, and only ever replaced or
+removed, so that who has it mapped keeps it; of each model the newest packing is kept. A worker that can neither find
+nor write it has weights of its own, and says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig, weight_files
+from disagg.engine.checkpoint.weight_file import UnusableFileError, map_tensors, write_tensors
+from disagg.engine.config import WorkerConfig
+from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters
+from disagg.kernels.dispatch import drop_packing_memory, packed_parts, packing_name, restored_weight
+
+logger = logging.getLogger(__name__)
+
+
+def shared_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """`$DISAGG_HOME/packed`, or `disagg/packed` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): beside the
+    models."""
+    if home := environ.get("DISAGG_HOME"):
+        return Path(home).expanduser() / "packed"
+    if cache := environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "disagg" / "packed"
+    return Path("~/.cache/disagg/packed").expanduser()
+
+
+def shared_parameters(
+    config: WorkerConfig, model: ModelConfig, fingerprint: str, make: Callable[[], ModelParameters]
+) -> ModelParameters:
+    """The packed parameters of a whole model on the CPU, mapped where that is possible; nobody may write to them.
+
+    Args:
+        fingerprint: of the model, with `dtype` and `quantization`.
+        make: reads the checkpoint and packs it; not called when the file is there. What it raises goes through.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    packing = packing_name(dtype, config.quantization)
+    if packing is None:
+        logger.warning("share_weights: this processor multiplies %s in a form that cannot be shared", config.dtype)
+        return make()
+    times = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(config.model_path)]
+    key = hashlib.sha256(json.dumps([fingerprint, packing, times]).encode()).hexdigest()[:32]
+    shared = _SharedFile(shared_folder(), fingerprint, key, model, dtype)
+    if (found := shared.mapped()) is not None:
+        return found
+    with shared.locked() as is_locked:
+        if is_locked and (found := shared.mapped(says_why=True)) is not None:
+            return found
+        parameters = make()
+        written = shared.write(parameters) if is_locked else None
+    if written is None:
+        return parameters
+    del parameters
+    drop_packing_memory()
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedFile:
+    folder: Path
+    fingerprint: str
+    key: str
+    model: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.fingerprint}-{self.key}.weights"
+
+    def mapped(self, says_why: bool = False) -> ModelParameters | None:
+        """None where there is no such file, or it cannot be used."""
+        try:
+            parameters = _filled(self.model, self.dtype, map_tensors(self.path, self.key))
+        except FileNotFoundError:
+            return None
+        except (UnusableFileError, OSError, ValueError) as error:
+            if says_why:
+                logger.warning("share_weights: %s is not used: %s", self.path, error)
+            return None
+        logger.info("weights are mapped from %s", self.path)
+        return parameters
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Alone with the folder, as far as others ask; or false, and a warning, where nothing can be written there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._warn(error)
+            yield False
+            return
+        try:
+            yield self._is_alone(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _is_alone(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks
+            self._warn(error)
+            return False
+        return True
+
+    def write(self, parameters: ModelParameters) -> ModelParameters | None:
+        """The parameters, written and mapped, under the lock; None, and a warning, where that cannot be. Older packings
+        of the model are removed."""
+        staged = self.path.with_suffix(".tmp")  # whatever a killed worker left there is overwritten
+        try:
+            try:
+                with staged.open("wb") as stream:
+                    write_tensors(stream, self.key, _flat(parameters))
+                staged.replace(self.path)
+            finally:
+                staged.unlink(missing_ok=True)
+            for other in self.folder.glob(f"{self.fingerprint}-*"):
+                if other != self.path:
+                    other.unlink(missing_ok=True)
+        except OSError as error:
+            self._warn(error)
+            return None
+        return self.mapped(says_why=True)
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning(
+            "share_weights: this worker has weights of its own, because %s cannot be written: %s", self.folder, error
+        )
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def _slots(parameters: ModelParameters) -> Iterator[tuple[str, LayerParameters | ModelParameters, str]]:
+    """(name in the file, holder, its attribute) of every parameter."""
+    for index, layer in enumerate(parameters.layers):
+        for field in fields(layer):
+            yield f"{index}.{field.name}", layer, field.name
+    for name in ("embedding_VH", "final_norm_H", "lm_head_VH"):
+        yield name, parameters, name
+
+
+def _flat(parameters: ModelParameters) -> dict[str, Tensor]:
+    tensors = {}
+    for name, holder, attribute in _slots(parameters):
+        value = getattr(holder, attribute)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None:
+            tensors[f"{name}.packed"], scale_O = packed_parts(value)
+            if scale_O is not None:
+                tensors[f"{name}.scale"] = scale_O
+    return tensors
+
+
+def _filled(model: ModelConfig, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> ModelParameters:
+    """The reverse of `_flat`; ValueError where the tensors are not those of the model."""
+    parameters = allocate_parameters(model, dtype, torch.device("meta"))
+    for name, holder, attribute in _slots(parameters):
+        wanted: Tensor | None = getattr(holder, attribute)
+        if wanted is None:
+            continue
+        if (packed := tensors.get(f"{name}.packed")) is not None:
+            out_features, in_features = wanted.shape
+            scale_O = tensors.get(f"{name}.scale")
+            setattr(holder, attribute, restored_weight(packed, scale_O, out_features, in_features))
+            continue
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype != dtype or tensor.shape != wanted.shape:
+            raise ValueError(f"{name} is not the model's")
+        setattr(holder, attribute, tensor)
+    return parameters

@@ -1,0 +1,228 @@
+"""From safetensors files to the decoder's parameters.
+
+`checkpoint_tensors` says which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
+every header against it before it reads any data, then copies tensor by tensor out of the memory map, casting on the
+way. Beyond the parameters themselves no more than one tensor is held. Of what ranks share, each reads its own part.
+Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig, TensorEntry, read_header, weight_files
+from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters, plain
+from disagg.engine.runner.model.sharding import rank_model, vocab_part
+from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.proto.errors import ConfigError
+
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
+LM_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class _Advance(Protocol):
+    def __call__(self, nbytes: int, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a tensor of the checkpoint fills."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    parameter: Tensor
+    """A (slice of a) parameter, not packed yet; it has the shape of `part`."""
+    dim: int = 0
+    """The dimension along which ranks share the tensor."""
+    part: range | None = None
+    """The indices along `dim` that this rank takes; None for all."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+def load_parameters(
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
+) -> ModelParameters:
+    """The parameters of a checkpoint, or one rank's part of them, in `dtype` on `device`.
+
+    Raises:
+        ConfigError: the model cannot be divided among the ranks; or a file or tensor is missing, cut short, of another
+            shape or type than the configuration asks for, or not part of the model.
+    """
+    local = rank_model(config, shard)
+    headers = {file: read_header(file) for file in weight_files(folder)}
+    parameters = allocate_parameters(local, dtype, device)
+    targets = checkpoint_tensors(config, parameters, shard)
+    _check_headers(headers, targets, config, Path(folder))
+    with _progress_bar(sum(target.nbytes for target in targets.values())) as advance:
+        for file, header in headers.items():
+            _load_file(file, [name for name in header if name in targets], targets, advance)
+    num_padding_rows = local.vocab_size - len(vocab_part(config, shard))
+    for vocabulary_VH in (parameters.embedding_VH, plain(parameters.lm_head_VH)):
+        vocabulary_VH[local.vocab_size - num_padding_rows :] = 0
+    if config.tied_embeddings:
+        _check_tied(headers, targets[EMBEDDING])
+    return parameters
+
+
+def checkpoint_tensors(config: ModelConfig, parameters: ModelParameters, shard: Shard = WHOLE) -> dict[str, Target]:
+    """Checkpoint name -> what it fills of a rank's parameters, which are not packed yet."""
+    vocabulary, num_ids = vocab_part(config, shard), config.vocab_size
+    targets = {
+        EMBEDDING: _rows(parameters.embedding_VH[: len(vocabulary)], num_ids, vocabulary),
+        "model.norm.weight": _whole(parameters.final_norm_H),
+    }
+    if not config.tied_embeddings:
+        targets[LM_HEAD] = _rows(plain(parameters.lm_head_VH)[: len(vocabulary)], num_ids, vocabulary)
+    for index, layer in enumerate(parameters.layers):
+        for name, target in _layer_tensors(config, layer, shard).items():
+            targets[f"model.layers.{index}.{name}"] = target
+    return targets
+
+
+def _layer_tensors(config: ModelConfig, layer: LayerParameters, shard: Shard) -> dict[str, Target]:
+    """Biases of the row-parallel layers are whole on every rank; the decoder adds them once."""
+    heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+    inner = shard.part(config.intermediate_size)
+    single = {
+        "input_layernorm.weight": layer.input_norm_H,
+        "post_attention_layernorm.weight": layer.post_norm_H,
+        "self_attn.o_proj.bias": layer.o_bias_H,
+        "self_attn.q_norm.weight": layer.q_norm_D,
+        "self_attn.k_norm.weight": layer.k_norm_D,
+        "mlp.down_proj.bias": layer.down_bias_H,
+    }
+    targets = {name: _whole(tensor) for name, tensor in single.items() if tensor is not None}
+    attention, num_columns = _times(heads, config.head_dim), config.num_heads * config.head_dim
+    targets["self_attn.o_proj.weight"] = _columns(plain(layer.o_weight_HA), num_columns, attention)
+    targets["mlp.down_proj.weight"] = _columns(plain(layer.down_weight_HI), config.intermediate_size, inner)
+
+    kv, num_kv = _times(kv_heads, config.head_dim), config.num_kv_heads * config.head_dim
+    qkv_rows = {"self_attn.q_proj": (num_columns, attention), "self_attn.k_proj": (num_kv, kv)}
+    qkv_rows["self_attn.v_proj"] = (num_kv, kv)
+    gate_up_rows = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (config.intermediate_size, inner))
+    targets |= _fused(plain(layer.qkv_weight_QH), "weight", qkv_rows)
+    targets |= _fused(layer.qkv_bias_Q, "bias", qkv_rows)
+    targets |= _fused(plain(layer.gate_up_weight_2IH), "weight", gate_up_rows)
+    targets |= _fused(layer.gate_up_bias_2I, "bias", gate_up_rows)
+    return targets
+
+
+def _fused(fused: Tensor | None, suffix: str, rows: dict[str, tuple[int, range]]) -> dict[str, Target]:
+    """`rows`: of each tensor that the parameter holds one below the other, how many it has and which are wanted."""
+    if fused is None:
+        return {}
+    pieces = torch.split(fused, [len(part) for _, part in rows.values()])
+    return {
+        f"{name}.{suffix}": _rows(piece, count, part)
+        for (name, (count, part)), piece in zip(rows.items(), pieces, strict=True)
+    }
+
+
+def _whole(parameter: Tensor) -> Target:
+    return Target(tuple(parameter.shape), parameter)
+
+
+def _rows(parameter: Tensor, count: int, part: range) -> Target:
+    return Target((count, *parameter.shape[1:]), parameter, 0, None if len(part) == count else part)
+
+
+def _columns(parameter: Tensor, count: int, part: range) -> Target:
+    return Target((parameter.shape[0], count), parameter, 1, None if len(part) == count else part)
+
+
+def _times(part: range, size: int) -> range:
+    """The elements of consecutive things of `size` elements each."""
+    return range(part.start * size, part.stop * size)
+
+
+def _check_headers(
+    headers: dict[Path, dict[str, TensorEntry]], targets: dict[str, Target], config: ModelConfig, folder: Path
+) -> None:
+    seen: set[str] = set()
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name in targets:
+                _check_entry(file, name, entry, targets[name])
+                seen.add(name)
+            elif not _is_redundant(name, config):
+                raise ConfigError(f"{file}: tensor {name} is not part of {config.architecture} as config.json has it")
+    if missing := [name for name in targets if name not in seen]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(f"{folder}: the weights lack {', '.join(missing[:3])}{more}")
+
+
+def _check_entry(file: Path, name: str, entry: TensorEntry, target: Target) -> None:
+    if entry.shape != target.shape:
+        raise ConfigError(
+            f"{file}: tensor {name} has shape {list(entry.shape)}; config.json asks for {list(target.shape)}"
+        )
+    if entry.dtype not in FLOAT_TYPES:
+        raise ConfigError(f"{file}: tensor {name} is {entry.dtype}; supported are {', '.join(FLOAT_TYPES)}")
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that repeat others: old Llama checkpoints stored the rope frequencies, some store a tied head."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)
+
+
+def _load_file(file: Path, names: list[str], targets: dict[str, Target], advance: _Advance) -> None:
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as tensors:
+            for name in names:
+                target = targets[name]
+                target.parameter.copy_(_read(tensors, name, target))
+                advance(target.nbytes)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _read(tensors: Any, name: str, target: Target) -> Tensor:
+    """The rank's part of a tensor, or all of it; no more is read."""
+    if target.part is None:
+        whole: Tensor = tensors.get_tensor(name)
+        return whole
+    wanted = slice(target.part.start, target.part.stop)
+    part: Tensor = tensors.get_slice(name)[wanted if target.dim == 0 else (slice(None), wanted)]
+    return part
+
+
+def _check_tied(headers: dict[Path, dict[str, TensorEntry]], embedding: Target) -> None:
+    """A stored head beside tied embeddings must be the embedding; which one counts would be a guess otherwise."""
+    for file, header in headers.items():
+        if LM_HEAD in header:
+            with safe_open(str(file), framework="pt", device="cpu") as tensors:
+                head = _read(tensors, LM_HEAD, embedding).to(embedding.parameter)
+            if not torch.equal(head, embedding.parameter):
+                raise ConfigError(f"{file}: {LM_HEAD} differs from {EMBEDDING}, but `tie_word_embeddings` is true")
+
+
+@contextmanager
+def _progress_bar(total_bytes: int) -> Iterator[_Advance]:
+    """A bar on stderr where that is a terminal; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("weights", total=total_bytes)
+        yield lambda nbytes: progress.advance(task, nbytes)

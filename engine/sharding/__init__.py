@@ -1,0 +1,1 @@
+"""Which part of weights, heads and KV blocks each rank holds. Pure."""

@@ -1,0 +1,1 @@
+"""The worker process: its engine thread, its roles, its service."""

@@ -1,0 +1,244 @@
+"""The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
+
+Each turn of the loop takes the commands that arrived and runs one step; what there is to tell the asyncio side goes
+out as a `Batch` before the step and after it, or, where nobody waits for it, with that of the next steps (`pacing.py`).
+With nothing to do it sleeps until a command arrives or the next deadline of a sequence. The sending side learns what a
+step computes when it begins, and asks for the KV meanwhile: it is copied as soon as it is there. The thread ends by
+`stop` or by a crash; calls that it did not come to are answered with `EngineStoppedError`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from disagg.engine.commands import Command, Event, Gather
+from disagg.engine.core.counters import EngineTotals
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.pacing import Pacing
+from disagg.proto.messages import KvEvent, Load, StepSample
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+IDLE_CHECK_AFTER_S = 1.0
+"""A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
+of every pause."""
+MAX_ROUNDS = 4
+"""So often a turn looks for more before its step: what came while it told the rest would wait for the whole step."""
+LONGEST_WAIT_S = 60.0
+"""A deadline may lie further away than a condition variable can wait."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine thread takes no calls any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the engine has to tell."""
+
+    events: list[Event]
+    kv_events: tuple[KvEvent, ...]
+    load: Load
+    steps: tuple[StepSample, ...] = ()
+    """The steps that were run since the last batch."""
+    totals: EngineTotals = field(default_factory=EngineTotals)
+    """As of now."""
+
+
+class EngineThread:
+    """Runs `core` until `stop`. `deliver` is called on the engine thread, a few times per turn or once for several, and
+    must neither block nor raise; `on_crash` too, at most once. `token_interval_s`: see `Pacing`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        deliver: Callable[[Batch], None],
+        on_crash: Callable[[BaseException], None],
+        token_interval_s: float = 0.0,
+    ) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._on_crash = on_crash
+        self._inbox: deque[tuple[float, Command]] = deque()
+        """With the time at which each was posted: from then on its sequence waits."""
+        self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._pacing = Pacing(token_interval_s)
+        self._untold: list[Event] = []
+        self._untold_steps: list[StepSample] = []
+        """What steps came to that were not told yet; empty while the thread sleeps."""
+        self._stopping = False
+        self._step_ended = 0.0
+        self._commands_done = 0.0
+        self._is_unchecked = False
+        """There is no sequence, and nobody has looked whether something was left since the last one."""
+        self._turn_began: float | None = None
+        """None between two turns."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Queue a command; commands are handled in order. Any thread."""
+        with self._wake:
+            self._inbox.append((time.monotonic(), command))
+            self._wake.notify()
+
+    def call(self, function: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
+        """Run `function(core)` on the engine thread, between steps and after the commands posted before. Any thread.
+        The future may raise `EngineStoppedError`, or what `function` raises."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._wake:
+            if self._stopping:
+                future.set_exception(EngineStoppedError("the engine has stopped"))
+            else:
+                self._calls.append((function, future))
+                self._wake.notify()
+        return future
+
+    def turn_s(self) -> float:
+        """For how long the present turn has lasted; 0 between two turns. Any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop after the running step; whether it ended in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._refuse_calls()  # Those of a thread that was never started.
+        return True
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._turn_began = time.monotonic()
+                self._turn()
+                self._turn_began = None
+        except BaseException as error:
+            self._on_crash(error)
+        finally:
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        with self._wake:
+            self._stopping = True
+            calls, self._calls = self._calls, deque()
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStoppedError("the engine has stopped"))
+
+    def _wait_for_work(self) -> bool:
+        """Sleep while there is nothing to do; false when the thread shall end."""
+        with self._wake:
+            while not (self._inbox or self._calls or self._stopping or self._core.has_work):
+                if self._is_unchecked:
+                    if not self._wake.wait(IDLE_CHECK_AFTER_S):
+                        self._check_idle()
+                    continue
+                deadline = self._core.next_deadline
+                if deadline is None:
+                    self._wake.wait()
+                    continue
+                wait_s = deadline - time.monotonic()
+                if wait_s <= 0:
+                    break
+                self._wake.wait(min(LONGEST_WAIT_S, wait_s))
+            return not self._stopping
+
+    def _check_idle(self) -> None:
+        self._is_unchecked = False
+        counts, problems = self._core.audit()
+        problems += [f"{count} {name} are held by nobody" for name, count in counts.items() if count]
+        if problems:
+            logger.error("the idle engine is not sound: %s", "; ".join(problems))
+
+    def _turn(self) -> None:
+        rounds = MAX_ROUNDS
+        while rounds and self._handle_arrived():
+            rounds -= 1
+        started = time.monotonic()
+        planned = self._core.plan_step(started)
+        if planned or (self._core.planned.prefills and (self._untold or self._untold_steps)):
+            self._tell(planned)
+        events = self._core.run_step()
+        self._is_unchecked = self._core.is_idle
+        self._end_step(events + self._serve_gathers())
+
+    def _handle_arrived(self) -> bool:
+        """Whether anything had. It is carried out, and told now: what peers wait for shall not wait for a step."""
+        with self._wake:
+            commands, self._inbox = self._inbox, deque()
+            num_calls = len(self._calls)
+        events: list[Event] = []
+        for posted_at, command in commands:
+            events += self._core.handle(command, posted_at)
+        for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
+            function, future = self._calls.popleft()
+            _resolve(future, function, self._core)
+        if events:
+            self._tell(events)
+        if not (commands or num_calls):
+            return False
+        self._commands_done = time.monotonic()
+        return True
+
+    def _end_step(self, events: list[Event]) -> None:
+        """Tell what the step came to, or keep it for the next time."""
+        core, now = self._core, time.monotonic()
+        plan, began = core.last_plan, core.last_began
+        if not plan.entries:
+            if events or not core.has_work:  # else a step was launched, and there is nothing to tell
+                self._step_ended = now
+                self._tell(events)
+            return
+        step_s = now - max(began, self._step_ended)  # one that was launched while another was computed began behind it
+        self._step_ended = now
+        if self._commands_done <= began:  # else their copies are part of it
+            self._untold_steps.append(plan.measured(step_s * 1e3))
+        if core.has_work and self._pacing.may_wait(events, step_s, now):
+            self._untold += events
+        else:
+            self._pacing.told(now)
+            self._tell(events)
+
+    def _serve_gathers(self) -> list[Event]:
+        """Copy what was asked for during the step and computed in it, before anything else happens to it."""
+        events: list[Event] = []
+        while (posted := self._next_gather()) is not None:
+            events += self._core.handle(posted[1], posted[0])
+        return events
+
+    def _next_gather(self) -> tuple[float, Command] | None:
+        with self._wake:
+            return self._inbox.popleft() if self._inbox and isinstance(self._inbox[0][1], Gather) else None
+
+    def _tell(self, events: list[Event]) -> None:
+        """Everything that is to be told, `events` last."""
+        core = self._core
+        events, self._untold = self._untold + events, []
+        steps, self._untold_steps = tuple(self._untold_steps), []
+        self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals()))
+
+
+def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(core))
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,120 @@
+"""What a role (prefill, decode) is to the worker that it runs in.
+
+A worker owns the engine thread, the server and the sessions with gateways; a role owns the attempts that were given
+to it. All calls come on the asyncio thread. After each call that may have produced something for a gateway the worker
+flushes the outbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from disagg.engine.commands import Command, Event
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.outbox import Outbox
+from disagg.engine.faults.faulty import Failpoints
+from disagg.engine.parallel.link import Followers
+from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount, WorkerInfo
+
+
+class RoleContext(Protocol):
+    """What a role may use of its worker."""
+
+    config: WorkerConfig
+    cluster_secret: ClusterSecret
+    """For calls to other workers."""
+    outbox: Outbox
+    failpoints: Failpoints
+    """Faults on purpose; a role puts them in place where it makes pairs."""
+
+    @property
+    def followers(self) -> Followers:
+        """The other ranks of this worker, which pairs need."""
+        ...
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the worker registers; complete once the server is bound."""
+        ...
+
+    def post(self, command: Command) -> None:
+        """Queue a command for the engine."""
+        ...
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A staging buffer of the kind that the runner gathers into and scatters from."""
+        ...
+
+    def now(self) -> float:
+        """This process's monotonic clock."""
+        ...
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run `callback(*args)` on the asyncio thread and flush the outbox afterwards. Any thread."""
+        ...
+
+    def flush(self) -> None:
+        """Send what the outbox holds."""
+        ...
+
+
+class Role(Protocol):
+    """One role of a worker."""
+
+    name: RoleName
+
+    async def start(self) -> None:
+        """Called once the server is bound."""
+        ...
+
+    async def stop(self) -> None:
+        """Give up all attempts, end all tasks and threads of the role."""
+        ...
+
+    def handlers(self) -> list[Any]:
+        """Generic gRPC handlers that the role adds to the worker's server."""
+        ...
+
+    def takes(self, dispatch: Dispatch) -> bool:
+        """Whether this role runs such a dispatch."""
+        ...
+
+    def dispatch(self, dispatch: Dispatch) -> None:
+        """Run an attempt."""
+        ...
+
+    def connect(self, peer: PeerRef) -> None:
+        """A decode worker joined; a role that hands over to it prepares for that."""
+        ...
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Stop an attempt in whatever phase it is; also one that this role does not know (yet)."""
+        ...
+
+    def owns(self, key: AttemptKey) -> bool:
+        """Whether the attempt is in this role's hands, so that its engine events belong here."""
+        ...
+
+    def on_event(self, event: Event) -> None:
+        """An engine event about one of this role's attempts."""
+        ...
+
+    def transfers(self) -> list[TransferCount]:
+        """What it sent to each decode worker since the start."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Called every heartbeat."""
+        ...
+
+    def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
+        """The attempts that belong to a gateway, for the sweep when it is lost."""
+        ...
+
+    def holdings(self) -> dict[str, int]:
+        """Counts of what the role holds; all zero when idle. `kv_bytes_sent` and `kv_bytes_received` are totals."""
+        ...

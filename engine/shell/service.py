@@ -1,0 +1,269 @@
+"""The sockets of a worker: sessions with gateways, report streams for routers, audits for operators.
+
+Frames are msgpack structs (proto/messages.py); the handlers are generic, there is no protobuf inside the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import msgspec
+
+from disagg.engine.core.counters import WorkerCounters
+from disagg.engine.core.step_sampler import StepSampler
+from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
+from disagg.engine.io.guard import ClusterGuard
+from disagg.engine.io.mailbox import Mailbox
+from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.channels import add_port
+from disagg.proto.ids import GatewayId
+from disagg.proto.messages import (
+    AuditRequest,
+    BlocksSnapshot,
+    GatewayToWorker,
+    KvEvent,
+    Load,
+    SessionHello,
+    StepSample,
+    StepUpdate,
+    WatchRequest,
+    WorkerMetrics,
+    WorkerReport,
+    decoder,
+    encode,
+)
+from disagg.proto.services import (
+    AUDIT,
+    GATEWAY_ID_METADATA,
+    SERVER_OPTIONS,
+    SESSION,
+    WATCH,
+    WORKER_SERVICE,
+    service_and_method,
+)
+
+if TYPE_CHECKING:
+    from disagg.engine.shell.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_UPDATES = 10_000
+"""A gateway that is this many steps behind is lost: its session is closed and its sequences are cancelled."""
+
+MAX_PENDING_KV_EVENTS = 10_000
+"""A router that is this many KV events behind gets a snapshot instead of them."""
+
+
+class _Watch:
+    """One report stream: KV events and some measured steps wait here until the next report."""
+
+    def __init__(self) -> None:
+        self.kv_events: list[KvEvent] = []
+        self.steps = StepSampler()
+        self.needs_snapshot = True
+        self.snapshot: asyncio.Future[BlocksSnapshot] | None = None
+        """One that the engine is to take."""
+        self.changed = asyncio.Event()
+
+    def note(self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample]) -> None:
+        """Something changed."""
+        for step in steps:
+            self.steps.offer(step)
+        if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
+            self.needs_snapshot = True
+        else:
+            self.kv_events += kv_events
+        self.changed.set()
+
+    async def take_events(
+        self, snapshot: Callable[[], Awaitable[BlocksSnapshot]], timeout_s: float
+    ) -> tuple[KvEvent, ...]:
+        """What the next report carries. Events that come while a snapshot is taken follow it: that one may hold them
+        too is harmless, since each sets an absolute state. Nothing where the snapshot takes longer than `timeout_s`,
+        because the engine is in a long step; a later report has it then."""
+        self.changed.clear()
+        if self.needs_snapshot and self.snapshot is None:
+            self.needs_snapshot = False
+            self.kv_events.clear()
+            self.snapshot = asyncio.ensure_future(snapshot())
+        if self.snapshot is not None:
+            done, _ = await asyncio.wait((self.snapshot,), timeout=timeout_s)
+            if not done:
+                return ()
+            self.kv_events.insert(0, self.snapshot.result())
+            self.snapshot = None
+        events, self.kv_events = tuple(self.kv_events), []
+        return events
+
+    def close(self) -> None:
+        """The stream ended."""
+        if self.snapshot is not None:
+            self.snapshot.cancel()
+
+
+class WorkerService:
+    """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
+
+    def __init__(
+        self, worker: Worker, load: Load, secret: ClusterSecret, failpoints: Failpoints = NO_FAILPOINTS
+    ) -> None:
+        self._worker = worker
+        self._failpoints = failpoints
+        self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
+        self._watches: set[_Watch] = set()
+        self._load = load
+        self._counters = WorkerCounters()
+        self._from_gateway = decoder(GatewayToWorker)
+        self._secret = secret
+        self._server = grpc.aio.server(interceptors=(ClusterGuard(secret),), options=SERVER_OPTIONS)
+
+    async def bind(self, host: str, port: int, role_handlers: Sequence[Any]) -> int:
+        """Listen; the port that was bound. Raises `RuntimeError` when the address cannot be bound."""
+        methods = {
+            service_and_method(SESSION)[1]: grpc.stream_stream_rpc_method_handler(self._session),
+            service_and_method(WATCH)[1]: grpc.unary_stream_rpc_method_handler(self._watch),
+            service_and_method(AUDIT)[1]: grpc.unary_unary_rpc_method_handler(self._audit),
+        }
+        handler = grpc.method_handlers_generic_handler(WORKER_SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handler, *role_handlers))
+        bound_port = add_port(self._server, f"{host}:{port}", self._secret)
+        await self._server.start()
+        return bound_port
+
+    async def close(self) -> None:
+        """End all sessions and the server."""
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            session.close()
+        await self._server.stop(grace=0.5)
+
+    def send(self, gateway_id: GatewayId, update: StepUpdate) -> bool:
+        """Queue an update for a gateway; false when it has no session. One that is too far behind loses its session."""
+        session = self._sessions.get(gateway_id)
+        if session is None:
+            return False
+        session.put(update)
+        if session.closed:
+            # Its handler may be blocked in a write for as long as the gateway does not read.
+            logger.warning("gateway %s is %d updates behind and counts as lost", gateway_id, MAX_PENDING_UPDATES)
+            self._end_session(gateway_id, session)
+        return True
+
+    def publish(self, batch: Batch) -> None:
+        """Note load, KV events and steps of one batch of the engine for the report streams."""
+        self._counters.note(batch.steps, batch.totals)
+        changed = bool(batch.kv_events) or batch.load != self._load
+        self._load = batch.load
+        if not changed:
+            return
+        for watch in self._watches:
+            watch.note(batch.kv_events, batch.steps)
+
+    # ------------------------------------------------------------ handlers
+
+    async def _session(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        gateway_id = GatewayId(str(dict(context.invocation_metadata() or ()).get(GATEWAY_ID_METADATA, "")))
+        if not gateway_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"metadata {GATEWAY_ID_METADATA} is missing")
+        session = self._open_session(gateway_id)
+        reader = asyncio.create_task(self._read_session(requests, gateway_id, session), name=f"session-{gateway_id}")
+        try:
+            yield encode(SessionHello(info=self._worker.info))
+            async for update in session:
+                yield encode(update)
+        finally:
+            reader.cancel()
+            self._end_session(gateway_id, session)
+
+    def _open_session(self, gateway_id: GatewayId) -> Mailbox[StepUpdate]:
+        """Begins with a clean slate: a gateway gives up all that it had here when its session breaks, which it may have
+        seen before this worker did."""
+        if (earlier := self._sessions.get(gateway_id)) is not None:
+            earlier.close()
+        self._worker.on_gateway_lost(gateway_id)
+        session: Mailbox[StepUpdate] = self._failpoints.mailbox(MAX_PENDING_UPDATES)
+        self._sessions[gateway_id] = session
+        return session
+
+    def _end_session(self, gateway_id: GatewayId, session: Mailbox[StepUpdate]) -> None:
+        """Idempotent; the end of a session that was replaced changes nothing."""
+        session.close()
+        if self._sessions.get(gateway_id) is session:
+            del self._sessions[gateway_id]
+            self._worker.on_gateway_lost(gateway_id)
+
+    async def _read_session(
+        self, requests: AsyncIterator[bytes], gateway_id: GatewayId, session: Mailbox[StepUpdate]
+    ) -> None:
+        try:
+            async for frame in requests:
+                if session.closed:  # What an earlier session still had on the wire was given up with it.
+                    return
+                self._worker.on_message(self._from_gateway.decode(frame))
+        except msgspec.MsgspecError as error:
+            logger.warning("closing the session of gateway %s: bad frame: %s", gateway_id, error)
+        except grpc.RpcError as error:
+            logger.debug("session of gateway %s broke: %s", gateway_id, error)
+        except Exception:
+            # A fault of ours. The session is the barrier: what the gateway has here is cancelled and placed anew.
+            logger.exception("closing the session of gateway %s", gateway_id)
+        finally:
+            self._end_session(gateway_id, session)
+
+    async def _watch(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        await _decode_or_abort(frame, WatchRequest, context)
+        config, info = self._worker.config, self._worker.info
+        watch = _Watch()
+        metrics: WorkerMetrics | None = None
+        # Registered before its snapshot is taken, so that no event is in neither.
+        self._watches.add(watch)
+        sequence = 0
+        try:
+            while True:
+                kv_events = await watch.take_events(self._worker.prefix_snapshot, config.report_idle_s)
+                before, metrics = metrics, self._counters.metrics(self._worker.transfers())
+                report = WorkerReport(
+                    worker_id=info.worker_id,
+                    incarnation=info.incarnation,
+                    sequence=sequence,
+                    load=self._load,
+                    kv_events=kv_events,
+                    steps=watch.steps.take(),
+                    metrics=None if metrics == before else metrics,
+                    turn_s=self._worker.turn_s(),
+                )
+                yield encode(report)
+                sequence += 1
+                await asyncio.sleep(config.report_interval_s)
+                try:
+                    async with asyncio.timeout(config.report_idle_s):
+                        await watch.changed.wait()
+                except TimeoutError:
+                    continue  # An idle heartbeat.
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            self._watches.discard(watch)
+            watch.close()
+
+    async def _audit(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        await _decode_or_abort(frame, AuditRequest, context)
+        try:
+            return encode(await self._worker.audit())
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise
+
+
+async def _decode_or_abort(frame: bytes, kind: type[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    try:
+        decoder(kind).decode(frame)
+    except msgspec.MsgspecError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a {kind.__name__}: {error}")

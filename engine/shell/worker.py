@@ -1,0 +1,385 @@
+"""ONE shell of a worker process, given one role or both.
+
+    start()   build the model runner (with `tp` > 1 over all ranks; this process is the first), bind the control server,
+              start engine thread and roles, return `WorkerInfo`
+    ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
+    stop()    roles give up their attempts, the server closes, both threads end, then the other ranks
+
+A fault of our own, on either thread, ends the worker (`crashed`): after a lost event nothing that is counted here could
+be trusted. So does the loss of a rank. What peers and gateways send never does.
+
+Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
+outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from disagg.engine.commands import Command, Event, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.calibration import calibrate
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.outbox import Outbox
+from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.parallel.group import Group
+from disagg.engine.parallel.link import Followers, NoFollowers, StartRanks
+from disagg.engine.parallel.runners import make_runner, warm_up
+from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.shell.engine_thread import Batch, EngineThread
+from disagg.engine.shell.role import Role, RoleContext
+from disagg.engine.shell.service import WorkerService
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.errors import ConfigError
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import (
+    AuditReport,
+    BlocksSnapshot,
+    Cancel,
+    Connect,
+    Dispatch,
+    GatewayToWorker,
+    TransferCount,
+    WorkerInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+"""How long a thread may take to end beyond its grace."""
+LAST_TASKS_S = 1.0
+"""For what gRPC still has to do after its server stopped."""
+
+
+class RoleFactory(Protocol):
+    """Makes a role for a worker."""
+
+    def __call__(self, context: RoleContext) -> Role:
+        """The role, not started."""
+        ...
+
+
+class Worker:
+    """A worker process's one object. Owner of the asyncio side; see the module docstring.
+
+    Raises:
+        ConfigError: `config.tp` asks for more ranks, and there is no `start_ranks` to start them.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role_factories: Sequence[RoleFactory],
+        secret: ClusterSecret,
+        start_ranks: StartRanks | None = None,
+        *,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
+        if config.tp > 1 and start_ranks is None:
+            raise ConfigError(f"tp: a worker of {config.tp} ranks needs somebody to start {config.tp - 1} of them")
+        self.config = config
+        self.cluster_secret = secret
+        self.failpoints = failpoints
+        self.outbox = Outbox()
+        self.incarnation = Incarnation(uuid.uuid4().hex[:16])
+        self._role_factories = role_factories
+        self._roles: list[Role] = []
+        self._info: WorkerInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_event: asyncio.Event | None = None
+        self._started = False
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
+        self._group: Group | None = None
+        """The other ranks; None where there are none."""
+        if config.tp > 1 and start_ranks is not None:
+            self._group = Group(config, secret, start_ranks, self._on_crash)
+        self.followers: Followers = NoFollowers() if self._group is None else self._group.followers
+        self.crashed = threading.Event()
+        """Set when the worker can work no longer: the process should exit and be restarted."""
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> WorkerInfo:
+        """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
+        try:
+            self._make_engine()
+        except BaseException:
+            if self._group is not None:
+                self._group.close()
+            raise
+        self._started = True
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            self.stop()
+            raise self._start_error
+        return self.info
+
+    def _make_engine(self) -> None:
+        config = self.config
+        runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
+        warm_up(runner, config)
+        self._calibration = calibrate(runner, config, time.monotonic)
+        core = EngineCore(self.failpoints.runner(runner), config=config)
+        self._runner = runner
+        self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
+        self._max_model_len, self._idle_load = core.max_model_len, core.load()
+
+    def _make_runner(self) -> ModelRunner:
+        runner = make_runner(self.config)
+        runner.checksum = Checksum.of_secret(self.cluster_secret)
+        return runner
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
+        if not self._started:
+            return
+        self._ask_to_stop()
+        self._end_thread("asyncio", self._join_asyncio, grace_s)
+        if self._end_thread("engine", self._engine.stop, grace_s) and self._group is not None:
+            self._group.close()
+
+    def _end_thread(self, name: str, wait: Callable[[float], bool], grace_s: float) -> bool:
+        """`wait` for a thread that was told to end; whether it did. Another rank that hangs may hold it up, and is
+        ended then."""
+        worker_id = self.config.worker_id
+        if wait(grace_s):
+            return True
+        if self._group is not None:
+            logger.error("%s: the %s thread hangs: ending the other ranks", worker_id, name)
+            self._group.abandon()
+        if wait(STOP_TIMEOUT_S):
+            return True
+        logger.error("%s: the %s thread did not end in time", worker_id, name)
+        return False
+
+    def _join_asyncio(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run_loop(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            if self._ready.is_set():
+                self._on_crash(error)
+            else:
+                self._start_error = error
+                self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_event = asyncio.Event()
+        self._roles = [factory(self) for factory in self._role_factories]
+        self._service = WorkerService(self, self._idle_load, self.cluster_secret, self.failpoints)
+        ticker: asyncio.Task[None] | None = None
+        try:
+            await self._open()
+            ticker = asyncio.create_task(self._tick_forever(), name="tick")
+            self._ready.set()
+            await self._stop_event.wait()
+        finally:
+            if ticker is not None:
+                ticker.cancel()
+            await self._close()
+
+    async def _open(self) -> None:
+        role_handlers = [handler for role in self._roles for handler in role.handlers()]
+        port = await self._service.bind(self.config.host, self.config.port, role_handlers)
+        self._info = self._make_info(f"{self.config.host}:{port}")
+        self._engine.start()
+        for role in self._roles:
+            await role.start()
+        logger.info("%s listens on %s", self.config.worker_id, self._info.address)
+
+    async def _close(self) -> None:
+        """Each part ends, whatever becomes of the others."""
+        ended = await asyncio.gather(*(role.stop() for role in self._roles), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                logger.error("%s: a role did not stop", self.config.worker_id, exc_info=error)
+        await self._service.close()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=LAST_TASKS_S)
+
+    def _make_info(self, address: str) -> WorkerInfo:
+        runner, config = self._runner, self.config
+        return WorkerInfo(
+            worker_id=WorkerId(config.worker_id),
+            incarnation=self.incarnation,
+            roles=config.roles,
+            address=address,
+            pid=os.getpid(),
+            start_id=config.start_id,
+            fingerprint=runner.fingerprint,
+            kv_layout=runner.layout,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_num_seqs=config.num_places,
+            token_budget=config.token_budget,
+            max_model_len=self._max_model_len,
+            tp=runner.tp,
+            calibration=self._calibration,
+            decode_reserve_tokens=config.decode_reserve_tokens,
+            watermark_blocks=config.watermark_blocks(runner.num_blocks),
+        )
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s)
+            self._call_and_flush(self._tick, ())
+
+    def _tick(self) -> None:
+        for role in self._roles:
+            role.tick(self.now())
+
+    # ------------------------------------------------------------ what roles use
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the worker registers."""
+        if self._info is None:
+            raise RuntimeError("the worker has not started")
+        return self._info
+
+    def post(self, command: Command) -> None:
+        """Queue a command for the engine."""
+        self._engine.post(command)
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """A staging buffer of the runner's kind."""
+        return self._runner.new_staging(nbytes)
+
+    def now(self) -> float:
+        """The monotonic clock."""
+        return time.monotonic()
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone: nobody is left to
+        tell."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        try:
+            loop.call_soon_threadsafe(self._call_and_flush, callback, args)
+        except RuntimeError:
+            logger.debug("dropped a callback while stopping")
+
+    def flush(self) -> None:
+        """Send what the outbox holds, one message per gateway. What runs for a gateway that has no session ends: it
+        came after the sweep, by way of another worker."""
+        for gateway_id, update in self.outbox.flush().items():
+            if not self._service.send(gateway_id, update):
+                self.on_gateway_lost(gateway_id)
+
+    def _call_and_flush(self, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            callback(*args)
+            self.flush()
+        except Exception as error:
+            self._on_crash(error)
+
+    # ------------------------------------------------------------ engine side
+
+    def _deliver(self, batch: Batch) -> None:
+        self.call_soon(self._on_batch, batch)
+
+    def _on_crash(self, error: BaseException) -> None:
+        """A fault of ours, on any thread: end the worker."""
+        logger.critical("%s: the worker cannot go on", self.config.worker_id, exc_info=error)
+        self.crashed.set()
+        self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        loop, stop_event = self._loop, self._stop_event
+        if loop is None or stop_event is None:
+            return
+        try:
+            loop.call_soon_threadsafe(stop_event.set)
+        except RuntimeError:
+            logger.debug("the asyncio side has ended already")
+
+    def _on_batch(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, TokenSampled):
+                self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
+            else:
+                self._route(event)
+        self._service.publish(batch)
+
+    def _route(self, event: Event) -> None:
+        for role in self._roles:
+            if role.owns(event.key):
+                role.on_event(event)
+                return
+
+    # ------------------------------------------------------------ gateway side, called by the service
+
+    def on_message(self, message: GatewayToWorker) -> None:
+        """A dispatch or a cancel from a gateway."""
+        if self._stop_event is not None and self._stop_event.is_set():
+            return  # The roles give everything up, and the session ends.
+        match message:
+            case Cancel():
+                for role in self._roles:
+                    role.cancel(AttemptKey(message.request_id, message.attempt))
+            case Connect():
+                for role in self._roles:
+                    role.connect(message.decode_peer)
+            case Dispatch():
+                self._dispatch(message)
+        self.flush()
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        for role in self._roles:
+            if role.takes(dispatch):
+                role.dispatch(dispatch)
+                return
+        spec = dispatch.spec
+        detail = f"{self.config.worker_id} with roles {', '.join(self.config.roles)} cannot run this dispatch"
+        self.outbox.end(spec.gateway_id, spec.key, "refused", detail)
+
+    def on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        """A gateway's session broke: it will place its requests anew, so ours are orphans. Idempotent."""
+        for role in self._roles:
+            for key in role.keys_of_gateway(gateway_id):
+                role.cancel(key)
+
+    def transfers(self) -> tuple[TransferCount, ...]:
+        """What was sent to each decode worker since the start."""
+        return tuple(count for role in self._roles for count in role.transfers())
+
+    def turn_s(self) -> float:
+        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        return self._engine.turn_s()
+
+    async def prefix_snapshot(self) -> BlocksSnapshot:
+        """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""
+        return await asyncio.wrap_future(self._engine.call(lambda core: core.prefix_snapshot()))
+
+    async def audit(self) -> AuditReport:
+        """Everything that this worker holds. Raises `EngineStoppedError`."""
+        counts, problems = await asyncio.wrap_future(self._engine.call(lambda core: core.audit()))
+        holdings: dict[str, int] = {}
+        for role in self._roles:
+            for name, count in role.holdings().items():
+                holdings[name] = holdings.get(name, 0) + count
+        sent, received = holdings.pop("kv_bytes_sent", 0), holdings.pop("kv_bytes_received", 0)
+        return AuditReport(
+            worker_id=self.info.worker_id,
+            incarnation=self.incarnation,
+            counts={**counts, **holdings},
+            problems=tuple(problems),
+            kv_bytes_sent=sent,
+            kv_bytes_received=received,
+        )

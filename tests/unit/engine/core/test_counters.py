@@ -1,0 +1,47 @@
+"""What a worker counts for its reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.engine.core.counters import EngineTotals, WorkerCounters
+from disagg.engine.kv_transfer.effects import LEASE_LOST, PAIR_CLOSED, STUCK
+from disagg.engine.kv_transfer.reasons import CHUNK_REJECTED, KV_GONE, PAIR_LOST, TRANSPORT_FAILED, kind_of_failure
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TransferCount, WorkerMetrics
+
+
+def test_steps_fall_into_their_intervals() -> None:
+    it = WorkerCounters()
+    assert it.metrics(()) == WorkerMetrics(step_seconds=(0,) * (len(STEP_SECONDS_BOUNDS) + 1))
+    for ms in (0.5, 1.0, 1.5, 4000.0, 9000.0):
+        it.note((StepSample(ms=ms, prefill_tokens=3),), EngineTotals(output_tokens=7, cached_tokens=8, preemptions=9))
+    it.note((), EngineTotals(8, 9, 10, swapped_out_blocks=12, swapped_in_blocks=11))
+    found = it.metrics(())
+    assert found.step_seconds == (2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1)
+    assert found.step_seconds_sum == pytest.approx(13.003)
+    assert (found.prompt_tokens, found.output_tokens, found.cached_tokens, found.preemptions) == (15, 8, 9, 10)
+    assert (found.swapped_out_blocks, found.swapped_in_blocks) == (12, 11)
+
+
+def test_what_the_roles_count_goes_along() -> None:
+    moved = TransferCount(decode_worker=WorkerId("d0"), transport="fake", num_bytes=3)
+    assert WorkerCounters().metrics((moved,)).transfers == (moved,)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (LEASE_LOST, "lease_lost"),
+        (PAIR_CLOSED, "pair_closed"),
+        (STUCK, "stuck"),
+        (KV_GONE, "kv_gone"),
+        (f"{CHUNK_REJECTED} chunk 17", "chunk_rejected"),
+        (f"{TRANSPORT_FAILED} while sending", "transport"),
+        ("protocol violation by the decode worker: x", "violation"),
+        (f"{PAIR_LOST} d0: it ended the control stream", "pair_lost"),
+        ("whatever a peer says", "other"),
+    ],
+)
+def test_reasons_have_kinds(reason: str, kind: str) -> None:
+    assert kind_of_failure(reason) == kind
