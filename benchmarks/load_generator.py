@@ -25,10 +25,10 @@ if __name__ == "__main__":
 
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.serving import positive
-from disagg.cluster.load_generator import GENERATOR_NICE, GeneratorOptions, play
 from disagg.cluster.process_tools import available_cores
 from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
+from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
 from disagg.loadtests.goodput import Slo, evaluate
 from disagg.loadtests.records import RequestRecord, read_file
 from disagg.loadtests.scenario import Scenario

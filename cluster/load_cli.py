@@ -84,7 +84,7 @@ class Shared:
     ) -> Common:
         """What the commands are given. `address` is None for clusters of their own. Raises `ConfigError`."""
         from disagg.cluster import load_commands as commands
-        from disagg.cluster.load_generator import GeneratorOptions
+        from disagg.loadtests.generator.load_generator import GeneratorOptions
         from disagg.loadtests.scenario import Overrides
 
         return commands.Common(
@@ -203,7 +203,7 @@ def compare(
 ) -> None:
     """Compare shapes of a cluster under the same requests at the same times. Goes on where it was stopped."""
     from disagg.cluster import load_commands as commands
-    from disagg.cluster.load_shapes import numbers_of
+    from disagg.loadtests.campaign.shapes import numbers_of
 
     options = shared.common(None, requests)
     status = commands.compare(

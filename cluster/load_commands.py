@@ -13,8 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from disagg.client.credentials import is_local
-from disagg.cluster import load_compare, load_report, load_sweep
-from disagg.cluster.load_generator import (
+from disagg.cluster.up import build_config
+from disagg.loadtests.campaign import compare as load_compare
+from disagg.loadtests.campaign import report as load_report
+from disagg.loadtests.campaign import sweep as load_sweep
+from disagg.loadtests.campaign.points import Measurer
+from disagg.loadtests.campaign.shapes import Shape, parse_shape, parse_shapes
+from disagg.loadtests.generator.load_generator import (
     GeneratorOptions,
     check_credentials,
     end,
@@ -24,9 +29,6 @@ from disagg.cluster.load_generator import (
     play,
     slo_arguments,
 )
-from disagg.cluster.load_points import Measurer
-from disagg.cluster.load_shapes import Shape, parse_shape, parse_shapes
-from disagg.cluster.up import build_config
 from disagg.loadtests.goodput import DEFAULT_MIN_ATTAINMENT, Slo, evaluate, slo_grid
 from disagg.loadtests.records import read_file
 from disagg.loadtests.report import is_met

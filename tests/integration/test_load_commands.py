@@ -13,9 +13,9 @@ from rich.console import Console
 from benchmarks.load_generator import fake_server
 from disagg.cluster import load_commands as commands
 from disagg.cluster.config import parse_config
-from disagg.cluster.load_generator import GeneratorOptions
-from disagg.cluster.load_shapes import parse_shapes
+from disagg.loadtests.campaign.shapes import parse_shapes
 from disagg.loadtests.fake_timing import FakeTiming
+from disagg.loadtests.generator.load_generator import GeneratorOptions
 from disagg.loadtests.scenario import Overrides
 
 SCENARIO = """

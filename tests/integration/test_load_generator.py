@@ -18,9 +18,9 @@ import pytest
 
 from benchmarks.load_generator import fake_server
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.load_generator import GeneratorOptions, locust_command, locust_environment, play
 from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
+from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play
 from disagg.loadtests.goodput import Slo, evaluate
 from disagg.loadtests.locust_client import digest
 from disagg.loadtests.recorder import read_info

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from disagg.cluster import load_commands
 from disagg.cluster.load_cli import load_app
 from disagg.cluster.load_commands import Common
-from disagg.cluster.load_generator import GeneratorOptions
+from disagg.loadtests.generator.load_generator import GeneratorOptions
 from disagg.loadtests.scenario import Overrides
 
 SHARED = (

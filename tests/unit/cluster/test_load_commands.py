@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from disagg.cluster import load_commands as commands
-from disagg.cluster.load_generator import (
+from disagg.cluster.process_tools import available_cores
+from disagg.loadtests.arrivals import ArrivalConfig
+from disagg.loadtests.campaign.shapes import numbers_of
+from disagg.loadtests.campaign.sweep import sweep
+from disagg.loadtests.generator.load_generator import (
     GeneratorOptions,
     check_credentials,
     locust_command,
     locust_environment,
     slo_arguments,
 )
-from disagg.cluster.load_shapes import numbers_of
-from disagg.cluster.load_sweep import sweep
-from disagg.cluster.process_tools import available_cores
-from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.goodput import Slo
 from disagg.loadtests.recordings import Point, Recording, RunInfo
 from disagg.loadtests.records import RequestRecord

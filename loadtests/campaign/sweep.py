@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg.cluster.load_points import Measurer, record, warm_up
-from disagg.cluster.load_shapes import Shape
 from disagg.loadtests import recordings
+from disagg.loadtests.campaign.points import Measurer, record, warm_up
+from disagg.loadtests.campaign.shapes import Shape
 from disagg.loadtests.goodput import Slo, evaluate
 from disagg.loadtests.recordings import Point, Recording
 from disagg.loadtests.scenario import Scenario

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster.load_points import Measurer
-from disagg.cluster.load_shapes import DISAGGREGATED, Shape
+from disagg.loadtests.campaign.points import Measurer
+from disagg.loadtests.campaign.shapes import DISAGGREGATED, Shape
 from disagg.loadtests.comparison import Curve, Ratio, curves, ratio, rows
 from disagg.loadtests.goodput import Slo
 from disagg.loadtests.recordings import Point, Recording

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cluster.config import ClusterConfig, parse_config
-from disagg.cluster.load_shapes import parse_shape, parse_shapes
+from disagg.loadtests.campaign.shapes import parse_shape, parse_shapes
 from disagg.proto.errors import ConfigError
 
 BASE = parse_config(

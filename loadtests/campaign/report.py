@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from disagg.cluster.load_compare import Comparison, json_rows, point_rows, summary
-from disagg.cluster.load_sweep import SweepResult
 from disagg.cluster.provenance import commit, machine
 from disagg.loadtests import report, report_html
+from disagg.loadtests.campaign.compare import Comparison, json_rows, point_rows, summary
+from disagg.loadtests.campaign.sweep import SweepResult
 from disagg.loadtests.comparison import rows
 from disagg.loadtests.goodput import Quantiles, Score, Slo
 from disagg.loadtests.recorder import GeneratorInfo

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg.cluster.load_generator import GeneratorOptions, play
-from disagg.cluster.load_shapes import Shape
 from disagg.cluster.processes import ProcessCluster
 from disagg.cluster.provenance import commit, versions
 from disagg.loadtests import recordings
 from disagg.loadtests.arrivals import ArrivalConfig
+from disagg.loadtests.campaign.shapes import Shape
+from disagg.loadtests.generator.load_generator import GeneratorOptions, play
 from disagg.loadtests.goodput import Score, Slo, evaluate
 from disagg.loadtests.recordings import Point, Recording, RunInfo
 from disagg.loadtests.scenario import Scenario

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from disagg.cluster.config import ClusterConfig, parse_config
-from disagg.cluster.load_compare import (
+from disagg.loadtests.arrivals import ArrivalConfig
+from disagg.loadtests.campaign.compare import (
     Comparison,
     Difference,
     compare,
@@ -17,8 +18,7 @@ from disagg.cluster.load_compare import (
     point_rows,
     summary,
 )
-from disagg.cluster.load_shapes import Shape, parse_shapes
-from disagg.loadtests.arrivals import ArrivalConfig
+from disagg.loadtests.campaign.shapes import Shape, parse_shapes
 from disagg.loadtests.goodput import Slo
 from disagg.loadtests.recordings import Point, Recording, RunInfo
 from disagg.loadtests.records import RequestRecord

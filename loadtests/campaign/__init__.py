@@ -1,0 +1,1 @@
+"""Load tests of whole clusters: points, sweeps, shapes beside each other."""

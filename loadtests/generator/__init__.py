@@ -1,0 +1,1 @@
+"""Users that send requests and record the answers: Locust, and a fake server to try it on."""
