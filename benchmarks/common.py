@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.cluster import provenance
-from disagg.loadtests.goodput import quantile
+from disagg.loadtests.verdict.goodput import quantile
 
 T = TypeVar("T")
 

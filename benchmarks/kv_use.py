@@ -2,7 +2,7 @@
 
 python benchmarks/kv_use.py --trace FILE [--scale 0.25] --json FILE
 
-FILE is a trace of the Azure Public Dataset (`loadtests/traces.py`). The scheduler and the block manager of a worker run
+FILE is a trace of the Azure Public Dataset (`loadtests/workload/traces.py`). The scheduler and the block manager of a worker run
 it without a model on a simulated clock: requests arrive at their recorded times, a step takes what it takes on one core
 (`--prefill-tok-s`, `--decode-ms`). Lengths are scaled. At the end of each step, live slots are the tokens whose KV is
 computed, allocated slots those of the blocks that sequences hold. The share is the sum of the one over the sum of the
@@ -30,7 +30,7 @@ from disagg.engine.core.intake import new_sequence
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.request import SequenceState
-from disagg.loadtests.traces import TraceRequest, read_trace
+from disagg.loadtests.workload.traces import TraceRequest, read_trace
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids

@@ -2,7 +2,7 @@
 
 python benchmarks/load_generator.py --json FILE
 
-The fake server (loadtests/fake_server.py) runs on the last core, the generator, which is Locust with our locustfile,
+The fake server (loadtests/generator/fake_server.py) runs on the last core, the generator, which is Locust with our locustfile,
 on the first. Each request has a TTFT and a TPOT of its own; the error is what was measured minus what was planned. The
 server's lag, how late it handed its messages to gRPC, is part of the error and shown beside it.
 """
@@ -26,13 +26,13 @@ if __name__ == "__main__":
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.serving import positive
 from disagg.cluster.process_tools import available_cores
-from disagg.loadtests.arrivals import ArrivalConfig
-from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
+from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
-from disagg.loadtests.goodput import Slo, evaluate
-from disagg.loadtests.records import RequestRecord, read_file
-from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.workload import RandomWorkload, plan_requests
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.verdict.records import RequestRecord, read_file
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.scenario import Scenario
+from disagg.loadtests.workload.workload import RandomWorkload, plan_requests
 
 STALL_AT_S = 2.0
 STALL_S = 0.5
@@ -62,7 +62,7 @@ def fake_server(timing: FakeTiming, nice: int = 0) -> Iterator[FakeServer]:
         "nice": nice,
     }
     arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    command = [sys.executable, "-m", "disagg.loadtests.fake_server", *arguments]
+    command = [sys.executable, "-m", "disagg.loadtests.generator.fake_server", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

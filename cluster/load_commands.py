@@ -29,11 +29,11 @@ from disagg.loadtests.generator.load_generator import (
     play,
     slo_arguments,
 )
-from disagg.loadtests.goodput import DEFAULT_MIN_ATTAINMENT, Slo, evaluate, slo_grid
-from disagg.loadtests.records import read_file
-from disagg.loadtests.report import is_met
-from disagg.loadtests.scenario import Overrides, Scenario, load_scenario, scenario_path
-from disagg.loadtests.search import SearchConfig
+from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Slo, evaluate, slo_grid
+from disagg.loadtests.verdict.records import read_file
+from disagg.loadtests.verdict.report import is_met
+from disagg.loadtests.verdict.search import SearchConfig
+from disagg.loadtests.workload.scenario import Overrides, Scenario, load_scenario, scenario_path
 from disagg.proto.errors import ConfigError
 
 EXIT_MET = 0
@@ -150,7 +150,7 @@ def sweep(
     result = load_sweep.sweep(measure, search, slo, measurer.say)
     load_report.print_sweep(console, result, slo, options.min_attainment)
     if options.html is not None:
-        from disagg.loadtests.report_html import sweep_page
+        from disagg.loadtests.verdict.report_html import sweep_page
 
         facts = {"command": load_report.command_line()}
         page = sweep_page(options.name, result.probes, slo, options.min_attainment, facts)

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from disagg.cluster.processes import ProcessCluster
 from disagg.cluster.provenance import commit, versions
-from disagg.loadtests import recordings
-from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.campaign.shapes import Shape
 from disagg.loadtests.generator.load_generator import GeneratorOptions, play
-from disagg.loadtests.goodput import Score, Slo, evaluate
-from disagg.loadtests.recordings import Point, Recording, RunInfo
-from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.workload import RandomWorkload
+from disagg.loadtests.verdict import recordings
+from disagg.loadtests.verdict.goodput import Score, Slo, evaluate
+from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.scenario import Scenario
+from disagg.loadtests.workload.workload import RandomWorkload
 
 WARM_UP = Scenario(
     workload=RandomWorkload(isl=64, osl=8, seed=1 << 40),

@@ -1,6 +1,6 @@
 """`disagg load sweep`: the largest rate at which enough requests meet their limits.
 
-Rates come from loadtests/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a cluster
+Rates come from loadtests/verdict/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a cluster
 that runs already gets prompts of its own at every rate, or its prefix caches would know them from the rate before.
 """
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg.loadtests import recordings
 from disagg.loadtests.campaign.points import Measurer, record, warm_up
 from disagg.loadtests.campaign.shapes import Shape
-from disagg.loadtests.goodput import Slo, evaluate
-from disagg.loadtests.recordings import Point, Recording
-from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.search import Probe, SearchConfig, ServedRate, next_rate, served_rate
+from disagg.loadtests.verdict import recordings
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.verdict.recordings import Point, Recording
+from disagg.loadtests.verdict.search import Probe, SearchConfig, ServedRate, next_rate, served_rate
+from disagg.loadtests.workload.scenario import Scenario
 
 Measure = Callable[[float], Recording]
 """A rate in requests per second -> what was recorded at it."""

@@ -14,9 +14,9 @@ from benchmarks.load_generator import fake_server
 from disagg.cluster import load_commands as commands
 from disagg.cluster.config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes
-from disagg.loadtests.fake_timing import FakeTiming
+from disagg.loadtests.generator.fake_timing import FakeTiming
 from disagg.loadtests.generator.load_generator import GeneratorOptions
-from disagg.loadtests.scenario import Overrides
+from disagg.loadtests.workload.scenario import Overrides
 
 SCENARIO = """
 workload: {kind: random, isl: [8, 40], osl: 6}

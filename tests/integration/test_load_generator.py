@@ -18,15 +18,15 @@ import pytest
 
 from benchmarks.load_generator import fake_server
 from disagg.cluster.errors import LaunchError
-from disagg.loadtests.arrivals import ArrivalConfig
-from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
+from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play
-from disagg.loadtests.goodput import Slo, evaluate
-from disagg.loadtests.locust_client import digest
-from disagg.loadtests.recorder import read_info
-from disagg.loadtests.records import PlannedRequest, RequestRecord, read_file
-from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.workload import MultiTurnWorkload, RandomWorkload, plan_requests
+from disagg.loadtests.generator.locust_client import digest
+from disagg.loadtests.generator.recorder import read_info
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.verdict.records import PlannedRequest, RequestRecord, read_file
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.scenario import Scenario
+from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, plan_requests
 from disagg.proto.errors import ConfigError
 from tests.support.ports import free_port
 

@@ -17,8 +17,8 @@ from disagg.client import Client
 from disagg.cluster import load_commands
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
-from disagg.loadtests.recorder import read_info
-from disagg.loadtests.records import RequestRecord, read_file
+from disagg.loadtests.generator.recorder import read_info
+from disagg.loadtests.verdict.records import RequestRecord, read_file
 from disagg.proto.errors import OverloadedError
 from tests.support.certificates import Authority
 from tests.support.metrics import Samples, read_samples, value

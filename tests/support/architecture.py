@@ -38,7 +38,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "starlette": ("router/gateway/http/*",),
     "uvicorn": ("router/gateway/http/*",),
     "httptools": ("router/gateway/http/*",),
-    "locust": ("loadtests/locustfile.py", "loadtests/locust_*.py"),
+    "locust": ("loadtests/generator/locustfile.py", "loadtests/locust_*.py"),
     "torch": (
         "kernels/*",
         "engine/checkpoint/convert.py",
@@ -70,7 +70,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "cluster/control/*_link.py",
         "cluster/ray_auth.py",
         "loadtests/locust_*.py",
-        "loadtests/fake_server.py",
+        "loadtests/generator/fake_server.py",
         "src/disagg/client/*",
     ),
     "prometheus_client": ("router/gateway/metrics*.py",),

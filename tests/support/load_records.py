@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from disagg.loadtests.arrivals import ArrivalConfig
-from disagg.loadtests.recordings import Point, Recording, RunInfo
-from disagg.loadtests.records import RequestRecord, Status
-from disagg.loadtests.workload import RandomWorkload
+from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
+from disagg.loadtests.verdict.records import RequestRecord, Status
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.workload import RandomWorkload
 
 
 def record(

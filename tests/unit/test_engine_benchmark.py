@@ -18,7 +18,7 @@ from benchmarks.peers_llamacpp import PeerRun
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
 from disagg.engine.config import WorkerConfig
-from disagg.loadtests.traces import TraceRequest
+from disagg.loadtests.workload.traces import TraceRequest
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -10,9 +10,9 @@ from benchmarks import interference, load_generator
 from benchmarks.interference import Measurement
 from benchmarks.launch import cluster_config
 from disagg.cluster.config import parse_config
-from disagg.loadtests.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
-from disagg.loadtests.records import RequestRecord
-from disagg.loadtests.workload import plan_requests
+from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
+from disagg.loadtests.verdict.records import RequestRecord
+from disagg.loadtests.workload.workload import plan_requests
 
 
 def measurement(shape: str, with_arrivals: bool, *gaps_ms: float) -> Measurement:

@@ -14,7 +14,7 @@ from disagg.cluster import load_commands
 from disagg.cluster.load_cli import load_app
 from disagg.cluster.load_commands import Common
 from disagg.loadtests.generator.load_generator import GeneratorOptions
-from disagg.loadtests.scenario import Overrides
+from disagg.loadtests.workload.scenario import Overrides
 
 SHARED = (
     *("--scenario", "shared-prefix", "--seed", "7", "--slo-ttft-ms", "300", "--slo-tpot-ms", "20"),

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from disagg.cluster import load_commands as commands
 from disagg.cluster.process_tools import available_cores
-from disagg.loadtests.arrivals import ArrivalConfig
 from disagg.loadtests.campaign.shapes import numbers_of
 from disagg.loadtests.campaign.sweep import sweep
 from disagg.loadtests.generator.load_generator import (
@@ -20,11 +19,12 @@ from disagg.loadtests.generator.load_generator import (
     locust_environment,
     slo_arguments,
 )
-from disagg.loadtests.goodput import Slo
-from disagg.loadtests.recordings import Point, Recording, RunInfo
-from disagg.loadtests.records import RequestRecord
-from disagg.loadtests.search import SearchConfig
-from disagg.loadtests.workload import RandomWorkload
+from disagg.loadtests.verdict.goodput import Slo
+from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
+from disagg.loadtests.verdict.records import RequestRecord
+from disagg.loadtests.verdict.search import SearchConfig
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
 
 

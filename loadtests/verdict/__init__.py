@@ -1,0 +1,1 @@
+"""From recorded requests to goodput: records, targets, comparison, reports. Pure."""

@@ -1,0 +1,261 @@
+"""From the records of a run to its verdict: which requests met their limits, how long everything took, and whether the
+run may be believed.
+
+Goodput is the rate of requests that met all of their limits. Attainment is their share of all requests that were due:
+refused, failed and dropped ones missed every limit. A record is scored for any limits after the fact, so that one
+recording serves a whole grid of them.
+
+Quantiles interpolate linearly between the two closest ranks (R. Hyndman and Y. Fan, Sample Quantiles in Statistical
+Packages, 1996, type 7, the default of numpy): of n sorted values x[0] .. x[n-1], with h = (n - 1) * p / 100, it is
+x[floor(h)] plus the fraction of h times the step to the next value. They are taken over answers that came whole, so
+that they must be read beside the counts of those that did not.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+
+from disagg.loadtests.verdict.records import RequestRecord
+
+MAX_LATENESS_S = 0.005
+"""A generator whose p99 lateness is above this did not offer the load that it claims."""
+
+DEFAULT_MIN_ATTAINMENT = 0.9
+"""The share of requests that must meet their limits for a rate to count as served."""
+
+Limit = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits that one request must meet together; a limit of None is always met."""
+
+    ttft_s: Limit | None = None
+    """From due to the first token, in seconds."""
+    tpot_s: Limit | None = None
+    """Mean time per token after the first, in seconds. A request with one output token meets it."""
+
+    def __post_init__(self) -> None:
+        for field, limit in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{field}: expected a time above 0; got {limit}")
+
+    def scaled(self, ttft: float = 1.0, tpot: float = 1.0) -> Slo:
+        """The limits times these factors."""
+        return Slo(
+            ttft_s=None if self.ttft_s is None else self.ttft_s * ttft,
+            tpot_s=None if self.tpot_s is None else self.tpot_s * tpot,
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {limit * 1000:g} ms"
+            for name, limit in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
+            if limit is not None
+        ]
+        return ", ".join(parts) or "no limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiles:
+    """Of one latency, in seconds; all 0 without any value."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One run against one pair of limits."""
+
+    slo: Slo
+    duration_s: float
+    """What goodput was divided by."""
+    num_sent: int
+    """Requests that were due, all of them: the denominator of every attainment."""
+    num_ok: int
+    num_refused: int
+    num_failed: int
+    """Failed, or past their deadline."""
+    num_dropped: int
+    """Not sent, because too many were in flight."""
+    num_good: int
+    """Met both limits."""
+    goodput_per_s: float
+    ttft_attainment: float
+    tpot_attainment: float
+    attainment: float
+    """Share of `num_sent` that met both limits."""
+    ttft: Quantiles
+    tpot: Quantiles
+    itl: Quantiles
+    """Over every gap of every answer. Tokens of one message have gaps of 0."""
+    e2e: Quantiles
+    """From due to the end of the stream."""
+    lateness: Quantiles
+    output_tokens_per_s: float
+    """All output tokens that came, by the time from the first due request to the last token."""
+    cached_share: float
+    """Prompt tokens found in a cache, of those of whole answers."""
+    invalid_reasons: tuple[str, ...]
+    """Why the run must not be quoted; empty for a valid one."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the generator kept its promises."""
+        return not self.invalid_reasons
+
+
+# ---------------------------------------------------------------- one request
+
+
+def meets_ttft(record: RequestRecord, slo: Slo) -> bool:
+    """Whether the whole answer came and its first token in time."""
+    ttft_s = record.ttft_s
+    return record.status == "ok" and ttft_s is not None and (slo.ttft_s is None or ttft_s <= slo.ttft_s)
+
+
+def meets_tpot(record: RequestRecord, slo: Slo) -> bool:
+    """Whether the whole answer came, fast enough; with one token there is no pace to miss."""
+    tpot_s = record.tpot_s
+    return record.status == "ok" and (slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s)
+
+
+def meets(record: RequestRecord, slo: Slo) -> bool:
+    """Whether a request counts as good."""
+    return meets_ttft(record, slo) and meets_tpot(record, slo)
+
+
+# ---------------------------------------------------------------- one run
+
+
+def evaluate(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Score:
+    """The verdict on a run.
+
+    Args:
+        records: one for each request that was due.
+        slo: the limits.
+        duration_s: the time that the arrivals stand for (`workload.Plan.window_s`).
+
+    Raises:
+        ValueError: without records, or for a duration that is not above 0.
+    """
+    if not records:
+        raise ValueError("records: a score needs at least one request")
+    if not 0 < duration_s < math.inf:
+        raise ValueError(f"duration_s: expected a time above 0; got {duration_s}")
+    statuses = Counter(record.status for record in records)
+    num_good = sum(meets(record, slo) for record in records)
+    ok = [record for record in records if record.status == "ok"]
+    return Score(
+        slo=slo,
+        duration_s=duration_s,
+        num_sent=len(records),
+        num_ok=statuses["ok"],
+        num_refused=statuses["refused"],
+        num_failed=statuses["failed"] + statuses["deadline"],
+        num_dropped=statuses["dropped"],
+        num_good=num_good,
+        goodput_per_s=num_good / duration_s,
+        ttft_attainment=sum(meets_ttft(record, slo) for record in records) / len(records),
+        tpot_attainment=sum(meets_tpot(record, slo) for record in records) / len(records),
+        attainment=num_good / len(records),
+        ttft=quantiles(record.ttft_s for record in ok),
+        tpot=quantiles(record.tpot_s for record in ok),
+        itl=quantiles(after - before for record in ok for before, after in pairwise(record.token_times_s)),
+        e2e=quantiles(record.end_s - record.due_s for record in ok if record.end_s is not None),
+        lateness=quantiles(record.lateness_s for record in records),
+        output_tokens_per_s=_output_tokens_per_s(records),
+        cached_share=_share(sum(record.cached_tokens for record in ok), sum(record.num_prompt_tokens for record in ok)),
+        invalid_reasons=tuple(_invalid_reasons(records)),
+    )
+
+
+def quantiles(values: Iterable[float | None]) -> Quantiles:
+    """Of the values that are there, as the head of this file defines them."""
+    ordered = sorted(value for value in values if value is not None)
+    if not ordered:
+        return Quantiles(count=0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+    p50, p90, p99 = (quantile(ordered, percent) for percent in (50, 90, 99))
+    return Quantiles(count=len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1])
+
+
+def quantile(ordered: Sequence[float], percent: float) -> float:
+    """Of at least one value in ascending order, with `percent` in [0, 100], as the head of this file defines it."""
+    rank = (len(ordered) - 1) * percent / 100
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
+    times = [record.token_times_s[-1] for record in records if record.token_times_s]
+    if not times:
+        return 0.0
+    return _share(sum(len(record.token_times_s) for record in records), max(times) - min(r.due_s for r in records))
+
+
+def _invalid_reasons(records: Sequence[RequestRecord]) -> list[str]:
+    """What the generator or the server did that makes the figures say something else than they seem to."""
+    reasons = []
+    lateness_s = quantiles(record.lateness_s for record in records).p99
+    if lateness_s > MAX_LATENESS_S:
+        reasons.append(
+            f"the generator was late: p99 {lateness_s * 1000:.1f} ms, at most {MAX_LATENESS_S * 1000:g} ms is allowed"
+        )
+    num_short = sum(record.status == "ok" and len(record.token_times_s) != record.max_tokens for record in records)
+    if num_short:
+        reasons.append(f"{num_short} answers do not have the forced number of tokens")
+    if len({record.index for record in records}) != len(records):
+        reasons.append("some requests have more than one record")
+    return reasons
+
+
+# ---------------------------------------------------------------- many limits
+
+
+class Outcomes:
+    """The latencies of one run, kept ready to be scored for many limits. Frozen after the start."""
+
+    def __init__(self, records: Sequence[RequestRecord], duration_s: float) -> None:
+        """ValueError as `evaluate` raises it."""
+        self.overall = evaluate(records, Slo(), duration_s)
+        """Against no limit at all: every whole answer is good."""
+        self._pairs = sorted(
+            (record.ttft_s, record.tpot_s or 0.0)
+            for record in records
+            if record.status == "ok" and record.ttft_s is not None
+        )
+
+    def num_good(self, slo: Slo) -> int:
+        """Requests that meet both limits, as `meets` says."""
+        most_s = math.inf if slo.ttft_s is None else slo.ttft_s
+        in_time = self._pairs[: bisect_right(self._pairs, (most_s, math.inf))]
+        return len(in_time) if slo.tpot_s is None else sum(tpot_s <= slo.tpot_s for _, tpot_s in in_time)
+
+    def attainment(self, slo: Slo) -> float:
+        """Share of the requests that were due."""
+        return self.num_good(slo) / self.overall.num_sent
+
+    def goodput_per_s(self, slo: Slo) -> float:
+        """Good requests per second."""
+        return self.num_good(slo) / self.overall.duration_s
+
+
+def slo_grid(base: Slo, ttft_scales: Sequence[float], tpot_scales: Sequence[float]) -> list[Slo]:
+    """Every combination of scaled limits, TTFT outermost."""
+    return [base.scaled(ttft, tpot) for ttft in ttft_scales for tpot in tpot_scales]

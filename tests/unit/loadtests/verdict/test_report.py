@@ -1,0 +1,250 @@
+"""Reports: the cells of the tables, what the terminal shows, and pages that are well-formed and need nothing else."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from disagg.loadtests.verdict.comparison import curves, rows
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.verdict.report import (
+    TextTable,
+    comparison_table,
+    is_met,
+    latency_table,
+    print_table,
+    score_table,
+    sweep_table,
+    verdict,
+)
+from disagg.loadtests.verdict.report_html import cdf, comparison_page, in_flight, run_page, scale_charts, sweep_page
+from disagg.loadtests.verdict.search import Probe, served_rate
+from disagg.loadtests.verdict.svg import Chart, Series, Style, render, ticks
+from tests.support.load_records import record, recording
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.25)
+RUN = [record(0, 0.5, 0.25, 3), record(1, 0.25, 0.25, 3), record(2, 2.0, 0.5, 3), record(3, None, status="refused")]
+PROBES = [
+    Probe(rate_per_s=1.0, attainment=1.0, num_requests=300),
+    Probe(rate_per_s=2.0, attainment=0.5, num_requests=300),
+    Probe(rate_per_s=1.5, attainment=0.95, num_requests=300),
+]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_a_run_has_one_row_of_goodput() -> None:
+    table = score_table({"run": evaluate(RUN, SLO, 4.0)})
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert cells == {
+        "run": "run",
+        "req/s": "1.00",
+        "goodput/s": "0.50",
+        "good": "50.0 %",
+        "TTFT ok": "50.0 %",
+        "TPOT ok": "50.0 %",
+        "sent": "4",
+        "ok": "3",
+        "refused": "1",
+        "failed": "0",
+        "dropped": "0",
+        "tok/s": "1.8",
+        "valid": "yes",
+    }
+
+
+def test_latencies_are_in_milliseconds_and_missing_ones_a_dash() -> None:
+    table = latency_table(evaluate([record(0, 0.5), record(1, None, status="failed")], SLO, 1.0))
+    assert {row[0]: tuple(row[1:]) for row in table.rows} == {
+        "TTFT": ("500.0", "500.0", "500.0", "500.0", "1"),
+        "TPOT": ("-", "-", "-", "-", "0"),
+        "ITL": ("-", "-", "-", "-", "0"),
+        "E2E": ("500.0", "500.0", "500.0", "500.0", "1"),
+        "lateness": ("0.0", "0.0", "0.0", "0.0", "2"),
+    }
+
+
+def test_the_verdict_says_met_missed_or_invalid() -> None:
+    score = evaluate(RUN, SLO, 4.0)
+    assert verdict(score, 0.5) == "MET: 50.0 % of 4 requests met TTFT 1000 ms, TPOT 250 ms; 50.0 % are needed"
+    assert verdict(score, 0.6).startswith("MISSED: 50.0 % of 4 requests")
+    late = evaluate([record(0, lateness_s=0.1)], SLO, 1.0)
+    assert verdict(late, 0.5) == "INVALID: the generator was late: p99 100.0 ms, at most 5 ms is allowed"
+    nine_of_ten = evaluate([record(index, 0.5 if index < 9 else 2.0) for index in range(10)], SLO, 1.0)
+    assert is_met(nine_of_ten, 0.9)
+    assert not is_met(nine_of_ten, 0.91)
+
+
+def test_a_sweep_shows_measured_and_fitted_attainment_by_rate() -> None:
+    table = sweep_table(PROBES, served_rate(PROBES), SLO, 0.9)
+    assert table.title == "largest rate with 90.0 % within TTFT 1000 ms, TPOT 250 ms: 1.56 requests/s"
+    assert table.rows == [
+        ("1", "300", "100.0 %", "100.0 %"),
+        ("1.5", "300", "95.0 %", "95.0 %"),
+        ("2", "300", "50.0 %", "50.0 %"),
+    ]
+
+
+def test_a_comparison_shows_every_shape_and_the_ratio_over_the_best_other() -> None:
+    by_shape = curves(
+        [
+            *(recording("1p1d", rate, good) for rate, good in ((1.0, 10), (4.0, 8))),
+            *(recording("wide", rate, good) for rate, good in ((1.0, 10), (4.0, 0))),
+            *(recording("narrow", rate, good) for rate, good in ((1.0, 5), (4.0, 0))),
+        ]
+    )
+    found = rows(by_shape, [Slo(ttft_s=1.0), Slo(ttft_s=9.0)], 0.9)
+    table = comparison_table(found, 0.9, "1p1d")
+    assert table.columns == ["limits", "1p1d", "wide", "narrow", "1p1d over best", "best other"]
+    assert table.rows == [
+        ["TTFT 1000 ms", "2.5", "1.3", "< 1", "1.92x", "wide"],
+        ["TTFT 9000 ms", ">= 4", ">= 4", ">= 4", "-", ""],
+    ]
+    assert comparison_table(found, 0.9).columns == ["limits", "1p1d", "wide", "narrow"]
+
+
+def test_the_terminal_shows_cells_whole_and_as_they_are() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=20)
+    print_table(
+        console, TextTable(title="t", columns=("name", "n"), rows=[("a" * 40 + " [red]", "1")], note="[b] note")
+    )
+    assert "a" * 40 + " [red]" in out.getvalue()
+    assert "[b] note" in out.getvalue()
+
+
+# ---------------------------------------------------------------- charts
+
+
+def parsed(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (7.0, [0.0, 2.0, 4.0, 6.0, 8.0]),
+        (0.3, [0.0, 0.1, 0.2, 0.3]),
+        (1200.0, [0.0, 500.0, 1000.0, 1500.0]),
+        (0.0, [0.0, 1.0]),
+    ],
+)
+def test_ticks_are_round_numbers_up_to_the_largest_value(most: float, expected: list[float]) -> None:
+    assert ticks(most) == expected
+
+
+@given(st.floats(1e-9, 1e9))
+def test_ticks_reach_the_largest_value_in_few_equal_steps(most: float) -> None:
+    found = ticks(most)
+    assert found[0] == 0
+    assert found[-2] < most <= found[-1] * (1 + 1e-9)
+    assert 2 <= len(found) <= 7
+
+
+def one_series(points: Sequence[tuple[float, float]], style: Style) -> list[str]:
+    """The path, or the centres of the dots, of a chart whose axes both go from 0 to 1."""
+    text = render(
+        Chart(title="t", x_label="x", y_label="y", series=[Series(name="", points=points, style=style)], y_max=1.0)
+    )
+    root = parsed(text)
+    space = "{http://www.w3.org/2000/svg}"
+    dots = [f"{dot.get('cx')} {dot.get('cy')}" for dot in root.iter(f"{space}circle")]
+    lines = [path.get("d") or "" for path in root.iter(f"{space}path") if path.get("stroke") != "#333333"]
+    return dots or lines
+
+
+def test_points_are_drawn_where_they_belong() -> None:
+    points = [(0.0, 0.0), (1.0, 1.0), (0.5, 0.5)]
+    assert one_series(points, "dots") == ["64.0 272.0", "544.0 32.0", "304.0 152.0"]
+    assert one_series(points[:2], "line") == ["M64.0 272.0L544.0 32.0"]
+    assert one_series(points[:2], "step") == ["M64.0 272.0H544.0V32.0"]
+    assert one_series([(1.0, 1.0), (0.5, float("nan")), (0.25, float("inf"))], "dots") == ["544.0 32.0"]
+    assert one_series([], "line") == []
+
+
+def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
+    names = ["a" * 30, "b" * 30, "", "c" * 90]
+    series = [Series(name=name, points=[(1, 1)]) for name in names]
+    root = parsed(render(Chart(title="t", x_label="x", y_label="y", series=series)))
+    assert root.get("height") == str(320 + 2 * 16)
+    places = {text.text: (text.get("x"), text.get("y")) for text in root.iter() if text.text in names}
+    assert places == {"a" * 30: ("78.0", "324"), "b" * 30: ("299.0", "324"), "c" * 90: ("78.0", "340")}
+
+
+def test_shapes_are_drawn_over_the_scale_of_the_limits() -> None:
+    by_shape = curves([recording("a", 1.0, 10), recording("a", 4.0, 8), recording("b", 1.0, 5), recording("b", 4.0, 0)])
+    served, at_one, at_four = scale_charts(by_shape, Slo(ttft_s=1.0), 0.9)
+    assert [(line.name, line.points[3]) for line in served.series] == [("a", (1.0, 2.5)), ("b", (1.0, 0.0))]
+    assert [line.points[0] for line in served.series] == [(0.25, 0.0), (0.25, 0.0)]
+    assert [line.points[3] for line in at_one.series] == [(1.0, 1.0), (1.0, 0.5)]
+    assert [line.points[3] for line in at_four.series] == [(1.0, 0.8), (1.0, 0.0)]
+
+
+def test_names_are_escaped() -> None:
+    chart = Chart(title="<&>", x_label="a<b", y_label="c&d", series=[Series(name="<s>", points=[(1, 1)])], x_mark=0.5)
+    texts = [text for text in parsed(render(chart)).itertext() if not re.fullmatch(r"[\d.\s]*", text)]
+    assert texts == ["<&>", "a<b", "c&d", "<s>"]
+
+
+def test_requests_in_flight_are_counted_at_every_change() -> None:
+    run = [record(0, 1.5), record(1, 1.0), record(2, 0.0), record(3, None, status="dropped")]
+    assert in_flight(run) == [(0.0, 0.0), (0.0, 1.0), (1.0, 2.0), (1.5, 1.0), (2.0, 2.0), (2.0, 1.0), (2.0, 0.0)]
+
+
+def test_a_distribution_ends_below_one_when_some_never_came() -> None:
+    assert cdf([0.2, 0.1], 4) == [(100.0, 0.25), (200.0, 0.5)]
+
+
+# ---------------------------------------------------------------- pages
+
+
+def check_page(text: str, title: str, num_charts: int) -> str:
+    """A well-formed page that loads nothing from elsewhere; returns its visible text."""
+    assert text.startswith("<!doctype html>\n")
+    root = parsed(text.removeprefix("<!doctype html>\n").replace('<meta charset="utf-8">', ""))
+    assert [node.text for node in root.iter("title")] == [title]
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == num_charts
+    assert not [node for node in root.iter() if {"src", "href"} & set(node.keys())]
+    assert not [node for node in root.iter() if node.tag in ("script", "link", "img")]
+    return "\n".join(root.itertext())
+
+
+def test_the_page_of_a_run() -> None:
+    text = run_page("<run> & co", RUN, SLO, 4.0, min_attainment=0.9, facts={"commit": "<abc>"})
+    shown = check_page(text, "<run> & co", num_charts=6)
+    assert "MISSED: 50.0 % of 4 requests met TTFT 1000 ms, TPOT 250 ms; 90.0 % are needed" in shown
+    assert "<abc>" in shown
+
+
+def test_the_page_of_a_run_in_which_nothing_came() -> None:
+    nothing = [record(0, None, status="refused")]
+    assert "MISSED: 0.0 %" in check_page(run_page("r", nothing, SLO, 1.0, min_attainment=0.9), "r", num_charts=6)
+
+
+def test_the_page_of_a_sweep() -> None:
+    shown = check_page(sweep_page("s", PROBES, SLO, 0.9, {"machine": "m"}), "s", num_charts=2)
+    assert "1.56 requests/s" in shown
+
+
+def test_the_page_of_a_comparison() -> None:
+    by_shape = curves(
+        [recording("a", 1.0, 10), recording("a", 4.0, 8), recording("b", 1.0, 10), recording("b", 4.0, 0)]
+    )
+    text = comparison_page("c", by_shape, [SLO, SLO.scaled(9.0, 9.0)], min_attainment=0.9, subject="a")
+    shown = check_page(text, "c", num_charts=4 + 1 + 2)
+    assert "a over best" in shown
+    assert "1.92x" in shown
+    assert "INVALID" not in shown
+    late = curves([recording("a", 1.0, 10, lateness_s=0.01)])
+    assert "INVALID: a at 1 requests/s, repeat 0: " in comparison_page("c", late, [SLO], min_attainment=0.9)
+    with pytest.raises(ValueError, match=r"^slos: "):
+        comparison_page("c", by_shape, [], min_attainment=0.9)
