@@ -17,7 +17,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_cli
 
-from disagg.cluster.cli import app
+from disagg.cli.main import app
 from disagg.cluster.config import ClusterConfig, active_pools, load_config
 from disagg.router.gateway.config import is_loopback
 

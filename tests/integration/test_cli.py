@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from disagg.cli.main import app
 from disagg.client import Client
 from disagg.cluster import processes
-from disagg.cluster.cli import app
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.proto.errors import InvalidRequestError, UnavailableError

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.load_generator import fake_server
-from disagg.cluster import load_commands as commands
+from disagg.cli import load_commands as commands
 from disagg.cluster.config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes
 from disagg.loadtests.generator.fake_timing import FakeTiming

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from disagg.cli import load_commands
 from disagg.client import Client
-from disagg.cluster import load_commands
 from disagg.cluster.config import parse_config
 from disagg.cluster.processes import ProcessCluster
 from disagg.loadtests.generator.recorder import read_info

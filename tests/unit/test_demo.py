@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from disagg.cli import demo
+from disagg.cli.demo import Outcome
 from disagg.client import Client, Delta, Finished, Usage
-from disagg.cluster import demo
-from disagg.cluster.demo import Outcome
 from disagg.proto.errors import InternalError
 from disagg.v1 import inference_pb2 as pb
 

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 import yaml
 
-from disagg.cluster.cli import app
+from disagg.cli.main import app
 from disagg.cluster.config import parse_config
 from disagg.proto.errors import ConfigError
 from tests.support.architecture import REPOSITORY

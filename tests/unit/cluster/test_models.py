@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from disagg.cli.main import app
 from disagg.cluster import model_files, models
-from disagg.cluster.cli import app
 from disagg.proto.errors import ConfigError
 from tests.support.checkpoints import CHAT_TEMPLATE, write_checkpoint
 

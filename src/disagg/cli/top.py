@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from disagg.cli.demo import format_bytes
+from disagg.cli.operate import open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
-from disagg.cluster.demo import format_bytes
-from disagg.cluster.operate import open_client, state_of
 from disagg.cluster.terminal import table
 from disagg.proto.errors import RequestCancelledError, UnavailableError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.cluster.cli import main
+from disagg.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from disagg.cluster import trace_export
+from disagg.cli import trace_export
 from disagg.cluster.errors import LaunchError
 from disagg.proto.errors import ConfigError
 from disagg.v1 import inference_pb2 as pb
-from tests.unit.cluster.test_explain import Requests
+from tests.unit.cli.test_explain import Requests
 
 
 def span(stage: str, worker: str, start_ms: float, end_ms: float | None) -> pb.StageSpan:

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 from rich.console import Console, RenderableType
 
+from disagg.cli import top
 from disagg.client import Client, ClusterState
-from disagg.cluster import top
 from disagg.cluster.errors import LaunchError
 from disagg.proto.errors import PermissionDeniedError, RequestCancelledError, UnavailableError
 from disagg.v1 import inference_pb2 as pb

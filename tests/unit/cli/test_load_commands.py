@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cluster import load_commands as commands
+from disagg.cli import load_commands as commands
 from disagg.cluster.process_tools import available_cores
 from disagg.loadtests.campaign.shapes import numbers_of
 from disagg.loadtests.campaign.sweep import sweep

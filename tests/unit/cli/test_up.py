@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cluster import up
+from disagg.cli import up
 from disagg.cluster.config import ClusterConfig, GatewaySection, parse_config
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.launch import CheckStop, LaunchPlan, never_stop, plan_launch

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.cli.generate import run_generate, summary
 from disagg.client import Finished, Usage
-from disagg.cluster.generate import run_generate, summary
 from disagg.proto.errors import ConfigError
 
 

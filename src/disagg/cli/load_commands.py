@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.cli.up import build_config
 from disagg.client.credentials import is_local
-from disagg.cluster.up import build_config
 from disagg.loadtests.campaign import compare as load_compare
 from disagg.loadtests.campaign import report as load_report
 from disagg.loadtests.campaign import sweep as load_sweep

@@ -6,8 +6,8 @@ import sys
 from contextlib import closing
 from typing import TextIO
 
+from disagg.cli.address import check_address, reaching
 from disagg.client import Client, Finished, Options, Prompt
-from disagg.cluster.address import check_address, reaching
 from disagg.proto.errors import ConfigError
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cluster import doctor, doctor_gateway, doctor_local, doctor_pairs
-from disagg.cluster.finding import Finding
+from disagg.cli.doctor import command as doctor
+from disagg.cli.doctor import gateway as doctor_gateway
+from disagg.cli.doctor import local as doctor_local
+from disagg.cli.doctor import pairs as doctor_pairs
+from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models import ModelEntry
 from disagg.proto.errors import (
     AuthenticationError,

@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 
+from disagg.cli.address import reaching
+from disagg.cli.explain import NO_REQUEST, to_dict
+from disagg.cli.operate import open_client
 from disagg.client import Explanation
-from disagg.cluster.address import reaching
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.explain import NO_REQUEST, to_dict
-from disagg.cluster.operate import open_client
 from disagg.proto.errors import ConfigError
 
 VIEWER = "https://ui.perfetto.dev"

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cluster.address import DEFAULT_ADDRESS, check_address
-from disagg.cluster.doctor_gateway import gateway_findings, is_open
-from disagg.cluster.doctor_local import local_findings
-from disagg.cluster.finding import Finding
+from disagg.cli.address import DEFAULT_ADDRESS, check_address
+from disagg.cli.doctor.finding import Finding
+from disagg.cli.doctor.gateway import gateway_findings, is_open
+from disagg.cli.doctor.local import local_findings
 
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 

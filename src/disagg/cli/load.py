@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from disagg.cluster.address import DEFAULT_ADDRESS
+from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cluster.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
-    from disagg.cluster.load_commands import Common
+    from disagg.cli.load_commands import Common
 
 load_app = typer.Typer(
     help="Load tests: goodput against limits on TTFT and TPOT (needs the extra `load`).", no_args_is_help=True
@@ -83,7 +83,7 @@ class Shared:
         request_timeout_s: float | None = None,
     ) -> Common:
         """What the commands are given. `address` is None for clusters of their own. Raises `ConfigError`."""
-        from disagg.cluster import load_commands as commands
+        from disagg.cli import load_commands as commands
         from disagg.loadtests.generator.load_generator import GeneratorOptions
         from disagg.loadtests.workload.scenario import Overrides
 
@@ -142,7 +142,7 @@ def run(
     request_timeout_s: TimeoutOption = None,
 ) -> None:
     """Play a scenario against a running cluster. Exit status: 0 limits met, 1 missed, 2 not valid."""
-    from disagg.cluster import load_commands as commands
+    from disagg.cli import load_commands as commands
 
     options = shared.common(address, requests, rate=rate, duration=duration, request_timeout_s=request_timeout_s)
     status = (
@@ -171,7 +171,7 @@ def sweep(
     attempts: AttemptsOption = 2,
 ) -> None:
     """Find the largest rate at which enough requests meet their limits."""
-    from disagg.cluster import load_commands as commands
+    from disagg.cli import load_commands as commands
 
     where = address if shape is None else commands.shape_of(shape, config, model)
     options = shared.common(address if shape is None else None, requests)
@@ -202,7 +202,7 @@ def compare(
     attempts: AttemptsOption = 2,
 ) -> None:
     """Compare shapes of a cluster under the same requests at the same times. Goes on where it was stopped."""
-    from disagg.cluster import load_commands as commands
+    from disagg.cli import load_commands as commands
     from disagg.loadtests.campaign.shapes import numbers_of
 
     options = shared.common(None, requests)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from disagg.cluster.finding import Finding
+from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
 from disagg.cluster.process_tools import available_cores
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from disagg.cluster import load_commands
-from disagg.cluster.load_cli import load_app
-from disagg.cluster.load_commands import Common
+from disagg.cli import load_commands
+from disagg.cli.load import load_app
+from disagg.cli.load_commands import Common
 from disagg.loadtests.generator.load_generator import GeneratorOptions
 from disagg.loadtests.workload.scenario import Overrides
 

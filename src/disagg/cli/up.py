@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cluster import changes
-from disagg.cluster.address import DEFAULT_ADDRESS
 from disagg.cluster.config import ClusterConfig, GatewaySection, load_config, override
 from disagg.cluster.launch import Cluster, Progress
 from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
@@ -127,7 +127,7 @@ def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir:
 
 def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
     """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
-    from disagg.cluster import demo
+    from disagg.cli import demo
 
     def show(cluster: Cluster, stop: StopFlag) -> int:
         with stop.interruptible():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cluster.keys import run_key_new
+from disagg.cli.keys import run_key_new
 from disagg.proto.errors import ConfigError
 from disagg.router.gateway.auth.api_keys import MIN_KEY_CHARS, load_keys
 from disagg.router.gateway.auth.auth import Caller

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg import __version__
-from disagg.cluster.address import DEFAULT_ADDRESS
-from disagg.cluster.load_cli import load_app
-from disagg.cluster.ray_cli import app as cluster_app
+from disagg.cli.address import DEFAULT_ADDRESS
+from disagg.cli.load import load_app
+from disagg.cli.on_ray import app as cluster_app
 from disagg.cluster.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def up(
     log_dir: LogDirOption = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
-    from disagg.cluster.up import build_config, run_up
+    from disagg.cli.up import build_config, run_up
 
     settings = build_config(config, colocated=colocated, model=model, port=port, prefill=prefill, decode=decode)
     raise typer.Exit(run_up(settings, launcher.value, console(), log_dir))
@@ -116,8 +116,8 @@ def demo(
     log_dir: LogDirOption = None,
 ) -> None:
     """Start a small cluster, show a prompt being handed from a prefill to a decode worker, and stop."""
+    from disagg.cli.up import DEMO_KV_CACHE_BYTES, build_config, run_demo
     from disagg.cluster.config import override
-    from disagg.cluster.up import DEMO_KV_CACHE_BYTES, build_config, run_demo
 
     settings = override(
         build_config(None, model=model, port=0, prefill=prefill, decode=decode),
@@ -149,7 +149,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0, max=2**64 - 1)] = None,
 ) -> None:
     """Generate text on a running cluster; the answer is streamed to standard output."""
-    from disagg.cluster.generate import run_generate
+    from disagg.cli.generate import run_generate
 
     text = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     run_generate(address, text, chat=chat, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -158,7 +158,7 @@ def generate(
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg status", "disagg status --address 10.0.0.5:8470"))
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Show the pools and workers of a running cluster."""
-    from disagg.cluster.operate import run_status
+    from disagg.cli.operate import run_status
 
     run_status(address, console())
 
@@ -173,7 +173,7 @@ def scale(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Make pools of a running cluster larger or smaller. Workers that leave finish their sequences first."""
-    from disagg.cluster.operate import parse_sizes, run_scale
+    from disagg.cli.operate import parse_sizes, run_scale
 
     run_scale(address, parse_sizes(sizes), console(), timeout if wait else None)
 
@@ -186,7 +186,7 @@ def drain(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Replace a worker by a new process, after its sequences have ended."""
-    from disagg.cluster.operate import run_drain
+    from disagg.cli.operate import run_drain
 
     run_drain(address, worker, console(), timeout if wait else None)
 
@@ -201,7 +201,7 @@ def top(
     interval: Annotated[float, typer.Option("--interval", help="Seconds between pictures.", min=0.1)] = 1.0,
 ) -> None:
     """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. Ctrl-C ends it."""
-    from disagg.cluster.top import run_top
+    from disagg.cli.top import run_top
 
     raise typer.Exit(run_top(address, console(), once=once, interval_s=interval))
 
@@ -218,7 +218,7 @@ def explain(
     json: JsonOption = False,
 ) -> None:
     """Tell where a request ran, why there, what was predicted and measured, and where its time went."""
-    from disagg.cluster.explain import run_explain, run_list
+    from disagg.cli.explain import run_explain, run_list
 
     if show_list:
         run_list(address, limit, console(), as_json=json)
@@ -236,7 +236,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Look for what is not well, on this machine and in the cluster; count the KV bytes that every pair moves."""
-    from disagg.cluster.doctor import run_doctor
+    from disagg.cli.doctor.command import run_doctor
 
     raise typer.Exit(run_doctor(address, console()))
 
@@ -248,7 +248,7 @@ def trace_export(
     limit: LimitOption = 1000,
 ) -> None:
     """Write the latest requests as a timeline for ui.perfetto.dev: a track for each request and each worker."""
-    from disagg.cluster.trace_export import run_export
+    from disagg.cli.trace_export import run_export
 
     run_export(address, file, limit, console())
 
@@ -264,7 +264,7 @@ def key_new(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Add it to this file of gateway.api_keys.")] = None,
 ) -> None:
     """Make an API key. It is printed once; the file keeps its SHA-256."""
-    from disagg.cluster.keys import run_key_new
+    from disagg.cli.keys import run_key_new
 
     raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True), metrics=metrics))
 

@@ -12,12 +12,12 @@ import socket
 import ssl
 from collections.abc import Iterator
 
+from disagg.cli.address import UNREACHABLE
+from disagg.cli.doctor.finding import Finding
+from disagg.cli.doctor.pairs import pair_findings
+from disagg.cli.operate import open_client
 from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
-from disagg.cluster.address import UNREACHABLE
-from disagg.cluster.doctor_pairs import pair_findings
-from disagg.cluster.finding import Finding
-from disagg.cluster.operate import open_client
 from disagg.proto.addresses import join_address, split_address
 from disagg.proto.errors import AuthenticationError, DisaggError, UnavailableError
 

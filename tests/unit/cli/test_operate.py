@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from disagg.cli import operate
 from disagg.client import ClusterState
-from disagg.cluster import operate
 from disagg.cluster.errors import LaunchError
 from disagg.proto.errors import ConfigError
 from disagg.v1 import inference_pb2 as pb

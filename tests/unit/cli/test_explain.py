@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console, RenderableType
 
-from disagg.cluster import explain
+from disagg.cli import explain
 from disagg.cluster.errors import LaunchError
 from disagg.proto.errors import RequestNotFoundError, UnavailableError
 from disagg.v1 import inference_pb2 as pb

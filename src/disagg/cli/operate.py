@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from disagg.cli.address import check_address, reaching
 from disagg.client import Client, ClusterState
-from disagg.cluster.address import check_address, reaching
 from disagg.cluster.errors import LaunchError
 from disagg.cluster.terminal import table
 from disagg.proto.errors import ConfigError

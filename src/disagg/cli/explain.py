@@ -16,12 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from disagg.cli.address import reaching
+from disagg.cli.demo import format_bytes
+from disagg.cli.operate import open_client
 from disagg.client import Explanation
 from disagg.client.types import PlacementOption, StageSpan
-from disagg.cluster.address import reaching
-from disagg.cluster.demo import format_bytes
 from disagg.cluster.errors import LaunchError
-from disagg.cluster.operate import open_client
 from disagg.cluster.terminal import table
 
 WATERFALL_CELLS = 40

@@ -1,0 +1,1 @@
+"""`disagg doctor`: is this machine, is this cluster as it should be."""
