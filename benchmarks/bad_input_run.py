@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import bad_input_grpc, bad_input_http
 from benchmarks.gateway_clients import GENERATE
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.router.gateway.text.tokenizer import ModelInfo, fake_model
 from disagg.v1 import inference_pb2 as pb
 

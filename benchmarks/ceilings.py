@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table
-from disagg.cluster.process_tools import available_cores
+from disagg.cluster.system.process_tools import available_cores
 from disagg.kernels import dispatch, linear
 from disagg.kernels.cpu import build
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from disagg.cluster import provenance
+from disagg.cluster.system import provenance
 from disagg.loadtests.verdict.goodput import quantile
 
 T = TypeVar("T")

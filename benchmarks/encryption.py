@@ -22,8 +22,8 @@ if __name__ == "__main__":
 
 from benchmarks import load
 from benchmarks.common import print_table, report, write_json
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 
 KINDS = ("off", "on")
 

@@ -34,8 +34,8 @@ from benchmarks.engine_process import Engine, running_engine
 from benchmarks.peers_llamacpp import LlamaCpp, PeerRun, open_llama_cpp
 from benchmarks.serving import positive
 from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
-from disagg.cluster.models import DEFAULT_MODEL, resolve_model
-from disagg.cluster.process_tools import available_cores
+from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
+from disagg.cluster.system.process_tools import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import Quantization, WorkerConfig
 

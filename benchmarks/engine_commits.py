@@ -31,7 +31,7 @@ from benchmarks.engine import PROMPTS, Kind, add_engine_arguments, kinds, prompt
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.engine_rig import LoopShape
 from benchmarks.serving import positive
-from disagg.cluster.models import resolve_model
+from disagg.cluster.models.catalog import resolve_model
 
 LOOP_ROUNDS = 3
 """Requests of a loop for each place in it."""

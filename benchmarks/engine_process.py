@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.ceilings import Ceilings, measure
 from benchmarks.common import REPOSITORY
 from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
-from disagg.cluster.process_tools import freeze_start, pin_process, thread_environment
+from disagg.cluster.system.process_tools import freeze_start, pin_process, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from disagg.cli.main import main
-from disagg.cluster import launch
+from disagg.cluster.control import launch
 from disagg.proto.cluster_secret import ClusterSecret
 
 SECRET_VARIABLE = "DISAGG_BENCH_SECRET"

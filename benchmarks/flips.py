@@ -24,9 +24,9 @@ if __name__ == "__main__":
 
 from benchmarks.common import print_table, report, write_json
 from disagg.client import AsyncClient
-from disagg.cluster.config import parse_config
-from disagg.cluster.models import resolve_model
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.models.catalog import resolve_model
 
 SUBJECTS = ("rivers", "bread", "glass", "the moon", "bees", "old maps", "steel", "wool", "tides", "chess")
 QUESTIONS = ("What is known about {}?", "Write a short story about {}.", "List five facts about {}.", "Who uses {}?")

@@ -33,7 +33,7 @@ from benchmarks.gateway_cost import (
 )
 from benchmarks.gateway_rig import Rig
 from benchmarks.gateway_slow import measure_slow, show_slow, slow_summary
-from disagg.cluster.process_tools import allow_open_files
+from disagg.cluster.system.process_tools import allow_open_files
 from disagg.proto.errors import ConfigError
 
 TARGET_RATIO = 1.5

@@ -1,4 +1,4 @@
-"""The measured process of the gateway's benchmark: router and gateway as `cluster/gateway_host.py` puts them together,
+"""The measured process of the gateway's benchmark: router and gateway as `cluster/hosts/gateway_host.py` puts them together,
 without a controller.
 
     python -m benchmarks.gateway_process, then lines of JSON:
@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gateway_server import open_gateway
-from disagg.cluster.process_tools import allow_open_files, freeze_start
+from disagg.cluster.system.process_tools import allow_open_files, freeze_start
 from disagg.proto.messages import WorkerInfo
 from disagg.router.gateway.config import GatewayConfig
 

@@ -18,7 +18,7 @@ from benchmarks.common import REPOSITORY
 from benchmarks.gateway_clients import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
 from benchmarks.gateway_process import GatewayJob, Sample, Started
 from benchmarks.gateway_worker import FINGERPRINT, PacedWorker
-from disagg.cluster.models import DEFAULT_MODEL, resolve_model
+from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb

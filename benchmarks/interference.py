@@ -31,7 +31,7 @@ from benchmarks import load
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from benchmarks.serving import positive
-from disagg.cluster.process_tools import available_cores, pin_process
+from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub

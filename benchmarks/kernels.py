@@ -29,8 +29,8 @@ from benchmarks.common import print_table, report, write_json
 from benchmarks.kernel_cases import Call, Case, makers
 from benchmarks.serving import positive
 from benchmarks.step_limit import Work
-from disagg.cluster.models import DEFAULT_MODEL, resolve_model
-from disagg.cluster.process_tools import available_cores, pin_process
+from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
+from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.kernels.dispatch import describe
 

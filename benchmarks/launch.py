@@ -21,7 +21,7 @@ import grpc.aio
 import yaml
 
 from benchmarks.load import channel, only_model, service
-from disagg.cluster.process_tools import sigterm_raises
+from disagg.cluster.system.process_tools import sigterm_raises
 
 LAUNCHERS = ("ray", "processes")
 START_TIMEOUT_S = 240.0

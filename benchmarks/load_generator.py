@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.serving import positive
-from disagg.cluster.process_tools import available_cores
+from disagg.cluster.system.process_tools import available_cores
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
 from disagg.loadtests.verdict.goodput import Slo, evaluate

@@ -25,11 +25,11 @@ if __name__ == "__main__":
 from benchmarks.common import print_table, report, write_json
 from benchmarks.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router_placements import measure_placements
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.control.launch import GATEWAY, plan_launch
 from disagg.cluster.control.local import LocalController
-from disagg.cluster.launch import GATEWAY, plan_launch
-from disagg.cluster.process_tools import allow_open_files
-from disagg.cluster.processes import ProcessLauncher
+from disagg.cluster.hosts.processes import ProcessLauncher
+from disagg.cluster.system.process_tools import allow_open_files
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlState, ScaleRequest

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from disagg.cluster.process_tools import allow_open_files
+from disagg.cluster.system.process_tools import allow_open_files
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import BEAT_S, GatewayBeat, GatewayHello, WorkerBeat, WorkerHello

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg.cluster.models import fetch_default_gguf
+from disagg.cluster.models.catalog import fetch_default_gguf
 
 BENCH = "llama-batched-bench"
 QUANTIZE = "llama-quantize"

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table, report, write_json
-from disagg.cluster.models import resolve_model
+from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.commands import Add, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.counters import EngineTotals

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from disagg.cluster.models import resolve_model
+from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
 from disagg.engine.plan import ScheduledSequence, StepPlan

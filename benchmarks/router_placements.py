@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import percentile
-from disagg.cluster.process_tools import freeze_start
+from disagg.cluster.system.process_tools import freeze_start
 from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
     BlocksRemoved,

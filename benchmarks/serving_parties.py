@@ -19,9 +19,9 @@ from benchmarks import load, load_http
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.engine_rig import LoopShape
 from benchmarks.launch import cluster_config, free_port, launched
-from disagg.cluster.config import ClusterConfig, parse_config
-from disagg.cluster.layout import worker_config
-from disagg.cluster.process_tools import available_cores
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.control.layout import worker_config
+from disagg.cluster.system.process_tools import available_cores
 from disagg.engine.config import WorkerConfig
 
 WARM_UP_SEED = 1 << 40

@@ -22,8 +22,8 @@ from benchmarks import load, load_http
 from benchmarks.common import print_table
 from benchmarks.peers_vllm import serving_vllm
 from benchmarks.serving_parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties
-from disagg.cluster.config import parse_config
-from disagg.cluster.models import resolve_model
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config
 
 PEER_VLLM = "vllm"

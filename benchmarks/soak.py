@@ -38,8 +38,8 @@ if __name__ == "__main__":
 from benchmarks.common import print_table, report, write_json
 from benchmarks.soak_rest import Footprint, at_rest, fired, footprints
 from disagg.client import AsyncClient
-from disagg.cluster.config import ClusterConfig, parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError

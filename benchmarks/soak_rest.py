@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from disagg.client import AsyncClient
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FIRED
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import AuditReport, AuditRequest, WorkerInfo, decoder, encode

@@ -39,9 +39,9 @@ from benchmarks.common import REPOSITORY, percentile
 from benchmarks.load import random_prompt
 from benchmarks.transfer_worker import FOLDER_VARIABLE, Timeline
 from disagg.client import AsyncClient
-from disagg.cluster import processes
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts import processes
+from disagg.cluster.hosts.processes import ProcessCluster
 
 OUTPUT_TOKENS = 8
 STREAM_PROMPT_TOKENS = 32

@@ -1,5 +1,5 @@
 """A worker that notes when its engine did what, for `transfer.py`: the real one, with an engine core that writes times
-down. `python -m benchmarks.transfer_worker` takes the place of `disagg.cluster.worker_process`.
+down. `python -m benchmarks.transfer_worker` takes the place of `disagg.cluster.hosts.worker_process`.
 
 Noted are the times of all steps, of token 0 on a prefill worker, of the order to join on a decode worker, and of the
 first step with a joined sequence. They are on CLOCK_MONOTONIC, which all processes of a machine share. At its end the
@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster import worker_process
-from disagg.cluster.child import run_child
 from disagg.cluster.control.register_link import Resolve
-from disagg.cluster.worker_host import WorkerHost
+from disagg.cluster.hosts import worker_process
+from disagg.cluster.hosts.child import run_child
+from disagg.cluster.hosts.worker_host import WorkerHost
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore

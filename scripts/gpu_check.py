@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "src")]
 
 from benchmarks.gpu_report import BAD, CheckReport, Row, as_json, as_markdown, as_table, failure, read_rows
-from disagg.cluster import provenance
+from disagg.cluster.system import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NO_DEVICE = 3

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from disagg.cluster.control import events
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import LaunchPlan, port_of
-from disagg.cluster.launcher import Launcher
-from disagg.cluster.process_tools import describe
+from disagg.cluster.control.launch import LaunchPlan, port_of
+from disagg.cluster.control.launcher import Launcher
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.process_tools import describe
 from disagg.proto.ids import WorkerId
 
 logger = logging.getLogger(__name__)

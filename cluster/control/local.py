@@ -7,10 +7,10 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from disagg.cluster.control.launch import LaunchPlan
+from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.server import Controller
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import LaunchPlan
-from disagg.cluster.launcher import Launcher
+from disagg.cluster.system.errors import LaunchError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 

@@ -25,10 +25,10 @@ import msgspec
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.launch import LaunchPlan
+from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.launching import Launching
-from disagg.cluster.launch import LaunchPlan
-from disagg.cluster.launcher import Launcher
-from disagg.cluster.supervisor import Life, Supervisor
+from disagg.cluster.control.supervisor import Life, Supervisor
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret

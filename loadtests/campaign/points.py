@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg.cluster.processes import ProcessCluster
-from disagg.cluster.provenance import commit, versions
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system.provenance import commit, versions
 from disagg.loadtests.campaign.shapes import Shape
 from disagg.loadtests.generator.load_generator import GeneratorOptions, play
 from disagg.loadtests.verdict import recordings

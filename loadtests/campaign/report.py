@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from disagg.cluster.provenance import commit, machine
+from disagg.cluster.system.provenance import commit, machine
 from disagg.loadtests.campaign.compare import Comparison, json_rows, point_rows, summary
 from disagg.loadtests.campaign.sweep import SweepResult
 from disagg.loadtests.generator.recorder import GeneratorInfo

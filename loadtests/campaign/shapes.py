@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster.config import ClusterConfig, load_config, override
+from disagg.cluster.config.cluster_config import ClusterConfig, load_config, override
 from disagg.proto.errors import ConfigError
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)

@@ -17,7 +17,7 @@ import httpx
 import yaml
 
 from disagg.client import AsyncClient
-from disagg.cluster.models import DEFAULT_MODEL, resolve_model
+from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from tests.support.ports import free_port
 
 START_TIMEOUT_S = 180.0

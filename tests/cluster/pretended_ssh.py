@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from disagg.cluster.process_tools import ProcessRef, end_processes
+from disagg.cluster.system.process_tools import ProcessRef, end_processes
 
 HOST_MARK = "DISAGG_PRETENDED_HOST"
 HOSTS = "DISAGG_PRETENDED_HOSTS"

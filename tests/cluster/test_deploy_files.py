@@ -18,7 +18,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_cli
 
 from disagg.cli.main import app
-from disagg.cluster.config import ClusterConfig, active_pools, load_config
+from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, load_config
 from disagg.router.gateway.config import is_loopback
 
 REPOSITORY = Path(__file__).resolve().parents[2]

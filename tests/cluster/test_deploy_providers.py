@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
-from disagg.cluster.ray_local_runner import LocalCommandRunner, LocalNode, exports, node_environment
-from disagg.cluster.ray_node_provider import LoopbackProvider, StaticSshProvider
+from disagg.cluster.on_ray.nodes.local_runner import LocalCommandRunner, LocalNode, exports, node_environment
+from disagg.cluster.on_ray.nodes.provider import LoopbackProvider, StaticSshProvider
 from disagg.proto.errors import ConfigError
 
 HOSTS = {"head": ["h0"], "prefill": ["p0"], "decode": ["d0", "d1"]}

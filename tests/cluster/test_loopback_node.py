@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.ray_local_runner import NODE_MARK
-from disagg.cluster.ray_node_provider import LoopbackProvider
+from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK
+from disagg.cluster.on_ray.nodes.provider import LoopbackProvider
+from disagg.cluster.system.process_tools import ProcessRef
 
 WAIT_S = 10.0
 

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.bad_input_run import CONFIG, MODEL, answers_well, run
 from disagg.client import AsyncClient
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from tests.support.workers import wait_until_workers_idle
 
 NUM_REQUESTS = 1500

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from disagg.cli.main import app
 from disagg.client import Client
-from disagg.cluster import processes
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts import processes
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from tests.support.architecture import REPOSITORY
 from tests.support.secret import SECRET

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.services import CHANNEL_OPTIONS, CONTROL
 from tests.support.ports import free_port
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.control_link import ask
+from disagg.cluster.control.launch import LaunchPlan, plan_launch
 from disagg.cluster.control.local import LocalController
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import LaunchPlan, plan_launch
-from disagg.cluster.processes import ProcessLauncher
+from disagg.cluster.hosts.processes import ProcessLauncher
+from disagg.cluster.system.errors import LaunchError
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError

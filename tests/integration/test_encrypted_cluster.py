@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.io.guard import ClusterGuard
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.cluster_secret import ClusterSecret

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.cluster.models import resolve_model
+from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.config import WorkerConfig
 from disagg.kernels.dispatch import packing_name
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo

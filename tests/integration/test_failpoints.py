@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from disagg.client import AsyncClient
-from disagg.cluster.config import parse_config
-from disagg.cluster.process_tools import thread_environment
-from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
+from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
 from disagg.engine.runner.fake import fake_generate

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.load_generator import fake_server
-from disagg.cluster.errors import LaunchError
+from disagg.cluster.system.errors import LaunchError
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play
 from disagg.loadtests.generator.locust_client import digest

@@ -15,8 +15,8 @@ import pytest
 
 from disagg.cli import load_commands
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.loadtests.generator.recorder import read_info
 from disagg.loadtests.verdict.records import RequestRecord, read_file
 from disagg.proto.errors import OverloadedError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.many_workers import CONFIG, FleetLauncher
 from benchmarks.many_workers_fleet import FleetProcess
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.control.launch import GatewayLaunch, plan_launch
 from disagg.cluster.control.local import LocalController
-from disagg.cluster.launch import GatewayLaunch, plan_launch
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from disagg.client import AsyncClient, Options, Targets
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import InvalidRequestError
 from tests.support.metrics import Samples, read_samples, value
 

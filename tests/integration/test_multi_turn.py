@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from disagg.client import AsyncClient, ClusterState, Explanation, Options
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
 from tests.support.cluster_state import until_counts
 from tests.support.metrics import read_samples, value

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.process_tools import ProcessRef, Stopped
-from disagg.cluster.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.process_tools import ProcessRef, Stopped
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import ConfigError
@@ -190,7 +190,7 @@ def test_a_configuration_that_is_no_worker_s_ends_the_child(tmp_path: Path, chil
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\n"
-        "from disagg.cluster.processes import start_child\n"
+        "from disagg.cluster.hosts.processes import start_child\n"
         "from disagg.engine.config import WorkerConfig\n"
         "config = WorkerConfig(worker_id='w', roles=('decode',), model_path='fake')\n"
         "from disagg.proto.cluster_secret import ClusterSecret\n"

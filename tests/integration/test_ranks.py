@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from disagg.cluster.process_tools import thread_environment
-from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
+from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
+from disagg.cluster.system.process_tools import thread_environment
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.io.handshake import HandshakeError, answer

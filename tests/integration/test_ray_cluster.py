@@ -17,12 +17,12 @@ import pytest
 import yaml
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.process_tools import ProcessRef, end_processes
-from disagg.cluster.ranks import rank_name, worker_of
-from disagg.cluster.ray_cluster import RayCluster
-from disagg.cluster.ray_private import MAX_TEMP_DIR_CHARS
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.ranks import rank_name, worker_of
+from disagg.cluster.on_ray.cluster import RayCluster
+from disagg.cluster.on_ray.private import MAX_TEMP_DIR_CHARS
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlState, ScaleRequest, WorkerRecord
 from disagg.proto.errors import DisaggError
@@ -170,7 +170,7 @@ def give_up(name: str) -> None:
     """End an actor in a way after which Ray does not start it again."""
     import ray
 
-    from disagg.cluster.ray_store import find_actor
+    from disagg.cluster.on_ray.store import find_actor
 
     ray.kill(find_actor(name), no_restart=True)
 
@@ -181,7 +181,7 @@ def is_another(record: WorkerRecord, life: WorkerRecord) -> bool:
 
 
 def controller_pid(cluster: RayCluster) -> int:
-    from disagg.cluster.ray_launcher import actor_info
+    from disagg.cluster.on_ray.launcher import actor_info
 
     pid: int = actor_info(cluster._controller)["Pid"]
     return pid
@@ -233,8 +233,8 @@ def test_the_ranks_of_a_worker_end_and_come_back_together(temp_dir: Path) -> Non
 
 def ranks_of(name: str) -> list[ProcessRef]:
     """The processes of a worker of two ranks, rank 0 first."""
-    from disagg.cluster.ray_launcher import actor_info
-    from disagg.cluster.ray_store import find_actor
+    from disagg.cluster.on_ray.launcher import actor_info
+    from disagg.cluster.on_ray.store import find_actor
 
     return [ProcessRef.of(actor_info(find_actor(rank_name(name, rank)))["Pid"]) for rank in range(2)]
 
@@ -251,7 +251,7 @@ def wait_for_other_ranks(cluster: RayCluster, name: str, before: list[ProcessRef
 
 def what_ray_has() -> set[str]:
     """The processes that have an actor; each but the followers has a placement group."""
-    from disagg.cluster.ray_launcher import present_actors, present_groups
+    from disagg.cluster.on_ray.launcher import present_actors, present_groups
 
     actors = present_actors()
     assert present_groups() == {name for name in actors if worker_of(name) == name}

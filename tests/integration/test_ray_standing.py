@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from disagg.client import Client, ClusterState
-from disagg.cluster.process_tools import ProcessRef
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.support.processes import mentioning

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from disagg.client import Client
-from disagg.cluster.config import parse_config
-from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest
 from disagg.proto.errors import InvalidRequestError

@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from disagg.client import AsyncClient, Client, Finished
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.control_link import ask
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.control import StateRequest
 from disagg.proto.errors import (

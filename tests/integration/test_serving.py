@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from disagg.client import AsyncClient, ClusterState, Explanation, Options
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import (
     ContextLengthError,

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from disagg.client import AsyncClient
-from disagg.cluster.config import parse_config
-from disagg.cluster.processes import ProcessCluster
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.kv_transfer.transports.shm import ShmConnector, ShmRendezvous, ShmTransport
 from disagg.engine.kv_transfer.transports.shm_hello import Hello
 from disagg.engine.kv_transfer.transports.shm_lane import PEER_ENDED, PIECE_BYTES, RING_BYTES

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.bad_input_http import exchange
 from benchmarks.gateway_clients import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
 from disagg.client import AsyncClient
-from disagg.cluster.process_tools import allow_open_files
+from disagg.cluster.system.process_tools import allow_open_files
 from disagg.router.api import Completion, RoutedRequest
 from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import pytest
 
 from disagg.client import AsyncClient
-from disagg.cluster.config import ClusterConfig, parse_config
-from disagg.cluster.process_tools import ProcessRef
-from disagg.cluster.processes import WORKER_MODULE, ProcessCluster, start_child, stop_children
-from disagg.cluster.ranks import rank_cores
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.hosts.processes import WORKER_MODULE, ProcessCluster, start_child, stop_children
+from disagg.cluster.hosts.ranks import rank_cores
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError

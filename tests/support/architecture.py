@@ -68,7 +68,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "router/gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",
-        "cluster/ray_auth.py",
+        "cluster/on_ray/auth.py",
         "loadtests/locust_*.py",
         "loadtests/generator/fake_server.py",
         "src/disagg/client/*",

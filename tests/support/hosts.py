@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from disagg.cluster.process_tools import thread_environment
-from disagg.cluster.processes import WORKER_MODULE, Child, start_child, stop_children
+from disagg.cluster.hosts.processes import WORKER_MODULE, Child, start_child, stop_children
+from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.messages import WorkerInfo
 from tests.support.registry import Registry

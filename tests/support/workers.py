@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import grpc
 
-from disagg.cluster.process_tools import thread_environment
-from disagg.cluster.processes import WORKER_MODULE, start_child, stop_children
+from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
+from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.cluster_secret import ClusterSecret

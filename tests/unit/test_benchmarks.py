@@ -17,7 +17,7 @@ from benchmarks.launch import cluster_config
 from benchmarks.load import Run, Timing
 from benchmarks.serving import parse_arguments
 from benchmarks.serving_side_by_side import num_requests
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.requests.validate import Limits, check_request
 from disagg.router.gateway.rpc.from_protobuf import read_request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disagg.cluster.config import ClusterConfig
+from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import busy_view, read_samples
 

@@ -12,7 +12,7 @@ import typer.main
 import yaml
 
 from disagg.cli.main import app
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.proto.errors import ConfigError
 from tests.support.architecture import REPOSITORY
 

@@ -8,7 +8,7 @@ from benchmarks.fault_load import Model, Stream
 from benchmarks.fault_overload import TTFT_MS, WINDOW_S, Answer, rate
 from benchmarks.fault_row import Row, all_right, of_streams
 from benchmarks.faults import GROUPS, summary
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.engine.runner.fake import fake_generate
 
 EXPECTED = (5, 6, 7)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import interference, load_generator
 from benchmarks.interference import Measurement
 from benchmarks.launch import cluster_config
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.verdict.records import RequestRecord
 from disagg.loadtests.workload.workload import plan_requests

@@ -14,8 +14,8 @@ from benchmarks.common import report, write_json
 from benchmarks.transfer_handover import Asked, Handover, handover, rest_of_step, rows
 from benchmarks.transfer_rates import Case, in_turn, measure_rates
 from benchmarks.transfer_worker import NotingCore, Timeline
-from disagg.cluster import processes, worker_process
-from disagg.cluster.config import parse_config
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts import processes, worker_process
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell import worker
 

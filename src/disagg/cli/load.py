@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cluster.terminal import AddressOption, console, examples
+from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
     from disagg.cli.load_commands import Common
@@ -29,7 +29,7 @@ load_app = typer.Typer(
 @load_app.callback()
 def root(context: typer.Context) -> None:
     """Whatever ends a load test, its generator and its clusters end with it."""
-    from disagg.cluster.process_tools import sigterm_raises
+    from disagg.cluster.system.process_tools import sigterm_raises
 
     context.with_resource(sigterm_raises())
 

@@ -20,7 +20,7 @@ from disagg import __version__
 from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cli.load import load_app
 from disagg.cli.on_ray import app as cluster_app
-from disagg.cluster.terminal import AddressOption, console, examples
+from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
     from disagg.proto.errors import DisaggError
@@ -117,7 +117,7 @@ def demo(
 ) -> None:
     """Start a small cluster, show a prompt being handed from a prefill to a decode worker, and stop."""
     from disagg.cli.up import DEMO_KV_CACHE_BYTES, build_config, run_demo
-    from disagg.cluster.config import override
+    from disagg.cluster.config.cluster_config import override
 
     settings = override(
         build_config(None, model=model, port=0, prefill=prefill, decode=decode),
@@ -284,7 +284,7 @@ def model_import(
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Bring a model into the model cache; afterwards no network is needed."""
-    from disagg.cluster.models import import_model
+    from disagg.cluster.models.catalog import import_model
 
     screen = console()
     folder = import_model(source, name=name, force=force, progress=lambda text: screen.print(f"  {text}", markup=False))
@@ -294,7 +294,7 @@ def model_import(
 @model_app.command("verify", epilog=examples("disagg model verify smollm2-135m"))
 def model_verify(name: Annotated[str, typer.Argument(help="Of an imported model.")]) -> None:
     """Hash a model's files and compare with its import. Exit status: 0 all are the same, 1 not."""
-    from disagg.cluster.models import verify_model
+    from disagg.cluster.models.catalog import verify_model
 
     wrong = verify_model(name)
     for line in wrong:
@@ -307,7 +307,7 @@ def model_verify(name: Annotated[str, typer.Argument(help="Of an imported model.
 @model_app.command("list", epilog=examples("disagg model list"))
 def model_list() -> None:
     """List the models in the model cache."""
-    from disagg.cluster.models import DEFAULT_MODEL, cache_dir, list_models
+    from disagg.cluster.models.catalog import DEFAULT_MODEL, cache_dir, list_models
 
     entries = list_models()
     if not entries:
@@ -328,7 +328,7 @@ def main() -> None:
 
 def _report(error: Exception) -> int:
     """Print one error for a user (with the log that it may carry) and return the exit status."""
-    from disagg.cluster.errors import LaunchError
+    from disagg.cluster.system.errors import LaunchError
     from disagg.proto.errors import ConfigError, DisaggError
 
     if isinstance(error, (ConfigError, LaunchError)):

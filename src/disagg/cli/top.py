@@ -21,7 +21,7 @@ from disagg.cli.demo import format_bytes
 from disagg.cli.operate import open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
-from disagg.cluster.terminal import table
+from disagg.cluster.system.terminal import table
 from disagg.proto.errors import RequestCancelledError, UnavailableError
 
 RETRY_S = 1.0

@@ -16,12 +16,12 @@ from rich.markup import escape
 from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cluster import changes
-from disagg.cluster.config import ClusterConfig, GatewaySection, load_config, override
-from disagg.cluster.launch import Cluster, Progress
-from disagg.cluster.models import FAKE_MODEL, import_model, resolve_model
-from disagg.cluster.process_tools import StopFlag, Stopped
-from disagg.cluster.terminal import table
+from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, load_config, override
+from disagg.cluster.control import changes
+from disagg.cluster.control.launch import Cluster, Progress
+from disagg.cluster.models.catalog import FAKE_MODEL, import_model, resolve_model
+from disagg.cluster.system.process_tools import StopFlag, Stopped
+from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
 
 Launcher = Literal["ray", "processes"]
@@ -102,14 +102,14 @@ def build_config(
 def make_cluster(config: ClusterConfig, launcher: Launcher, progress: Progress, log_dir: Path | None) -> Cluster:
     """A cluster, not started. Raises `ConfigError`, also where the model is missing."""
     if launcher == "processes":
-        from disagg.cluster.processes import ProcessCluster
+        from disagg.cluster.hosts.processes import ProcessCluster
 
         return ProcessCluster(config, progress=progress, log_dir=log_dir)
     if log_dir is not None:
         raise ConfigError(
             "--log-dir: Ray keeps its own logs; set ray.temp_dir in the file, or use --launcher processes"
         )
-    from disagg.cluster.ray_cluster import RayCluster
+    from disagg.cluster.on_ray.cluster import RayCluster
 
     return RayCluster(config, progress=progress)
 

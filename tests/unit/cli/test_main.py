@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from disagg import __version__
 from disagg.cli import main as cli
-from disagg.cluster.errors import LaunchError
+from disagg.cluster.system.errors import LaunchError
 from disagg.proto.errors import (
     AuthenticationError,
     DeadlineError,
@@ -134,7 +134,7 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("module", ["disagg.cli.main", "disagg.cli.up", "disagg.cluster.processes"])
+@pytest.mark.parametrize("module", ["disagg.cli.main", "disagg.cli.up", "disagg.cluster.hosts.processes"])
 def test_the_launching_process_stays_light(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from disagg.cli import up
-from disagg.cluster.config import ClusterConfig, GatewaySection, parse_config
-from disagg.cluster.errors import LaunchError
-from disagg.cluster.launch import CheckStop, LaunchPlan, never_stop, plan_launch
+from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
+from disagg.cluster.control.launch import CheckStop, LaunchPlan, never_stop, plan_launch
+from disagg.cluster.system.errors import LaunchError
 from disagg.proto.control import ControlState
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import WorkerInfo
 from tests.support.control import settled
-from tests.unit.cluster.test_layout import make_info
+from tests.unit.cluster.control.test_layout import make_info
 
 
 class StubCluster:

@@ -16,7 +16,7 @@ from disagg.cli.doctor import gateway as doctor_gateway
 from disagg.cli.doctor import local as doctor_local
 from disagg.cli.doctor import pairs as doctor_pairs
 from disagg.cli.doctor.finding import Finding
-from disagg.cluster.models import ModelEntry
+from disagg.cluster.models.catalog import ModelEntry
 from disagg.proto.errors import (
     AuthenticationError,
     ConfigError,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from disagg.cluster.config import ClusterConfig, parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.loadtests.campaign.compare import (
     Comparison,
     Difference,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster.config import ClusterConfig, parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.loadtests.campaign.shapes import parse_shape, parse_shapes
 from disagg.proto.errors import ConfigError
 

@@ -1,0 +1,132 @@
+"""The gateway in this process: the composition of the public server with the router and the line to the controller, on
+one asyncio loop in a thread.
+
+    router connects to the workers it was told of -> server listens -> hello to the controller, whose membership it
+    follows from then on
+
+Imports nothing of the engine: a gateway process loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+
+from disagg.cluster.control.launch import GatewayLaunch
+from disagg.cluster.control.register_link import Resolve
+from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
+from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
+from disagg.router.gateway.membership import ControllerLink
+from disagg.router.gateway.server import GatewayServer
+from disagg.router.shell.server import RouterServer
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 15.0
+"""How long the workers, which listen already, may take to greet the router. What is missing then is followed further:
+the controller knows whether it comes back."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that renders or tokenizes may keep the interpreter from the event loop, which asks for it after
+each look at its sockets. With the five milliseconds of Python, a token that passes several turns waits for each."""
+
+
+class GatewayHost:
+    """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
+    finds."""
+
+    def __init__(self, launch: GatewayLaunch, resolve: Resolve, secret: ClusterSecret) -> None:
+        self._launch = launch
+        self._resolve = resolve
+        self._secret = secret
+        self._ready = threading.Event()
+        self.address = ""
+        """host:port for clients, once it has started."""
+        self.http_address = ""
+        """The same of HTTP; empty where it serves none."""
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self.crashed = threading.Event()
+        self.unwanted = threading.Event()
+        """Set when the controller wants no such gateway: the process should end."""
+
+    def start(self) -> None:
+        """Connect to the workers, listen, tell the controller; see `Host`."""
+        pin_process(self._launch.cores)
+        allow_open_files()
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise StartError(describe(self._error)) from self._error
+
+    def stop(self) -> None:
+        """End streams, servers and the loop. Idempotent."""
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(stop.set)
+            self._thread.join(STOP_GRACE_S + 5.0)
+
+    def _run(self) -> None:
+        interrupt_nobody()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
+            selector = TimedSelector()
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+                runner.run(self._main(selector.times))
+        except BaseException as error:
+            if self._ready.is_set():
+                logger.exception("the gateway died")
+                self.crashed.set()
+            else:
+                self._error = error
+        finally:
+            self._ready.set()
+
+    async def _main(self, times: LoopTimes) -> None:
+        launch, watch = self._launch, LoopWatch(times)
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        router = RouterServer(launch.router, launch.gateway_id, list(launch.workers), self._secret)
+        link = ControllerLink(launch.gateway_id, self._resolve, router, self._secret, launch.workers)
+        beats = BeatLine(launch.gateway_id, self._resolve, self._secret, watch.state)
+        try:
+            gateway = await self._open(router, link, times)
+        except Exception as error:
+            logger.exception("the gateway could not start")
+            await link.report_failure(describe(error))
+            await router.stop()
+            raise
+        try:
+            freeze_start()
+            self.address, self.http_address = gateway.address, gateway.http_address
+            times.forget()
+            watch.start()
+            link.start(gateway.address, os.getpid(), self.http_address)
+            beats.start()
+            self._ready.set()
+            await self._stop.wait()
+        finally:
+            await gateway.stop()
+            await asyncio.to_thread(beats.stop)
+            await link.stop()
+            watch.stop()
+            await router.stop()
+
+    async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
+        gateway = GatewayServer(self._launch.gateway, router, control=link.ask, loop_times=times)
+        await router.start()
+        try:
+            await router.wait_until_connected(CONNECT_TIMEOUT_S)
+        except TimeoutError as error:
+            logger.warning("%s", error)
+        await gateway.start()
+        return gateway

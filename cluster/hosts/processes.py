@@ -1,0 +1,251 @@
+"""The launcher without Ray: workers and gateway as child processes of this one, and the controller on a thread.
+
+    start()   controller -> workers (all at once), which register -> gateway, which follows
+    stop()    SIGTERM to the gateway, then to the workers; SIGKILL for what is left after a grace
+
+Children get their configuration on standard input and end by themselves when that closes, so that they also go when
+this process is killed. Each writes its log to a file; the end of it becomes part of the reason when it ends by itself.
+Only own children are ever signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.config.sections import LoggingConfig
+from disagg.cluster.control import changes
+from disagg.cluster.control.launch import (
+    GATEWAY,
+    LOG_TAIL_LINES,
+    START_TIMEOUT_S,
+    CheckStop,
+    Cluster,
+    GatewayLaunch,
+    Progress,
+    new_secret,
+    no_progress,
+    with_log,
+)
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.logs import log_environment
+from disagg.cluster.system.process_tools import describe_exit, last_lines, thread_environment
+from disagg.cluster.system.spawn import Process, end, spawn
+from disagg.engine.config import WorkerConfig
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.control import ControlReply, ControlRequest, ControlState
+from disagg.proto.ids import WorkerId
+
+if TYPE_CHECKING:
+    from disagg.cluster.control.local import LocalController
+
+STOP_TIMEOUT_S = 10.0
+"""What children get after SIGTERM, before SIGKILL."""
+
+WORKER_MODULE = "disagg.cluster.hosts.worker_process"
+GATEWAY_MODULE = "disagg.cluster.hosts.gateway_process"
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process."""
+
+    name: str
+    process: Process
+    log: Path
+    reported: bool = False
+    """Whether it was told that it ended by itself."""
+
+    def why_ended(self) -> str:
+        """How it ended, with the end of its log; waits for the end."""
+        return with_log(describe_exit(self.process.wait()), last_lines(self.log, LOG_TAIL_LINES))
+
+
+def start_child(
+    name: str,
+    module: str,
+    config: msgspec.Struct,
+    controller: str,
+    secret: ClusterSecret,
+    log_dir: Path,
+    environment: Mapping[str, str],
+) -> Child:
+    """Start `python -m module` and hand it its configuration and the cluster's secret. A log of that name goes on."""
+    log = log_dir / f"{name}.log"
+    start = {"content": config, "controller": controller, "secret": secret}
+    with open_log(log) as output:
+        return Child(name, spawn(module, start, environment, output), log)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """To add to; a new one is its owner's alone, because logs name who calls."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
+    """End children that still run and reap all; returns the names of those that had to be killed."""
+    killed = end([child.process for child in children], timeout_s)
+    return [child.name for child in children if child.process in killed]
+
+
+DEFAULT_LOGGING = LoggingConfig()
+
+
+class ProcessLauncher:
+    """Implements `launcher.Launcher` with child processes. Owner of them; safe to look at from other threads."""
+
+    restarts = False
+
+    def __init__(self, log_dir: Path, secret: ClusterSecret, logs: LoggingConfig = DEFAULT_LOGGING) -> None:
+        self._log_dir = log_dir
+        self._logs = logs
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._children: dict[str, Child] = {}
+        """The latest life of each name, until it is stopped; guarded by the lock."""
+        self.killed: list[str] = []
+        """Names of processes that did not end when told to."""
+
+    def running(self) -> frozenset[str]:
+        """See `Launcher`: children end with their parent."""
+        return frozenset()
+
+    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+        """See `Launcher`."""
+        self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
+
+    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
+        """See `Launcher`."""
+        self._start(GATEWAY, GATEWAY_MODULE, launch, controller_address, 1)
+
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        """See `Launcher`."""
+        self._stop(worker_ids)
+
+    def stop_gateway(self) -> None:
+        """See `Launcher`."""
+        self._stop([GATEWAY])
+
+    def kill(self, name: str, pid: int) -> None:
+        """See `Launcher`."""
+        with self._lock:
+            child = self._children.get(name)
+        if child is not None and child.process.pid == pid:
+            child.process.kill()
+
+    def exited(self) -> dict[str, str]:
+        """See `Launcher`."""
+        with self._lock:
+            ended = [c for c in self._children.values() if not c.reported and c.process.poll() is not None]
+        for child in ended:
+            child.reported = True
+        return {child.name: child.why_ended() for child in ended}
+
+    def pending(self) -> dict[str, str]:
+        """See `Launcher`: a child runs at once."""
+        return {}
+
+    def pid(self, name: str) -> int:
+        """The process id of the latest life of a name; raises `KeyError`."""
+        with self._lock:
+            return self._children[name].process.pid
+
+    def _start(self, name: str, module: str, config: msgspec.Struct, controller_address: str, num_threads: int) -> None:
+        try:
+            child = start_child(
+                name,
+                module,
+                config,
+                controller_address,
+                self._secret,
+                self._log_dir,
+                thread_environment(num_threads) | log_environment(self._logs.level, self._logs.format, os.environ),
+            )
+        except OSError as error:
+            raise LaunchError(f"{module} cannot be run: {error}") from error
+        with self._lock:
+            assert name not in self._children, f"{name} was not stopped"
+            self._children[name] = child
+
+    def _stop(self, names: Sequence[str]) -> None:
+        with self._lock:
+            children = [self._children[name] for name in names if name in self._children]
+        self.killed += stop_children(children)
+        with self._lock:
+            for child in children:
+                del self._children[child.name]
+
+
+class ProcessCluster(Cluster):
+    """A cluster of child processes; also a context manager. Owner of its controller, its children and its logs."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        progress: Progress = no_progress,
+        log_dir: Path | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        super().__init__(config, progress, start_timeout_s)
+        self.secret = new_secret(config.network)
+        """What its processes know each other by."""
+        self._keep_logs = log_dir is not None
+        self._log_dir = log_dir
+        self._launcher: ProcessLauncher | None = None
+        self._controller: LocalController | None = None
+
+    @property
+    def killed(self) -> list[str]:
+        """Processes that did not end when told to."""
+        return self._launcher.killed if self._launcher is not None else []
+
+    def pid(self, name: str) -> int:
+        """The process id of a worker or of the gateway; raises `KeyError`."""
+        if self._launcher is None:
+            raise KeyError(name)
+        return self._launcher.pid(name)
+
+    def _open(self, check_stop: CheckStop) -> None:
+        from disagg.cluster.control.local import LocalController  # loads gRPC
+
+        self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
+        self._controller = LocalController(self._plan, self._launcher, self.secret)
+        self._controller.start()
+
+    def _make_log_dir(self) -> Path:
+        if self._log_dir is None:
+            self._log_dir = Path(tempfile.mkdtemp(prefix="disagg-logs-"))
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        return self._log_dir
+
+    def state(self) -> ControlState:
+        """See `launch.Cluster`."""
+        return self._controller.state() if self._controller is not None else changes.NOTHING
+
+    def control(self, request: ControlRequest) -> ControlReply:
+        """See `launch.Cluster`."""
+        if self._controller is None:
+            raise LaunchError("the cluster was not started")
+        return self._controller.control(request)
+
+    def stop(self) -> None:
+        """See `launch.Cluster`."""
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller.stop()
+        for name in self._started:
+            self._progress(name, "stopped")
+        self._started = []
+        if self._log_dir is not None and not self._keep_logs:
+            shutil.rmtree(self._log_dir, ignore_errors=True)
+            self._log_dir = None

@@ -1,0 +1,314 @@
+"""What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`), and the controller
+(`ControllerActor`). A worker's other ranks are in `ray_ranks.py`.
+
+An actor *is* the process: its content runs on threads of its own, begun when the actor is made, and no actor method is
+needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
+controller by name, and registers there.
+
+    life begins ──pause after many short ones──> host.start() ──> serves ──┬── crashed ──> exit; Ray starts it again
+                                                     │ fails               └── unwanted, or no controller any more ─┐
+                                                     └────────> told to the controller ──> leaves Ray for good <────┘
+
+Arguments and answers are JSON, so that Ray carries only bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from disagg.cluster.control.launch import GatewayLaunch, listening_at, plan_launch, port_of
+from disagg.cluster.hosts.ranks import rank_config
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.names import CONTROLLER, ControllerAnswer, ControllerSettings, ProcessSettings
+from disagg.cluster.on_ray.ranks import end_followers, end_this_actor, rank_actors
+from disagg.cluster.system.core_claims import CoreClaims, shared_folder
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.logs import log_environment, setup_logging
+from disagg.cluster.system.process_tools import available_cores, describe, pin_process
+from disagg.cluster.system.restart_pause import Starts, next_start
+from disagg.engine.config import WorkerConfig
+from disagg.proto.control import ControlState, PoolName, StateRequest
+from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import GatewayId
+from disagg.proto.messages import WorkerInfo
+
+if TYPE_CHECKING:
+    from disagg.cluster.control.register_link import Resolve
+    from disagg.cluster.control.server import Controller
+    from disagg.cluster.hosts.host import Host
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
+POLL_S: Final = 0.2
+ORPHAN_GRACE_S: Final = 5.0
+"""How long a controller may be unknown to Ray before those who belong to it end themselves."""
+EXIT_CRASHED: Final = 3
+
+
+class ControllerFinder:
+    """Where the controller is now; a `Resolve`. Ray moves it, but keeps its name while it is to live.
+
+    Nobody is left to end us when Ray knows that name no more, for instance after the program that owned the controller
+    was killed: `orphaned` is set then.
+    """
+
+    def __init__(self) -> None:
+        self.orphaned = threading.Event()
+        self._unknown_since: float | None = None
+
+    def __call__(self) -> str:
+        """host:port. Raises `LookupError`, or what Ray raises, while there is none."""
+        import ray
+
+        try:
+            ray.get_actor(CONTROLLER, ray_store.NAMESPACE)
+        except ValueError:
+            self._on_unknown(time.monotonic())
+            raise LookupError("Ray knows no controller") from None
+        self._unknown_since = None
+        address = ray_store.load(ray_store.CONTROLLER_ADDRESS, str)
+        if address is None:
+            raise LookupError("the controller does not listen yet")
+        return address
+
+    def _on_unknown(self, now: float) -> None:
+        if self._unknown_since is None:
+            self._unknown_since = now
+        elif now - self._unknown_since >= ORPHAN_GRACE_S:
+            self.orphaned.set()
+
+
+class HostActor:
+    """A worker or the gateway; see the module docstring. `content` is a `WorkerConfig` or a `GatewayLaunch`."""
+
+    def __init__(self, settings: bytes, content: bytes) -> None:
+        setup_logging(os.environ)
+        self._settings = msgspec.json.decode(settings, type=ProcessSettings)
+        pin_process(self._settings.cores)
+        self._find = ControllerFinder()
+        self._claims: CoreClaims | None = None
+        self._host: Host | None = None
+        """Once it has started."""
+        self._stopping = threading.Event()
+        threading.Thread(target=self._live, args=(content,), name="life", daemon=True).start()
+
+    def stop(self) -> None:
+        """Blocks until nothing of it is left but the process. What still starts is left to be killed."""
+        self._stopping.set()
+        if self._host is not None:
+            self._host.stop()
+
+    def _live(self, content: bytes) -> None:
+        try:
+            self._stopping.wait(note_start(self._settings.name))
+            if self._stopping.is_set():
+                return
+            host = self._begin(content)
+        except Exception as error:
+            logger.exception("%s: could not start", self._settings.name)
+            ray_store.save(ray_store.failure_key(self._settings.name), describe(error))  # if the host has not told it
+            self._leave()
+            return
+        self._host = host
+        self._watch(host)
+
+    def _watch(self, host: Host) -> None:
+        while not self._stopping.wait(POLL_S):
+            if host.crashed.is_set():
+                os._exit(EXIT_CRASHED)
+            if host.unwanted.is_set() or self._find.orphaned.is_set():
+                host.stop()
+                self._leave()
+                return
+
+    def _leave(self) -> None:
+        end_followers(self._settings.name, self._settings.tp)
+        leave_ray()
+
+    def _begin(self, content: bytes) -> Host:
+        """The host, started. Only what it needs is imported: a worker torch, the gateway neither torch nor engine."""
+        if self._settings.kind == "gateway":
+            from disagg.cluster.hosts.gateway_host import GatewayHost
+
+            launch = as_before(msgspec.json.decode(content, type=GatewayLaunch), self._find)
+            gateway = GatewayHost(launch, self._find, ray_store.cluster_secret())
+            gateway.start()
+            ray_store.save(ray_store.GATEWAY_PORT, port_of(gateway.address))
+            if gateway.http_address:
+                ray_store.save(ray_store.GATEWAY_HTTP_PORT, port_of(gateway.http_address))
+            return gateway
+        from disagg.cluster.hosts.worker_host import WorkerHost
+
+        config = self._here(msgspec.json.decode(content, type=WorkerConfig))
+        mine = rank_config(config, 0, sees_all_devices=False)
+        start_ranks = rank_actors(config) if config.tp > 1 else None
+        worker = WorkerHost(mine, self._find, ray_store.cluster_secret(), start_ranks)
+        worker.start()
+        return worker
+
+    def _here(self, config: WorkerConfig) -> WorkerConfig:
+        """The configuration on this node: its cores, its address."""
+        if self._settings.claim_cores:
+            config = msgspec.structs.replace(config, cores=self._claim_cores(self._settings.claim_cores))
+        if self._settings.bind_node:
+            config = msgspec.structs.replace(config, host=node_address())
+        return config
+
+    def _claim_cores(self, count: int) -> tuple[int, ...]:
+        try:
+            self._claims = CoreClaims(shared_folder())
+            return self._claims.take(count, available_cores())
+        except OSError as error:
+            logger.warning("%s is not pinned: %s", self._settings.name, error)
+            return ()
+
+
+class ControllerActor:
+    """The controller with its launcher, on an asyncio loop in a thread of its own.
+
+    A first life that cannot start says so in `answer` and waits to be killed. A later one has nobody to tell: it ends,
+    and Ray starts it again.
+    """
+
+    def __init__(self, settings: bytes) -> None:
+        self._settings = msgspec.json.decode(settings, type=ControllerSettings)
+        logs = self._settings.config.logging
+        setup_logging(log_environment(logs.level, logs.format, os.environ))
+        pin_process(self._settings.cores)
+        self._answer: ControllerAnswer | None = None
+        self._answered = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> bytes:
+        """A `ControllerAnswer`, once it listens or has failed."""
+        self._answered.wait()
+        return msgspec.json.encode(self._answer)
+
+    def stop(self) -> None:
+        """End gateway, workers and the controller; returns when they are gone."""
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            logger.exception("the controller ended")
+            if self._answered.is_set() or was_restarted():
+                os._exit(EXIT_CRASHED)
+            text = str(error) if isinstance(error, LaunchError) else describe(error)
+            self._tell(ControllerAnswer(error=text, pid=os.getpid()))
+
+    async def _main(self) -> None:
+        from disagg.cluster.control.server import Controller
+        from disagg.cluster.on_ray.launcher import RayLauncher
+
+        settings = self._settings
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await asyncio.sleep(note_start(CONTROLLER))
+        plan = plan_launch(settings.config)
+        pin_process(plan.cores.gateway if settings.is_private else ())
+        controller = Controller(
+            plan,
+            RayLauncher(settings),
+            ray_store.cluster_secret(),
+            node_address() if settings.config.network.bind == "node" else LOOPBACK,
+            settings.config.controller.port,
+            sizes=ray_store.load(ray_store.SIZES, dict[PoolName, int]),
+            on_scaled=functools.partial(ray_store.save, ray_store.SIZES),
+        )
+        try:
+            address = await self._listen(controller)
+            ray_store.save(ray_store.CONTROLLER_ADDRESS, address)
+            self._tell(ControllerAnswer(address=address, pid=os.getpid()))
+            await self._stop.wait()
+        finally:
+            await controller.stop()
+
+    async def _listen(self, controller: Controller) -> str:
+        try:
+            return await controller.start()
+        except RuntimeError as error:  # of gRPC
+            port = self._settings.config.controller.port
+            raise LaunchError(f"controller.port: cannot listen on {port}: {error}") from None
+
+    def _tell(self, answer: ControllerAnswer) -> None:
+        self._answer = answer
+        self._answered.set()
+
+
+def as_before(launch: GatewayLaunch, resolve: Resolve) -> GatewayLaunch:
+    """What a later life of the gateway is told: to listen where the first one did, and the workers of now."""
+    port = ray_store.load(ray_store.GATEWAY_PORT, int)
+    if port is None:
+        return launch
+    http_port = ray_store.load(ray_store.GATEWAY_HTTP_PORT, int)
+    return msgspec.structs.replace(
+        launch,
+        gateway=listening_at(launch.gateway, port, http_port),
+        gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
+        workers=present_workers(resolve) or launch.workers,
+    )
+
+
+def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
+    """The workers that can be used now; none if the controller does not say."""
+    from disagg.cluster.control.control_link import ask
+
+    try:
+        state = ask(resolve(), StateRequest(), ray_store.cluster_secret())
+    except (LookupError, UnavailableError, LaunchError) as error:
+        logger.warning("%s", error)
+        return ()
+    if not isinstance(state, ControlState):
+        return ()
+    return tuple(record.info for record in state.workers if record.phase == "ready" and record.info is not None)
+
+
+def note_start(name: str) -> float:
+    """Remember that a life of this process begins; the pause that it is to make first, in seconds."""
+    key = ray_store.starts_key(name)
+    starts, pause_s = next_start(ray_store.load(key, Starts) or Starts(), time.time())
+    ray_store.save(key, starts)
+    if pause_s:
+        logger.warning("%s ended %d times in a row soon after its start; waiting %g s", name, starts.count - 1, pause_s)
+    return pause_s
+
+
+def leave_ray() -> None:
+    """End this actor's process for good, and give its place back."""
+    import ray
+
+    group = ray.util.get_current_placement_group()
+    end_this_actor()
+    if group is not None:
+        ray.util.remove_placement_group(group)
+
+
+def was_restarted() -> bool:
+    """Whether Ray has started this actor before."""
+    import ray
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def node_address() -> str:
+    """The address by which the nodes of the cluster know this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,120 @@
+"""A cluster under Ray that lives and ends with this process: `disagg up`. Ray places, starts, restarts and stops; no
+token and no KV byte goes through it.
+
+    start()   private Ray (or join one) -> controller actor -> it starts workers, then the gateway -> all of them ready
+    stop()    controller: gateway stops, workers stop -> Ray goes -> its folder goes
+
+The controller is asked over gRPC, like everybody does; Ray starts it again where it dies, and the rest serves on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.control import changes
+from disagg.cluster.control.control_link import ask
+from disagg.cluster.control.launch import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.names import ControllerSettings
+from disagg.cluster.on_ray.private import auth_warnings
+from disagg.cluster.on_ray.session import JoinedSession, PrivateSession, Session
+from disagg.cluster.on_ray.standing import (
+    controller_address,
+    create_controller,
+    end_controller,
+    find_controller,
+    wait_for_answer,
+)
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.process_tools import available_cores
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.control import ControlReply, ControlRequest, ControlState, StateRequest
+from disagg.proto.errors import UnavailableError
+
+PRIVATE = "local"
+"""The `ray.address` of a Ray of our own."""
+
+
+class RayCluster(Cluster):
+    """A cluster of Ray actors; also a context manager. Owner of its controller, which owns the other actors, and of its
+    session."""
+
+    def __init__(
+        self, config: ClusterConfig, *, progress: Progress = no_progress, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        super().__init__(config, progress, start_timeout_s)
+        self._is_private = config.ray.address == PRIVATE
+        self._session: Session = (
+            PrivateSession(config.ray.temp_dir, self._plan.cores.gateway)
+            if self._is_private
+            else JoinedSession(config.ray.address)
+        )
+        self._controller: Any | None = None
+        self._line = ""
+        """host:port of the controller, where it was last."""
+        self._secret: ClusterSecret | None = None
+        self._state: ControlState = changes.NOTHING
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `launch.Cluster`."""
+        return auth_warnings(os.environ) if self._is_private else ()
+
+    def _open(self, check_stop: CheckStop) -> None:
+        self._progress("ray", "starting")
+        self._session.open()
+        check_stop()
+        self._progress("ray", "ready")
+        cores = available_cores() if self._is_private else ()
+        settings = ControllerSettings(config=self._plan.config, cores=cores, is_private=self._is_private)
+        self._controller = create_controller(settings, detached=False)
+        self._secret = ray_store.cluster_secret()
+        self._line = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
+
+    def state(self) -> ControlState:
+        """See `launch.Cluster`."""
+        if self._controller is None:
+            return self._state
+        try:
+            reply = self._ask(StateRequest())
+        except UnavailableError:
+            return self._state
+        assert isinstance(reply, ControlState), f"a state was asked for; got {reply}"
+        self._state = reply
+        return reply
+
+    def control(self, request: ControlRequest) -> ControlReply:
+        """See `launch.Cluster`."""
+        try:
+            return self._ask(request)
+        except UnavailableError as error:
+            raise LaunchError(str(error)) from None
+
+    def _ask(self, request: ControlRequest) -> ControlReply:
+        """What the controller answers. Ray is asked only where it does not: it may have moved, or be gone.
+
+        Raises:
+            UnavailableError: while it is away.
+            LaunchError: when it is gone for good.
+        """
+        if self._secret is None:
+            raise UnavailableError("the cluster was not started", "controller_away")
+        try:
+            return ask(self._line, request, self._secret)
+        except UnavailableError:
+            if find_controller() is None:
+                raise LaunchError("the controller is gone for good; Ray does not start it again") from None
+            self._line = controller_address() or self._line
+            raise
+
+    def stop(self) -> None:
+        """See `launch.Cluster`."""
+        controller, self._controller = self._controller, None
+        if self._session.is_open and controller is not None and self._session.has_head:
+            end_controller(controller)  # else the session ends all processes of its Ray
+        self._session.close()
+        for name in self._started:
+            self._progress(name, "stopped")
+        self._started = []

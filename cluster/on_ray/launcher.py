@@ -1,0 +1,354 @@
+"""Starts and ends actors for the controller, inside the controller's own actor; implements `launcher.Launcher`.
+
+    start_worker   placement group (one bundle a rank, all on one node with the pool's labels) -> an actor in each
+    stop_workers   actors stop() -> ray.kill -> group removed -> seen gone
+
+Actors and groups are detached, so that they outlive the controller's process, and have the names of what they are for,
+so that the next one finds them. Neither has to be ready for `start_worker` to return: a group without a node for it
+waits until there is one, which an autoscaler may bring.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from disagg.cluster.config.cluster_config import PoolConfig, active_pools
+from disagg.cluster.control.launch import GATEWAY, GatewayLaunch
+from disagg.cluster.control.layout import num_cores
+from disagg.cluster.hosts.ranks import rank_name, worker_of
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.kill import kill_actor_process
+from disagg.cluster.on_ray.names import (
+    NODE_ID_LABEL,
+    NODE_SHARE,
+    SLOT,
+    ControllerSettings,
+    ProcessSettings,
+    RankSettings,
+    actor_name,
+    process_name,
+)
+from disagg.cluster.on_ray.ranks import forget_ranks
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.logs import log_environment
+from disagg.cluster.system.process_tools import ProcessRef, describe, end_processes, thread_environment
+from disagg.engine.config import WorkerConfig
+from disagg.proto.control import PoolName
+from disagg.proto.ids import WorkerId
+
+STOP_TIMEOUT_S: Final = 10.0
+"""What an actor gets to stop before it is killed."""
+GONE_TIMEOUT_S: Final = 10.0
+"""How long Ray may take to notice that."""
+LOOK_INTERVAL_S: Final = 1.0
+"""How often Ray is asked about actors and groups; each of them is a call."""
+_POLL_S: Final = 0.05
+
+Bundle = dict[str, float]
+
+
+class RayLauncher:
+    """Owner of the actors and placement groups of all workers and of the gateway."""
+
+    restarts = True
+
+    def __init__(self, settings: ControllerSettings) -> None:
+        self._config = settings.config
+        self._cores = settings.cores
+        self._is_private = settings.is_private
+        self._actors: dict[str, Any] = {}
+        """Process name -> handle, of those that should run; each rank of a worker is a process."""
+        self._groups: dict[str, Any] = {}
+        self._reported: set[str] = set()
+        self._exited_due = self._pending_due = 0.0
+        self._pending: dict[str, str] = {}
+        # Ray warns at each start that removing the group ends the actor, which is what we do.
+        logging.getLogger("ray.actor").setLevel(logging.ERROR)
+
+    # ------------------------------------------------------------ launcher.Launcher
+
+    def running(self) -> frozenset[str]:
+        """See `launcher.Launcher`. Groups without an actor, left by one that went by itself, are removed."""
+        import ray
+
+        found = {name: actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None}
+        names = {name for name in found if worker_of(name) == name}
+        groups = present_groups()
+        for name in groups - names:
+            remove_group(name)
+        self._actors = {name: actor for name, actor in found.items() if worker_of(name) in names}
+        self._groups = {name: ray.util.get_placement_group(actor_name(name)) for name in names & groups}
+        return frozenset(names)
+
+    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+        """See `launcher.Launcher`. The worker finds the controller by its name."""
+        name = config.worker_id
+        pool = dict(active_pools(self._config))[_pool_of(name)]
+        settings = ProcessSettings(
+            name=name,
+            kind="worker",
+            cores=self._cores,
+            claim_cores=0 if self._is_private else _cores_to_claim(pool),
+            bind_node=self._config.network.bind == "node",
+            tp=config.tp,
+        )
+        self._start(settings, config, config.num_threads, self._worker_bundle(config), self._labels(name))
+
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        """See `launcher.Launcher`."""
+        self._stop(worker_ids)
+
+    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
+        """See `launcher.Launcher`. It runs beside the controller, whose node clients know."""
+        import ray
+
+        if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
+            launch = msgspec.structs.replace(launch, cores=())
+        settings = ProcessSettings(name=GATEWAY, kind="gateway", cores=self._cores)
+        here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
+        self._start(settings, launch, 1, _on_node(ray.util.get_node_ip_address()), here)
+
+    def stop_gateway(self) -> None:
+        """See `launcher.Launcher`."""
+        self._stop([GATEWAY])
+
+    def kill(self, name: str, pid: int) -> None:
+        """See `launcher.Launcher`. Ray starts the actor again."""
+        actor = ray_store.find_actor(name)
+        if actor is not None:
+            kill_actor_process(actor_info(actor), pid)
+
+    def exited(self) -> dict[str, str]:
+        """See `launcher.Launcher`: actors that Ray has given up."""
+        now = time.monotonic()
+        if now < self._exited_due:
+            return {}
+        self._exited_due = now + LOOK_INTERVAL_S
+        dead = {name: info for name, actor in self._actors.items() if (info := actor_info(actor))["State"] == "DEAD"}
+        news: dict[str, str] = {}
+        for process in sorted(dead):  # a worker's first rank before the others
+            name = worker_of(process)
+            if name not in self._reported:
+                news.setdefault(name, _why_exited(process, dead[process]))
+        self._reported |= set(news)
+        return news
+
+    def pending(self) -> dict[str, str]:
+        """See `launcher.Launcher`: groups that no node has room for."""
+        now = time.monotonic()
+        if now >= self._pending_due:
+            self._pending_due = now + LOOK_INTERVAL_S
+            self._pending = {
+                name: why for name, group in self._groups.items() if (why := self._why_pending(name, group))
+            }
+        return self._pending
+
+    # ------------------------------------------------------------ start
+
+    def _start(
+        self,
+        settings: ProcessSettings,
+        content: msgspec.Struct,
+        num_threads: int,
+        bundle: Bundle,
+        labels: dict[str, str],
+    ) -> None:
+        import ray
+
+        from disagg.cluster.on_ray.actors import HostActor
+        from disagg.cluster.on_ray.ranks import RankActor
+
+        name = settings.name
+        self._stop([name])  # whatever there is of an earlier life
+        ray_store.forget(ray_store.failure_key(name))
+        environment = self._environment(num_threads)
+        try:
+            group = self._groups[name] = ray.util.placement_group(
+                [bundle] * settings.tp,
+                strategy="STRICT_PACK",
+                name=actor_name(name),
+                lifetime="detached",
+                bundle_label_selector=[labels] * settings.tp if labels else None,
+            )
+            options = _options(name, group, 0, bundle, environment)
+            self._actors[name] = (
+                ray.remote(HostActor)
+                .options(**options)
+                .remote(msgspec.json.encode(settings), msgspec.json.encode(content))
+            )
+            for rank in range(1, settings.tp):
+                follower = rank_name(name, rank)
+                rank_settings = RankSettings(worker=name, rank=rank, cores=settings.cores)
+                options = _options(follower, group, rank, bundle, environment)
+                self._actors[follower] = (
+                    ray.remote(RankActor).options(**options).remote(msgspec.json.encode(rank_settings))
+                )
+        except (ValueError, ray.exceptions.RayError) as error:
+            self._stop([name])
+            raise LaunchError(f"Ray cannot start it: {describe(error)}") from error
+
+    def _environment(self, num_threads: int) -> dict[str, str]:
+        logs = self._config.logging
+        return thread_environment(num_threads) | log_environment(logs.level, logs.format, os.environ)
+
+    def _worker_bundle(self, config: WorkerConfig) -> Bundle:
+        import ray
+
+        bundle: Bundle = {"GPU": 1} if config.device != "cpu" else {SLOT: 1}
+        if not self._is_private and self._config.network.bind == "loopback":  # the same machine as the gateway
+            bundle |= _on_node(ray.util.get_node_ip_address())
+        return bundle
+
+    def _labels(self, name: str) -> dict[str, str]:
+        """Of the nodes that a worker may run on."""
+        return {} if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].node_labels
+
+    def _why_pending(self, name: str, group: Any) -> str:
+        """For people to read; empty if the process has its place."""
+        needs = unmet_needs(group)
+        labels = ", ".join(f"{key}={value}" for key, value in self._labels(name).items())
+        with_labels = f" and the labels {labels}" if labels else ""
+        return f"waits for a Ray node with {needs}{with_labels}" if needs else ""
+
+    # ------------------------------------------------------------ stop
+
+    def _stop(self, names: Sequence[str]) -> None:
+        processes = [rank_name(name, rank) for name in names for rank in range(self._tp(name))]
+        stop_actors([actor for process in processes if (actor := ray_store.find_actor(process)) is not None])
+        for process in processes:
+            self._actors.pop(process, None)
+        for name in names:
+            self._groups.pop(name, None)
+            self._reported.discard(name)
+            remove_group(name)
+            forget_ranks(name, self._tp(name))
+
+    def _tp(self, name: str) -> int:
+        """Ranks, and so actors, of a worker; the gateway is one."""
+        return 1 if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].tp
+
+
+def stop_actors(actors: Sequence[Any]) -> None:
+    """Let actors stop, end their processes, and see them go. Those that do not run yet, or not any more, are just
+    ended."""
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    infos = [actor_info(actor) for actor in actors]
+    alive = [(actor, info) for actor, info in zip(actors, infos, strict=True) if info["State"] == "ALIVE"]
+    processes = [ProcessRef.of(info["Pid"]) for _, info in alive if info["Address"]["IPAddress"] == here]
+    stops = [actor.stop.remote() for actor, _ in alive]
+    if stops:
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    while any(actor_info(actor)["State"] != "DEAD" for actor in actors) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    end_processes(processes)
+
+
+def present_actors() -> set[str]:
+    """The names of all processes of ours that have an actor, whatever it does now."""
+    import ray
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    names = (process_name(entry["name"]) for entry in found if entry["namespace"] == ray_store.NAMESPACE)
+    return {name for name in names if name is not None}
+
+
+def present_groups() -> set[str]:
+    """The names of all processes that have a placement group of ours."""
+    import ray
+
+    infos = ray.util.placement_group_table().values()
+    names = (process_name(info["name"]) for info in infos if info["state"] != "REMOVED")
+    return {name for name in names if name is not None}
+
+
+def remove_group(name: str) -> None:
+    """Give the place of a process back, if it has one."""
+    import ray
+
+    try:
+        group = ray.util.get_placement_group(actor_name(name))
+    except ValueError:
+        return
+    ray.util.remove_placement_group(group)
+
+
+def actor_info(actor: Any) -> dict[str, Any]:
+    """What Ray's head knows of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. One that it has forgotten
+    is DEAD."""
+    from ray._private.state import actors
+
+    found: dict[str, Any] = actors(actor_id=actor._actor_id.hex())
+    return found or {"State": "DEAD", "DeathCause": None}
+
+
+def _why_exited(name: str, info: dict[str, Any]) -> str:
+    """As the process noted it itself, or as Ray says."""
+    return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
+
+
+def why_dead(info: dict[str, Any]) -> str:
+    """Why Ray gave an actor up, in one line."""
+    cause = info["DeathCause"]
+    context = cause.WhichOneof("context") if cause is not None else None
+    if context is None:
+        return "its actor ended"
+    detail = getattr(cause, context)
+    text = getattr(detail, "error_message", "") or getattr(detail, "formatted_exception_string", "")
+    lines = str(text).strip().splitlines()
+    return f"its actor ended: {lines[-1]}" if lines else "its actor ended"
+
+
+def unmet_needs(group: Any) -> str:
+    """What no node has for a placement group; empty if it is placed, or was asked for just now."""
+    import ray
+
+    info = ray.util.placement_group_table(group)
+    scheduling = info.get("stats", {}).get("scheduling_state", "")
+    if info.get("state") not in ("PENDING", "RESCHEDULING") or scheduling not in ("INFEASIBLE", "NO_RESOURCES"):
+        return ""
+    needs: Counter[str] = Counter()
+    for bundle in info["bundles"].values():
+        needs.update(bundle)
+    return ", ".join(f"{amount:g} {key}" for key, amount in needs.items())
+
+
+def _pool_of(worker_id: str) -> PoolName:
+    pool: PoolName = worker_id.rpartition("-")[0]  # type: ignore[assignment]  # the controller makes only such names
+    return pool
+
+
+def _cores_to_claim(pool: PoolConfig) -> int:
+    return num_cores(pool) if pool.cores == "auto" and pool.device == "cpu" else 0
+
+
+def _options(process: str, group: Any, bundle_index: int, bundle: Bundle, environment: dict[str, str]) -> Any:
+    """How Ray is to make the actor of a process, in its bundle of a placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "name": actor_name(process),
+        "namespace": ray_store.NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": {key: amount for key, amount in bundle.items() if key != "GPU"},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def _on_node(address: str) -> Bundle:
+    return {f"node:{address}": NODE_SHARE}

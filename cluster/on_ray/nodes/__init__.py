@@ -1,0 +1,1 @@
+"""Node providers for `ray up`."""

@@ -1,0 +1,189 @@
+"""`disagg cluster start | stop | status`: a cluster that stands in a Ray cluster, whoever looks at it.
+
+The controller is a detached actor: it outlives the command that made it, Ray starts it again where it dies, and it
+brings up the rest by itself, as nodes come.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.control import changes
+from disagg.cluster.control.launch import GATEWAY, START_TIMEOUT_S, check_gateway, never_stop
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.names import ControllerSettings
+from disagg.cluster.on_ray.session import AUTO, JoinedSession
+from disagg.cluster.on_ray.standing import (
+    ask_controller,
+    changed_sizes,
+    create_controller,
+    end_controller,
+    find_controller,
+    wait_for_answer,
+)
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.terminal import table
+from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
+from disagg.proto.errors import UnavailableError
+
+POLL_INTERVAL_S = 0.2
+
+
+def ray_address(config: ClusterConfig, asked: str | None) -> str:
+    """The Ray cluster to join: the command line's, or the file's, where `local` means nothing."""
+    if asked is not None:
+        return asked
+    return AUTO if config.ray.address == "local" else config.ray.address
+
+
+def run_start(config: ClusterConfig, address: str, console: Console, wait_s: float | None) -> None:
+    """Begin a cluster on this node of a Ray cluster, or bring the one that runs to the file's pool sizes.
+
+    Args:
+        wait_s: wait that long until everything serves; None returns as soon as the controller runs.
+
+    Raises:
+        LaunchError: if it cannot begin, runs with another configuration, or is not ready in time.
+    """
+    with joined(address):
+        if find_controller() is None:
+            check_gateway(config)
+            _create(config)
+            console.print("the controller runs and starts the workers as nodes come", highlight=False)
+        else:
+            _update(config, console)
+        if wait_s is not None:
+            _wait_settled(console, wait_s)
+        console.print(f"gateway: {_gateway_address(config)}", highlight=False, soft_wrap=True)
+        console.print("next: disagg cluster status", highlight=False, style="dim")
+
+
+def run_stop(address: str, console: Console) -> None:
+    """End controller, gateway and workers, and what is left of them. Idempotent. Raises `LaunchError`."""
+    with joined(address):
+        controller = find_controller()
+        end_controller(controller)
+        console.print("nothing was running" if controller is None else "stopped", highlight=False)
+
+
+def run_status(address: str, console: Console) -> None:
+    """Print pools, workers and the gateway. Raises `LaunchError` if there is no cluster, or its controller is away."""
+    with joined(address):
+        if find_controller() is None:
+            raise LaunchError("no cluster runs here; start one with: disagg cluster start --config FILE")
+        show(_state(), console)
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """This process is in that Ray cluster while the body runs."""
+    session = JoinedSession(address)
+    try:
+        session.open()
+        yield
+    finally:
+        session.close()
+
+
+def _create(config: ClusterConfig) -> None:
+    settings = ControllerSettings(config=config, cores=(), is_private=False)
+    controller = create_controller(settings, detached=True)
+    try:
+        wait_for_answer(controller, never_stop, START_TIMEOUT_S)
+    except BaseException:
+        end_controller(controller)
+        raise
+
+
+def _update(config: ClusterConfig, console: Console) -> None:
+    running = ray_store.load(ray_store.CONFIG, ClusterConfig)
+    if running is None:
+        raise LaunchError("a cluster runs here, but not its configuration; end it first with `disagg cluster stop`")
+    sizes = changed_sizes(running, config)
+    if not sizes:
+        console.print("runs already", highlight=False)
+        return
+    reply = ask_controller(ScaleRequest(sizes=sizes))
+    if isinstance(reply, ControlRefused):
+        raise LaunchError(f"{reply.field}: {reply.message}")
+    ray_store.save(ray_store.CONFIG, config)
+    texts = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    console.print(f"runs already; sizes are now {texts}", highlight=False)
+
+
+def _state() -> ControlState:
+    """The state; raises `LaunchError` while the controller is away."""
+    try:
+        state = ask_controller(StateRequest())
+    except UnavailableError as error:
+        raise LaunchError(str(error)) from None
+    assert isinstance(state, ControlState), f"a state was asked for; got {state}"
+    return state
+
+
+def _wait_settled(console: Console, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    before = changes.NOTHING
+    while True:
+        state = _state()
+        for change in changes.between(before, state):
+            detail = f" ({escape(change.detail)})" if change.detail else ""
+            console.print(f"  {change.what:<9} {escape(change.name)}{detail}", highlight=False, soft_wrap=True)
+        if state.is_settled:
+            return
+        if failure := changes.failure(state):
+            raise LaunchError(f"{failure}; the controller tries again, `disagg cluster stop` ends it")
+        if time.monotonic() >= deadline:
+            raise LaunchError(f"{changes.late(state, wait_s)}; it goes on")
+        before = state
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _gateway_address(config: ClusterConfig) -> str:
+    """Where clients come in, as other machines see it where they may."""
+    import ray
+
+    host, port = config.gateway.host, config.gateway.port
+    if port == 0:  # chosen when it starts
+        port = ray_store.load(ray_store.GATEWAY_PORT, int) or 0
+    if _is_any(host):
+        host = str(ray.util.get_node_ip_address())
+    return f"{host}:{port}" if port else f"{host}, on a port that `disagg cluster status` shows once it is there"
+
+
+def _is_any(host: str) -> bool:
+    """Whether a server there listens on all addresses of its machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def show(state: ControlState, console: Console) -> None:
+    """Pools, workers, gateways, and what is not well."""
+    pools = table("pool", "ready", "desired")
+    for pool in state.pools:
+        pools.add_row(pool.name, str(pool.ready), str(pool.desired))
+    processes = table("process", "phase", "pid", "address", "starts")
+    for worker in state.workers:
+        info = worker.info
+        pid, address = (str(info.pid), info.address) if info is not None else ("", "")
+        processes.add_row(worker.worker_id, worker.phase, pid, address, str(worker.num_starts))
+    for gateway in state.gateways:
+        http = f" (HTTP {gateway.http_address})" if gateway.http_address else ""
+        processes.add_row(GATEWAY, gateway.phase, str(gateway.pid or ""), f"{gateway.address}{http}", "")
+    console.print(pools)
+    console.print()
+    console.print(processes)
+    notes: list[tuple[str, str, str]] = [(worker.worker_id, worker.phase, worker.detail) for worker in state.workers]
+    notes += [(GATEWAY, gateway.phase, gateway.detail) for gateway in state.gateways]
+    for name, phase, detail in notes:
+        if detail and phase != "ready":
+            console.print(f"{name}: {escape(detail)}", highlight=False, soft_wrap=True)

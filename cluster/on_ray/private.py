@@ -1,0 +1,156 @@
+"""What a private Ray needs of the process that starts it, and how it is taken back: environment, cores, a folder.
+
+Security. Ray's servers listen on every interface, whatever address they are given, so the token is what keeps others
+out: a client without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
+authentication on for a new cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random
+`RAY_AUTH_TOKEN` in the environment of this process, which its children inherit: nothing is written to the user's home.
+The token is one for the life of this process, because Ray's client reads it only once: a second cluster of the same
+process has the same one. The environment is as before once the cluster has stopped. What the user has set of these
+variables is honoured, with a warning where it turns authentication off. The dashboard is off; two pages of Ray's own
+metrics stay readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.process_tools import pin_process
+from disagg.cluster.system.spawn import NOT_FOR_CHILDREN
+
+MARK: Final = "DISAGG_RAY_CLUSTER"
+"""Environment variable that the processes of one private Ray are found by when it ends."""
+
+MAX_RAY_DIR_CHARS: Final = 43
+"""Ray makes socket paths of up to 64 characters below its folder, and a Unix socket's path has at most 107."""
+RAY_DIR: Final = "r"
+"""Ray's folder inside ours. Ray opens what it is given, and all below it, to every user (0777); ours stays 0700."""
+MAX_TEMP_DIR_CHARS: Final = MAX_RAY_DIR_CHARS - len(f"/r12345678/{RAY_DIR}")
+
+TOKEN_MODE: Final = "token"
+GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""How long Ray's processes serve on without their head's store before they end themselves; by default a minute."""
+GCS_RECONNECT_S: Final = "86400"
+CONNECT_TIMEOUT_S: Final = 5.0
+
+
+class PrivateEnvironment:
+    """Variables that this process, and so its children, have while a private Ray lives. Owner of those that it set."""
+
+    def __init__(self) -> None:
+        self._set: list[str] = []
+
+    def enter(self) -> None:
+        """Set what the user has not set."""
+        values = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_AUTH_MODE": TOKEN_MODE,
+            GCS_RECONNECT: GCS_RECONNECT_S,
+        }
+        if auth_mode(os.environ) == TOKEN_MODE and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            values["RAY_AUTH_TOKEN"] = _token()
+        for name, value in values.items():
+            if name not in os.environ:
+                os.environ[name] = value
+                self._set.append(name)
+
+    def leave(self) -> None:
+        """Take back what was set. Idempotent."""
+        for name in self._set:
+            os.environ.pop(name, None)
+        self._set.clear()
+
+
+@functools.cache
+def _token() -> str:
+    """The token of every private Ray that this process starts."""
+    return secrets.token_hex(32)
+
+
+def auth_mode(environ: Mapping[str, str]) -> str:
+    """How a private Ray will authenticate."""
+    return environ.get("RAY_AUTH_MODE", TOKEN_MODE).lower()
+
+
+def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell a user whose environment leaves a private Ray open."""
+    mode = auth_mode(environ)
+    if mode == TOKEN_MODE:
+        return ()
+    return (
+        f"RAY_AUTH_MODE={mode} is set: Ray's servers listen on every interface without asking for a token, so whoever "
+        "reaches this machine can run code as you; unset it unless the network keeps others out",
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Find out before Ray does, which tries for ten minutes, that nobody listens at a cluster's host:port.
+
+    Raises:
+        LaunchError: if nobody does. Other forms of address are left to Ray.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"ray.address: no Ray cluster answers at {address} ({error})") from None
+
+
+def make_temp_dir(asked: str | None) -> Path:
+    """A fresh folder that only this user can enter, in `asked` or in the system's place for temporary files. Ray's
+    sockets and logs are to be in its subfolder `RAY_DIR`.
+
+    Raises:
+        LaunchError: if `asked` is too long for Ray, or cannot be written.
+    """
+    if asked is None:
+        return Path(tempfile.mkdtemp(prefix="disagg-", dir=_short_temp_root()))
+    if len(str(Path(asked).absolute())) > MAX_TEMP_DIR_CHARS:
+        raise LaunchError(
+            f"ray.temp_dir: {asked} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
+        )
+    try:
+        Path(asked).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="r", dir=asked)).absolute()
+    except OSError as error:
+        raise LaunchError(f"ray.temp_dir: cannot make a folder in {asked} ({error.strerror})") from None
+
+
+def _short_temp_root() -> str | None:
+    """The system's folder for temporary files, unless that is too long for Ray."""
+    return None if len(tempfile.gettempdir()) <= MAX_RAY_DIR_CHARS - len(f"/disagg-12345678/{RAY_DIR}") else "/tmp"
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """What is started inside runs on these cores; afterwards this process has its own back."""
+    mine = os.sched_getaffinity(0)
+    pin_process(cores)
+    try:
+        yield
+    finally:
+        pin_process(mine)
+
+
+@contextmanager
+def environment_mark(mark: str) -> Iterator[None]:
+    """What is started inside can be told from everything else on this machine, and does not get what is the operator's
+    own."""
+    own = {name: os.environ.pop(name) for name in NOT_FOR_CHILDREN if name in os.environ}
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+        os.environ.update(own)

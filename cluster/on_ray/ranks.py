@@ -1,0 +1,187 @@
+"""The followers of a worker under Ray: one actor each, in the worker's placement group, beside rank 0's.
+
+    rank 0      each life notes where it waits for its followers, with a name of that life
+    follower    finds the note in Ray's store, notes whom it follows, joins, does what rank 0 says
+                rank 0 lost ──> ends; Ray starts it again ──> waits for the note of another life
+
+So it never goes back to a life of rank 0 that it has followed already. Whoever is still there of an earlier life when
+rank 0 begins again is frozen, and is killed then. A follower whose rank 0 Ray has given up leaves Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from disagg.cluster.hosts.ranks import rank_config, rank_name
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.names import RankSettings
+from disagg.cluster.system.logs import setup_logging
+from disagg.cluster.system.process_tools import ProcessRef, end_processes, pin_process
+from disagg.engine.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from disagg.engine.parallel.link import StartRanks
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.2
+ORPHAN_GRACE_S: Final = 5.0
+"""How long rank 0 may be unknown to Ray before a follower ends itself."""
+LEAVE_TIMEOUT_S: Final = 2.0
+"""What the followers of an earlier life get to see that it is over."""
+EXIT_LOST: Final = 3
+
+
+class Leader(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a life of rank 0 waits for its followers."""
+
+    life: str
+    """Another one in each life."""
+    address: str
+    """host:port."""
+    config: WorkerConfig
+    """Of the whole worker, on its node."""
+
+
+class Following(msgspec.Struct, frozen=True, kw_only=True):
+    """A follower's process, and the life of rank 0 that it follows."""
+
+    life: str
+    node_id: str
+    pid: int
+    start_ticks: int
+    """As in `ProcessRef`."""
+
+
+class RankActors:
+    """Implements `link.Ranks`: Ray starts and ends the processes, so this only ends the search for rank 0."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+
+    def stop(self) -> None:
+        """See `link.Ranks`; followers that still run are ended with the worker's place in Ray."""
+        ray_store.forget(ray_store.leader_key(self._worker))
+
+
+def rank_actors(config: WorkerConfig) -> StartRanks:
+    """What lets the followers of a worker find this life of its rank 0. `config` is the whole worker's."""
+
+    def start(leader_address: str) -> RankActors:
+        life = uuid.uuid4().hex
+        end_processes(_frozen(config), LEAVE_TIMEOUT_S)
+        note = Leader(life=life, address=leader_address, config=config)
+        ray_store.save(ray_store.leader_key(config.worker_id), note)
+        return RankActors(config.worker_id)
+
+    return start
+
+
+def _frozen(config: WorkerConfig) -> list[ProcessRef]:
+    """The processes on this node that follow an earlier life of rank 0: no other one has begun yet."""
+    notes = [_following(rank_name(config.worker_id, rank)) for rank in range(1, config.tp)]
+    return [ProcessRef(note.pid, note.start_ticks) for note in notes if note and note.node_id == _node_id()]
+
+
+def _following(process: str) -> Following | None:
+    return ray_store.load(ray_store.following_key(process), Following)
+
+
+def forget_ranks(worker: str, tp: int) -> None:
+    """Remove what the ranks of a worker have noted."""
+    if tp > 1:
+        ray_store.forget(ray_store.leader_key(worker))
+    for rank in range(1, tp):
+        ray_store.forget(ray_store.following_key(rank_name(worker, rank)))
+
+
+def end_followers(worker: str, tp: int) -> None:
+    """End the actors of a worker's followers for good."""
+    import ray
+
+    for rank in range(1, tp):
+        actor = ray_store.find_actor(rank_name(worker, rank))
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+
+class RankActor:
+    """One follower; see the module docstring."""
+
+    def __init__(self, settings: bytes) -> None:
+        setup_logging(os.environ)
+        self._settings = msgspec.json.decode(settings, type=RankSettings)
+        self._name = rank_name(self._settings.worker, self._settings.rank)
+        pin_process(self._settings.cores)
+        self._stopping = threading.Event()
+        threading.Thread(target=self._live, name="life", daemon=True).start()
+
+    def stop(self) -> None:
+        """Follow nobody from now on. Whom it follows now tells it to end, or is ended itself."""
+        self._stopping.set()
+
+    def _live(self) -> None:
+        try:
+            leader = self._find_leader()
+            if leader is None:
+                return
+            status = self._follow(leader)
+        except Exception:
+            logger.exception("%s broke", self._name)
+            os._exit(EXIT_LOST)
+        if status != 0:
+            os._exit(status)
+        # Rank 0 has ended in an orderly way. So does its actor now, or Ray's place for both.
+        self._find_leader()
+
+    def _find_leader(self) -> Leader | None:
+        """The life of rank 0 that is to be followed next; None when this process is to end."""
+        unknown_since: float | None = None
+        while not self._stopping.is_set():
+            following = _following(self._name)
+            leader = ray_store.load(ray_store.leader_key(self._settings.worker), Leader)
+            if leader is not None and (following is None or leader.life != following.life):
+                return leader
+            if ray_store.find_actor(self._settings.worker) is not None:
+                unknown_since = None
+            else:
+                unknown_since = unknown_since or time.monotonic()
+                if time.monotonic() - unknown_since >= ORPHAN_GRACE_S:
+                    end_this_actor()
+                    return None
+            self._stopping.wait(POLL_S)
+        return None
+
+    def _follow(self, leader: Leader) -> int:
+        from disagg.cluster.hosts.rank_process import (  # loads the engine, which a gateway does without
+            RankStart,
+            be_rank,
+        )
+
+        rank = self._settings.rank
+        mine = ProcessRef.of(os.getpid())
+        note = Following(life=leader.life, node_id=_node_id(), pid=mine.pid, start_ticks=mine.start_ticks)
+        ray_store.save(ray_store.following_key(self._name), note)
+        config = rank_config(leader.config, rank, sees_all_devices=False)
+        secret = ray_store.cluster_secret()
+        return be_rank(RankStart(config=config, rank=rank, leader_address=leader.address, secret=secret))
+
+
+def end_this_actor() -> None:
+    """End the actor that this process is, for good: without this, Ray would start it again."""
+    import ray
+
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,154 @@
+"""The controller's actor, from outside: made, found, asked, ended. Used by `disagg up`, whose controller ends with it,
+and by `disagg cluster`, whose controller stands by itself in a Ray cluster.
+
+All of it needs an open `ray_session.Session`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from disagg.cluster.config.cluster_config import ClusterConfig, active_pools
+from disagg.cluster.control.control_link import ask
+from disagg.cluster.control.launch import CHECK_STOP_INTERVAL_S, new_secret
+from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.launcher import present_actors, present_groups, remove_group, stop_actors
+from disagg.cluster.on_ray.names import CONTROLLER, ControllerAnswer, ControllerSettings
+from disagg.cluster.system.errors import LaunchError
+from disagg.proto.control import ControlReply, ControlRequest, PoolName
+from disagg.proto.errors import UnavailableError
+
+STOP_TIMEOUT_S: Final = 45.0
+"""What a controller gets to end its workers side by side and itself; each step has a shorter limit of its own."""
+
+
+def find_controller() -> Any | None:
+    """The controller's actor, unless Ray has given it up."""
+    import ray
+
+    try:
+        return ray.get_actor(CONTROLLER, ray_store.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
+    """Begin a controller on this node; `detached` lets it outlive this process. What an earlier one left is ended.
+
+    Raises:
+        LaunchError: if there is one already.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from disagg.cluster.on_ray.actors import ControllerActor
+
+    if find_controller() is not None:
+        raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")
+    sweep()
+    ray_store.save(ray_store.CONFIG, settings.config)
+    ray_store.save(ray_store.SECRET, new_secret(settings.config.network))
+    here = ray.get_runtime_context().get_node_id()
+    options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+    actor_class = ray.remote(ControllerActor).options(
+        name=CONTROLLER,
+        namespace=ray_store.NAMESPACE,
+        max_restarts=-1,
+        max_concurrency=4,  # `stop` must not wait for an `answer` that waits
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+        **options,
+    )
+    return actor_class.remote(msgspec.json.encode(settings))
+
+
+def wait_for_answer(actor: Any, check_stop: Callable[[], None], timeout_s: float) -> ControllerAnswer:
+    """Until the controller listens.
+
+    Raises:
+        LaunchError: if it cannot start, or is late.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    pending = [actor.answer.remote()]
+    while not ray.wait(pending, timeout=CHECK_STOP_INTERVAL_S)[0]:
+        check_stop()
+        if time.monotonic() >= deadline:
+            raise LaunchError(f"the controller did not start within {timeout_s:g} s")
+    try:
+        answer = msgspec.json.decode(ray.get(pending[0]), type=ControllerAnswer)
+    except ray.exceptions.RayError as error:
+        raise LaunchError(f"the controller's actor failed: {str(error).strip().splitlines()[-1]}") from error
+    if answer.error:
+        raise LaunchError(answer.error)
+    return answer
+
+
+def controller_address() -> str | None:
+    """host:port where the controller listened last, if it ever did."""
+    return ray_store.load(ray_store.CONTROLLER_ADDRESS, str)
+
+
+def ask_controller(request: ControlRequest) -> ControlReply:
+    """What the controller answers. Raises `UnavailableError` while it is away."""
+    address = controller_address()
+    if address is None:
+        raise UnavailableError("the controller does not listen yet", "controller_away")
+    return ask(address, request, ray_store.cluster_secret())
+
+
+def end_controller(actor: Any | None) -> None:
+    """End gateway, workers and controller, whatever state they are in; nothing of ours is left in Ray."""
+    import ray
+
+    if actor is not None:
+        ray.wait([actor.stop.remote()], timeout=STOP_TIMEOUT_S)
+        ray.kill(actor, no_restart=True)
+    sweep()
+
+
+def sweep() -> None:
+    """End actors, groups and notes that have no controller."""
+    actors = [actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None]
+    if actors:
+        stop_actors(actors)
+    for name in present_groups():
+        remove_group(name)
+    ray_store.clear()
+
+
+def changed_sizes(running: ClusterConfig, asked: ClusterConfig) -> dict[PoolName, int]:
+    """The pool sizes in which a configuration differs from the one that runs.
+
+    Raises:
+        LaunchError: naming what else differs; that cannot be changed while the cluster runs.
+    """
+    other = sorted(set(_values(running).items()) ^ set(_values(asked).items()))
+    sizes = {f"pools.{name}.size": name for name, _ in active_pools(asked)}
+    names = {path for path, _ in other}
+    if fixed := sorted(names - set(sizes)):
+        raise LaunchError(
+            f"a cluster runs here with another configuration ({', '.join(fixed)} differ); end it first with "
+            "`disagg cluster stop`"
+        )
+    return {sizes[path]: dict(active_pools(asked))[sizes[path]].size for path in names}
+
+
+def _values(config: ClusterConfig) -> dict[str, str]:
+    """Dotted path of each key of the file -> its value as text."""
+    values: dict[str, str] = {}
+
+    def visit(path: str, value: object) -> None:
+        if isinstance(value, dict) and not path.endswith(".node_labels"):
+            for key, inner in value.items():
+                visit(f"{path}.{key}" if path else str(key), inner)
+        else:
+            values[path] = repr(value)
+
+    visit("", msgspec.to_builtins(config))
+    return values

@@ -1,0 +1,1 @@
+"""The operating system: processes, cores, logs, the terminal."""

@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, load_config, override, parse_config
+from disagg.cluster.config.reader import parse_size
+from disagg.proto.errors import ConfigError
+from disagg.router.gateway.config import TlsFiles, is_loopback
+
+POOL_KEYS = (
+    "size, tp, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, step_ahead, "
+    "max_num_seqs, decode_reserve_tokens, watermark, cached_share, cached_keep_s, swap_bytes, device, node_labels"
+)
+SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
+
+
+@pytest.mark.parametrize("raw", [None, {}, {"pools": None}, {"pools": {"prefill": {}}}])
+def test_everything_has_a_default(raw: object) -> None:
+    config = parse_config(raw)
+    assert config == ClusterConfig()
+    assert config.mode == "disaggregated"
+    assert config.pools.prefill.size == config.pools.decode.size == 1
+    assert (config.gateway.host, config.gateway.port) == ("127.0.0.1", 8470)
+
+
+def test_the_whole_file_as_documented(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        """
+        model: {name: smollm2-135m, path: null, dtype: float32}
+        gateway: {host: 127.0.0.1, port: 9000, max_queued: 7}
+        mode: colocated
+        pools:
+          prefill: {size: 2, tp: 3, num_threads: 1, cores: [0, 1, 5], kv_cache_bytes: 1GiB, token_budget: 128}
+          colocated: {size: 4, cores: none, block_size: 32, max_num_seqs: 9, device: cpu}
+        placement: {local_prefill: never}
+        transfer: {transport: gloo, chunk_bytes: 1MiB, staging_bytes: 8MiB, lease_timeout_s: 3, heartbeat_s: 0.25}
+        ray: {address: local, temp_dir: /tmp/x}
+        """
+    )
+    config = load_config(file)
+    assert config.model.dtype == "float32"
+    assert config.gateway.max_queued == 7
+    assert config.mode == "colocated"
+    assert config.pools.prefill == PoolConfig(
+        size=2, tp=3, num_threads=1, cores=(0, 1, 5), kv_cache_bytes=2**30, num_blocks=None, token_budget=128
+    )
+    assert config.pools.colocated == PoolConfig(size=4, cores="none", block_size=32, max_num_seqs=9)
+    assert config.placement.local_prefill == "never"
+    assert (config.transfer.chunk_bytes, config.transfer.staging_bytes) == (2**20, 2**23)
+    assert (config.transfer.lease_timeout_s, config.transfer.heartbeat_s) == (3.0, 0.25)
+    assert config.ray.temp_dir == "/tmp/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "pools: {prefill: {sizee: 1}}",
+            f"pools.prefill.sizee: unknown key, did you mean 'size'?; allowed here: {POOL_KEYS}",
+        ),
+        ("zzz: 1", f"zzz: unknown key; allowed here: {SECTIONS}"),
+        ("7: 1", f"7: unknown key; allowed here: {SECTIONS}"),
+        (
+            "mode: collocated",
+            "mode: 'collocated' is not allowed, did you mean 'colocated'?; choose from: disaggregated, colocated",
+        ),
+        ("mode: [colocated]", "mode: expected disaggregated | colocated; got ['colocated']"),
+        ("placement: {local_prefill: no}", "placement.local_prefill: expected auto | never; got False"),
+        ("pools: {decode: {cores: 5}}", "pools.decode.cores: expected auto | none | array; got 5"),
+        (
+            "modle: {name: x}",
+            f"modle: unknown key, did you mean 'mode' or 'model'?; allowed here: {SECTIONS}",
+        ),
+        (
+            "pools: {decode: {scheduling: static}}",
+            "pools.decode.scheduling: static is for workers with both roles (mode colocated); choose decode_first",
+        ),
+        ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
+        ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
+        (
+            "model: {quantization: int4}",
+            "model.quantization: 'int4' is not allowed, did you mean 'int8'?; choose from: none, int8, fp8",
+        ),
+        (
+            "model: {quantization: int8, dtype: float32}",
+            "model.quantization: int8 needs dtype bfloat16, not float32",
+        ),
+        (
+            "{model: {quantization: int8}, pools: {prefill: {device: cuda}, decode: {device: 'cuda:1'}}}",
+            "model.quantization: int8 is for device cpu, not cuda",
+        ),
+        (
+            "{model: {quantization: fp8}}",
+            "model.quantization: fp8 is for device cuda, not cpu",
+        ),
+        (
+            "{model: {kv_cache_dtype: fp8}}",
+            "model.kv_cache_dtype: fp8 is for device cuda, not cpu",
+        ),
+        (
+            "{model: {quantization: int8}, pools: {decode: {tp: 2}}}",
+            "model.quantization: int8 is for workers of one rank, not of 2",
+        ),
+        (
+            "model: {share_weights: maybe}",
+            "model.share_weights: expected bool; got 'maybe'",
+        ),
+        (
+            "{model: {share_weights: true}, pools: {decode: {tp: 2}}}",
+            "model.share_weights: only workers of one rank share their weights, not of 2",
+        ),
+        (
+            "{model: {share_weights: true}, pools: {prefill: {device: cuda}, decode: {device: 'cuda:1'}}}",
+            "model.share_weights: only weights on device cpu are shared, not on cuda",
+        ),
+        (
+            "transfer: {transport: gluon}",
+            "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; "
+            "choose from: gloo, shm, nccl, local, auto",
+        ),
+        ("pools: {decode: {size: 0}}", "pools.decode.size: expected int >= 1; got 0"),
+        ("pools: {decode: {size: two}}", "pools.decode.size: expected int; got 'two'"),
+        ("pools: {decode: {size: true}}", "pools.decode.size: expected int; got True"),
+        ("pools: {decode: 3}", "pools.decode: expected a mapping of keys to values; got 3"),
+        ("- a", "the configuration: expected a mapping of keys to values; got ['a']"),
+        (
+            "pools: {decode: {kv_cache_bytes: 1 apple}}",
+            "pools.decode.kv_cache_bytes: '1 apple' is not a size such as 64MiB, 1GiB or 1000000",
+        ),
+        ("pools: {decode: {kv_cache_bytes: -5}}", "pools.decode.kv_cache_bytes: expected int >= 1; got -5"),
+        ("pools: {decode: {cores: all}}", "pools.decode.cores: 'all' is not allowed; choose from: auto, none"),
+        ("pools: {decode: {cores: [-1]}}", "pools.decode.cores: expected int >= 0; got [-1]"),
+        (
+            "pools: {decode: {cores: [1, 1]}}",
+            "pools.decode.cores: expected auto, none, or a list of different cores; got [1, 1]",
+        ),
+        (
+            "pools: {decode: {cores: [1], num_threads: 2}}",
+            "pools.decode.num_threads: 2 threads do not fit on 1 cores",
+        ),
+        ("pools: {decode: {cores: [1], tp: 2}}", "pools.decode.tp: 2 ranks do not fit on 1 cores"),
+        (
+            "pools: {decode: {cores: [1, 2, 3], tp: 2, num_threads: 2}}",
+            "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",
+        ),
+        ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
+        ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),
+        ("pools: {prefill: {device: tpu}}", "pools.prefill.device: expected cpu, cuda or cuda:<index>; got 'tpu'"),
+        (
+            "pools: {prefill: {device: cuda}}",
+            "pools.decode.device: all pools need the same kind of device; got cpu, cuda",
+        ),
+        ("pools: {prefill: {watermark: 1.0}}", "pools.prefill.watermark: expected float < 1.0; got 1.0"),
+        (
+            "transfer: {transport: nccl}",
+            "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu",
+        ),
+        (
+            "{transfer: {transport: shm}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
+            "transfer.transport: shm moves KV of device cpu only; use nccl or auto with device cuda",
+        ),
+        (
+            "{transfer: {transport: gloo}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
+            "transfer.transport: gloo moves KV of device cpu only; use nccl or auto with device cuda",
+        ),
+        (
+            "transfer: {chunk_bytes: 2MiB, staging_bytes: 1MiB}",
+            "transfer.chunk_bytes: 2097152 is larger than transfer.staging_bytes (1048576)",
+        ),
+        (
+            "transfer: {heartbeat_s: 3}",
+            "transfer.heartbeat_s: 3.0 must be at most half of transfer.lease_timeout_s (5.0), "
+            "or leases run out between heartbeats",
+        ),
+        ("transfer: {lease_timeout_s: .nan}", "transfer.lease_timeout_s: expected float > 0.0; got nan"),
+        ("transfer: {lease_timeout_s: .inf}", "transfer.lease_timeout_s: expected float <= 86400.0; got inf"),
+        ("gateway: {port: 70000}", "gateway.port: expected int <= 65535; got 70000"),
+        (
+            "gateway: {host: 0.0.0.0}",
+            "gateway.host: 0.0.0.0 can be reached by others; "
+            "set gateway.tls, because keys, prompts and answers would travel in clear text; "
+            "and gateway.api_keys or gateway.tls.client_ca, because everybody would be let in; "
+            "or bind to 127.0.0.1; or say gateway.insecure: true",
+        ),
+    ],
+)
+def test_a_mistake_names_its_place_and_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(yaml.safe_load(text))
+    assert str(caught.value) == message
+
+
+def test_a_pool_that_the_mode_does_not_use_may_be_odd() -> None:
+    raw: dict[str, Any] = {"mode": "colocated", "pools": {"prefill": {"block_size": 24}}}
+    assert parse_config(raw).pools.prefill.block_size == 24
+
+
+def test_binding_to_other_interfaces_must_be_asked_for_by_name() -> None:
+    assert parse_config({"gateway": {"host": "0.0.0.0", "insecure": True}}).gateway.host == "0.0.0.0"
+
+
+def test_http_is_beside_grpc() -> None:
+    ports = [{}, {"port": 9000}, {"port": 0}, {"http_port": 5}, {"http_port": 0}, {"http_port": None}]
+    assert [parse_config({"gateway": each}).gateway.chosen_http_port for each in ports] == [8471, 9001, 0, 5, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "message"),
+    [
+        ({"port": 5, "http_port": 5}, "gateway.http_port: 5 is gateway.port already; gRPC and HTTP need one each"),
+        ({"port": 65535}, "gateway.http_port: there is no port after 65535; say which to take, or null"),
+        ({"http_port": 65536}, "gateway.http_port: expected int <= 65535; got 65536"),
+        ({"http_port": "next"}, "gateway.http_port: 'next' is not allowed; choose from: auto"),
+    ],
+)
+def test_ports_that_cannot_be(gateway: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": gateway})
+    assert str(caught.value) == message
+
+
+TLS = {"cert": "/c", "key": "/k"}
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        {"tls": TLS, "api_keys": "/a"},
+        {"tls": {**TLS, "client_ca": "/ca"}},
+        {"insecure": True},
+        {"insecure": True, "api_keys": "/a"},
+        {"insecure": True, "tls": TLS},
+    ],
+)
+def test_what_others_may_reach(gateway: dict[str, Any]) -> None:
+    parse_config({"gateway": {"host": "0.0.0.0", **gateway}})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "missing"),
+    [
+        ({"tls": TLS}, "gateway.api_keys or gateway.tls.client_ca, because everybody would be let in"),
+        ({"api_keys": "/a"}, "gateway.tls, because keys, prompts and answers would travel in clear text"),
+    ],
+)
+def test_half_of_what_others_reaching_it_needs(gateway: dict[str, Any], missing: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": {"host": "10.0.0.1", **gateway}})
+    assert str(caught.value) == (
+        f"gateway.host: 10.0.0.1 can be reached by others; set {missing}; "
+        "or bind to 127.0.0.1; or say gateway.insecure: true"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        ({"cert": "/c"}, "gateway.tls.key: must be set where gateway.tls is"),
+        ({**TLS, "ca": "/x"}, "gateway.tls.ca: unknown key; allowed here: cert, key, client_ca"),
+        ("/c", "gateway.tls: expected a mapping of keys to values; got '/c'"),
+    ],
+)
+def test_a_tls_section_that_cannot_be(tls: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gateway": {"tls": tls}})
+    assert str(caught.value) == message
+
+
+def test_files_are_found_from_the_configuration_s_folder(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.yaml"
+    file.write_text("gateway: {api_keys: keys.yaml, tls: {cert: tls/c.pem, key: /etc/k.pem}}")
+    gateway = load_config(file).gateway
+    assert gateway.api_keys == str(tmp_path / "keys.yaml")
+    assert gateway.tls == TlsFiles(cert=str(tmp_path / "tls/c.pem"), key="/etc/k.pem")
+    assert override(load_config(file), {}).gateway == gateway
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.8.8.8", True), ("10.0.0.1", False), ("box", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("10", 10),
+        ("1KiB", 1024),
+        ("1.5GiB", 3 << 29),
+        ("64 MiB", 64 << 20),
+        ("2GB", 2 * 10**9),
+        ("3k", 3072),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1MiB", "1XB", "1e3", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_override_is_checked_like_the_file() -> None:
+    config = override(ClusterConfig(), {"pools.decode.size": 3, "model.path": "fake"})
+    assert (config.pools.decode.size, config.model.path) == (3, "fake")
+    with pytest.raises(ConfigError, match=r"^pools\.decode\.size: expected int >= 1; got 0$"):
+        override(ClusterConfig(), {"pools.decode.size": 0})
+
+
+def test_override_keeps_what_the_file_said() -> None:
+    config = parse_config({"pools": {"prefill": {"cores": [3]}}, "gateway": {"max_queued": 5}})
+    assert override(config, {"gateway.port": 0}).pools.prefill.cores == (3,)
+    assert override(config, {}) == config
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("pools: {")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("text", ["mode: colocated\nmode: disaggregated", "pools: {decode: {size: 1, size: 2}}"])
+def test_a_key_that_is_written_twice(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"twice\.yaml: not valid YAML \('(mode|size)' is written twice in .* line 1"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [({}, "smollm2-135m"), ({"name": "a"}, "a"), ({"path": "/m/b"}, "b"), ({"path": "/m/b", "name": "c"}, "c")],
+)
+def test_the_name_that_requests_use(model: dict[str, str], name: str) -> None:
+    assert parse_config({"model": model}).model.served_name == name
