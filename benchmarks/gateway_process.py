@@ -1,5 +1,5 @@
-"""The measured process of the gateway's benchmark: router and gateway as `cluster/hosts/gateway_host.py` puts them together,
-without a controller.
+"""The measured process of the gateway's benchmark: router and gateway as `gateway_host.py` puts them
+together, without a controller.
 
     python -m benchmarks.gateway_process, then lines of JSON:
 

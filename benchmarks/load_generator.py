@@ -2,9 +2,9 @@
 
 python benchmarks/load_generator.py --json FILE
 
-The fake server (loadtests/generator/fake_server.py) runs on the last core, the generator, which is Locust with our locustfile,
-on the first. Each request has a TTFT and a TPOT of its own; the error is what was measured minus what was planned. The
-server's lag, how late it handed its messages to gRPC, is part of the error and shown beside it.
+The fake server (loadtests/generator/fake_server.py) runs on the last core, the generator, which is Locust with our
+locustfile, on the first. Each request has a TTFT and a TPOT of its own; the error is what was measured minus what was
+planned. The server's lag, how late it handed its messages to gRPC, is part of the error and shown beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the controller needs of whatever starts processes: Ray (`ray_launcher.py`) or this machine (`processes.py`)."""
+"""What the controller needs of whatever starts processes: Ray (`on_ray/launcher.py`) or this machine (`hosts/processes.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`python -m disagg.cluster.hosts.gateway_process`: the gateway with the router core as a child process; see `child.py` for
-its life."""
+"""`python -m disagg.cluster.hosts.gateway_process`: the gateway and the router as a child process (`child.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`python -m disagg.cluster.hosts.worker_process`: one worker as a child process, which starts the other ranks of the worker,
-if it has any, as its own; see `child.py` for its life."""
+"""`python -m disagg.cluster.hosts.worker_process`: one worker as a child process (`child.py`).
+
+It starts the other ranks of the worker, if there are any, as children of its own.
+"""
 
 from __future__ import annotations
 

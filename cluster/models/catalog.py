@@ -5,7 +5,7 @@
 
 A folder has `config.json`, `generation_config.json`, safetensors, `tokenizer.json`, `tokenizer_config.json`, perhaps
 `chat_template.jinja`, and `manifest.json` with the source and a SHA-256 of each file
-(model_files.py). It appears whole or not at all:
+(files.py). It appears whole or not at all:
 staging is renamed in one step. Only safetensors are taken, and no code of a checkpoint is ever run or kept. After an
 import no network is needed.
 """

@@ -1,5 +1,5 @@
 """What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`), and the controller
-(`ControllerActor`). A worker's other ranks are in `ray_ranks.py`.
+(`ControllerActor`). A worker's other ranks are in `ranks.py`.
 
 An actor *is* the process: its content runs on threads of its own, begun when the actor is made, and no actor method is
 needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the

@@ -6,7 +6,7 @@
 No signal may raise inside Ray: its compiled code turns the exception into another one, or crashes. A start is ended
 between calls of Ray, each of which is short but `ray.init`.
 
-How a private Ray is kept private: see `ray_private.py`. Joining a cluster, its own rules apply.
+How a private Ray is kept private: see `private.py`. Joining a cluster, its own rules apply.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A GGUF file becomes a checkpoint folder: bf16 safetensors, configs, a fast tokenizer and the chat template.
 
-Run as a program (`python -m disagg.engine.checkpoint.convert SOURCE.gguf TARGET_FOLDER`), so that the command line never loads
-torch: it exits 0 with the folder complete, or 1 with one line on standard error. It reads one tensor at a time and
-checks the result against the parameter names and shapes of the architecture before it writes anything.
+Run as a program (`python -m disagg.engine.checkpoint.convert SOURCE.gguf TARGET_FOLDER`), so that the command line
+never loads torch: it exits 0 with the folder complete, or 1 with one line on standard error. It reads one tensor at a
+time and checks the result against the parameter names and shapes of the architecture before it writes anything.
 
 Config and tokenizer come from `transformers`; the weights are read with the `gguf` package, because the loader of
 `transformers` wants `accelerate`. Source of the format: the GGUF specification and llama.cpp's converter, whose two

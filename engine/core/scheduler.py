@@ -28,7 +28,7 @@ host memory is full, or the copy fails, it must be computed again: here, if this
 it ends as `preempted`, and the router has its prompt and output computed where that is done. An attempt brings at least
 the token that was sampled with its prompt, so that is no livelock.
 
-No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see `room.py`.
+No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see `blocks/kv_cache_manager.py`.
 """
 
 from __future__ import annotations

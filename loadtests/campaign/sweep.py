@@ -1,7 +1,8 @@
 """`disagg load sweep`: the largest rate at which enough requests meet their limits.
 
-Rates come from loadtests/verdict/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a cluster
-that runs already gets prompts of its own at every rate, or its prefix caches would know them from the rate before.
+Rates come from loadtests/verdict/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a
+cluster that runs already gets prompts of its own at every rate, or its prefix caches would know them from the rate
+before.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.limits import CallDemand
 from disagg.router.placement.draw import Draw, mixed
 from disagg.router.placement.fleet import Fleet
-from disagg.router.policies import create
+from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events, integrity
 from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal

@@ -8,8 +8,8 @@ hashes.
     unknown ──snapshot──> synced ──next report──> synced
                              └──gap──> unknown          the caller asks for a new stream, once
 
-What a worker reports is prefix-closed: it has a block only with the whole chain before it (engine/blocks/prefix_cache.py). A
-match is exact because of that.
+What a worker reports is prefix-closed: it has a block only with the whole chain before it
+(engine/blocks/prefix_cache.py). A match is exact because of that.
 
 Predictions. A request placed on a worker makes it have the blocks of the prompt soon. `predict` lets them count at once
 for `PREDICTED_FOR_S`, so that the next request with the same prefix sees them before the event comes. Predicted blocks

@@ -150,7 +150,7 @@ def read(path: str) -> str:
 
 
 def module_name(path: str) -> str:
-    """`engine/model/llama.py` -> `disagg.engine.runner.model.llama`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
+    """`engine/core/steps.py` -> `disagg.engine.core.steps`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
     parts = PurePosixPath(path.removeprefix("src/disagg/")).with_suffix("").parts
     return ".".join(("disagg", *(part for part in parts if part != "__init__")))
 

@@ -11,7 +11,7 @@ from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.placement.draw import in_turn
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Choice, Demand, choose
-from disagg.router.policies import create
+from disagg.router.placement.policies import create
 from disagg.router.workers.books import Booking, marks_of
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs

@@ -51,7 +51,7 @@ PURE = (
     "router/placement/order.py",
     "router/workers/pairs.py",
     "router/placement/placement.py",
-    "router/policies/*.py",
+    "router/placement/policies/*.py",
     "router/placement/pools.py",
     "router/workers/prefix_index.py",
     "router/workers/prefix_match.py",

@@ -172,9 +172,7 @@ def test_planted_faults_are_found() -> None:
         "adr/9999-none.md",
         "#nowhere",
     ]
-    assert missing_files(
-        "`router/requests/router_core.py`, core.py and `engine/nothing.py`; cluster/ray_*.py, x_*.py"
-    ) == [
+    assert missing_files("`router/api.py`, session.py and `engine/nothing.py`; cluster/on_ray/*.py, x_*.py") == [
         "engine/nothing.py",
         "x_*.py",
     ]

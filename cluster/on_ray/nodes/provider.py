@@ -5,8 +5,8 @@
     ray down  (launching machine)  terminate_node(head, then workers) until none is left
 
 Ray's own provider for machines that are there already refuses node types, and so labels and pools. These two are named
-in a cluster file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray calls
-their methods from several threads and from both machines; what they know is in a file (`node_state.py`).
+in a cluster file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray
+calls their methods from several threads and from both machines; what they know is in a file (`state.py`).
 
 `StaticSshProvider` (hosts by node type in `provider.hosts`): a node is a host with a running Ray. The launching machine
 knows the head only; so `ray down` ends Ray on every host of the pools, used or not: the hosts belong to the cluster.

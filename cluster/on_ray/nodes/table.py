@@ -5,7 +5,7 @@
     its state changes     tag()
     a node is terminated  remove()  its host is free again
 
-Kept in a file by `node_state.py`. The machine that runs `ray up` and the head each have such a table: the first one
+Kept in a file by `state.py`. The machine that runs `ray up` and the head each have such a table: the first one
 knows the head, the second one knows all nodes.
 """
 

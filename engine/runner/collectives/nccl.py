@@ -2,7 +2,7 @@
 
 NOT VERIFIED: written from the documentation, on a machine without a GPU; no test has run it. Importable everywhere.
 
-The ranks meet as in `gloo_collective.py`. Exchanges are queued on the current stream, behind what computes their input
+The ranks meet as in `gloo.py`. Exchanges are queued on the current stream, behind what computes their input
 and before what reads their result; no thread waits for them. A rank that is lost leaves the others' streams hanging:
 rank 0 sees it on its line to that rank, and the processes end.
 """

@@ -1,4 +1,4 @@
-"""What `disagg load run`, `sweep` and `compare` do; the options are declared in load_cli.py."""
+"""What `disagg load run`, `sweep` and `compare` do; the options are declared in load.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What `disagg doctor` looks at in a running cluster: ports, keys, health, workers, and that KV moves on every pair.
 
-    gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): see `doctor_pairs.py`
+    gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): see `pairs.py`
 
 What others depend on comes first, and ends it when it fails. The judging functions are pure.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg.router.placement.placement import Candidate, Demand, Weight
-from disagg.router.policies.base import Simple
+from disagg.router.placement.policies.base import Simple
 from disagg.router.workers.worker import Worker
 
 

@@ -6,7 +6,7 @@ It sees what is cached on the workers that it looks at, but does not look for wo
 from __future__ import annotations
 
 from disagg.router.placement.placement import Candidate, Demand, Weight
-from disagg.router.policies.base import Simple
+from disagg.router.placement.policies.base import Simple
 from disagg.router.workers.worker import Worker
 
 

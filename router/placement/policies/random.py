@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg.router.placement.draw import Draw
-from disagg.router.policies.base import Simple
+from disagg.router.placement.policies.base import Simple
 
 
 class Random(Simple):

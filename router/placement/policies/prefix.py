@@ -6,7 +6,7 @@ The textbook's affinity: a hot prefix stays where it is, however long the queue 
 from __future__ import annotations
 
 from disagg.router.placement.placement import Candidate, Demand, Weight
-from disagg.router.policies.least_loaded import LeastLoaded, utilization
+from disagg.router.placement.policies.least_loaded import LeastLoaded, utilization
 
 
 class Prefix(LeastLoaded):
