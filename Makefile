@@ -22,7 +22,7 @@ QUIET := sh scripts/quiet.sh
 INSTALL := -m pip --disable-pip-version-check -q install --no-compile
 PIP := $(BIN)/python $(INSTALL)
 unexport PYTHONDONTWRITEBYTECODE
-USED := disagg.cluster.on_ray.actors, disagg.engine.checkpoint.convert, disagg.engine.runner.model_runner, disagg.router.gateway.server
+USED := disagg.cluster.on_ray.controller, disagg.engine.checkpoint.convert, disagg.engine.runner.model_runner, disagg.router.gateway.server
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -94,6 +94,7 @@ lint: $(STAMP) ## ruff, mypy (strict) and buf
 	@echo "ruff format"; $(BIN)/ruff format --check .
 	@echo "mypy";        $(BIN)/mypy -p disagg -p tests -p benchmarks
 	@echo "buf lint";    $(BIN)/buf lint
+	@$(BIN)/python -m tests.support.architecture
 
 format: $(STAMP) ## rewrite the code in the one format
 	@$(BIN)/ruff check --fix-only -q .

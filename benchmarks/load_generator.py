@@ -28,10 +28,10 @@ from benchmarks.serving import positive
 from disagg.cluster.system.process_tools import available_cores
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
+from disagg.loadtests.records import RequestRecord, read_file
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo, evaluate
-from disagg.loadtests.verdict.records import RequestRecord, read_file
 from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.scenario import Scenario
 from disagg.loadtests.workload.workload import RandomWorkload, plan_requests
 
 STALL_AT_S = 2.0

@@ -29,10 +29,10 @@ from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import stand_in
-from disagg.engine.runner.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.parameters import pack_parameters
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.weights import load_parameters

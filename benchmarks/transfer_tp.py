@@ -33,14 +33,8 @@ from benchmarks.transfer_rates import (
     in_turn,
     rate_of,
 )
-from disagg.engine.kv_transfer.transports.transport import (
-    Connector,
-    PairTransport,
-    Rendezvous,
-    make_connector,
-    make_rendezvous,
-    nobody_waits,
-)
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, nobody_waits
 from disagg.engine.parallel.channels import RankChannels
 from disagg.engine.parallel.transport import OpenChannel
 from disagg.engine.sharding.routes import PairPlan, plan_pair

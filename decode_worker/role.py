@@ -30,7 +30,8 @@ from disagg.engine.commands import (
 from disagg.engine.kv_transfer.effects import ReceiveOver
 from disagg.engine.kv_transfer.pair_state import to_make_room
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.transport import Rendezvous, make_rendezvous
+from disagg.engine.kv_transfer.transports.factory import make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.routes import plan_pair
 from disagg.engine.shell.role import RoleContext

@@ -36,7 +36,8 @@ from disagg.engine.kv_transfer.pair_state import TransitionError
 from disagg.engine.kv_transfer.reasons import PAIR_LOST
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector
+from disagg.engine.kv_transfer.transports.factory import make_connector
+from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.routes import plan_pair

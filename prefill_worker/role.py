@@ -17,7 +17,7 @@ from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, Prefill
 from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
 from disagg.engine.kv_transfer.pair_state import to_make_room
 from disagg.engine.kv_transfer.reasons import PAIR_LOST, kind_of_failure
-from disagg.engine.kv_transfer.transports.transport import make_connector
+from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId

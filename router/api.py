@@ -13,7 +13,7 @@ from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.limits import NO_LIMITS, CallDemand, TenantLimits
-from disagg.router.telemetry.tally import Rates, Tally
+from disagg.router.statistics import Rates, RouterStats
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -261,7 +261,7 @@ class ClusterView:
     slos: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Of the last minute: "ttft", "tpot" and "both" (all that it had) -> (requests that met it, requests that had
     it)."""
-    tally: Tally = field(default_factory=Tally)
+    tally: RouterStats = field(default_factory=RouterStats)
     """Sums over all requests; grows on."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
     """Of every worker that was ever seen: sums over all of its lives; they never fall."""

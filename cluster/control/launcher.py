@@ -1,4 +1,4 @@
-"""What the controller needs of whatever starts processes: Ray (`on_ray/launcher.py`) or this machine (`hosts/processes.py`)."""
+"""What the controller needs of a launcher: Ray (`on_ray/launcher.py`) or this machine (`hosts/processes.py`)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     host = WorkerHost(config, resolve) or GatewayHost(launch, resolve)
     host.start();  ...  host.crashed or host.unwanted?  ...;  host.stop()
 
-Both launchers use them: the child processes of `processes.py` and the actors of `on_ray/actors.py`. A host speaks to the
-controller by itself, also when it cannot start; `resolve` says where the controller is now.
+Both launchers use them: the child processes of `processes.py` and the actors of `on_ray/actors.py`. A host speaks to
+the controller by itself, also when it cannot start; `resolve` says where the controller is now.
 """
 
 from __future__ import annotations

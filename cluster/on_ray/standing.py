@@ -45,7 +45,7 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from disagg.cluster.on_ray.actors import ControllerActor
+    from disagg.cluster.on_ray.controller import ControllerActor
 
     if find_controller() is not None:
         raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")

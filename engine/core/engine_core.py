@@ -49,6 +49,7 @@ from disagg.engine.core.counters import EngineTotals
 from disagg.engine.core.intake import covered_until, new_sequence, refusal
 from disagg.engine.core.lazy_heap import LazyHeap
 from disagg.engine.core.scheduler import Effect, Scheduler
+from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.steps import Steps, failed
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
@@ -373,7 +374,7 @@ class EngineCore:
         sequences = self._scheduler.sequences
         reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
-        problems = self._scheduler.check_integrity()
+        problems = scheduler_findings(self._scheduler)
         if reserved != self._landed.keys():
             problems.append("landed ranges are kept for other sequences than the reserved ones")
         if with_deadline != len(self._deadlines):

@@ -28,7 +28,8 @@ host memory is full, or the copy fails, it must be computed again: here, if this
 it ends as `preempted`, and the router has its prompt and output computed where that is done. An attempt brings at least
 the token that was sampled with its prompt, so that is no livelock.
 
-No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see `blocks/kv_cache_manager.py`.
+No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see
+`blocks/kv_cache_manager.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.batching import before_tail, chunk_length, finish_reason, queue_order
 from disagg.engine.core.lazy_heap import LazyHeap
-from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -209,7 +209,6 @@ class Scheduler:
             case "static":
                 self._form_batch()
                 plan = self._plan_one_kind(may_admit=False)
-        check_plan(self, plan)
         return plan
 
     def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
@@ -395,9 +394,3 @@ class Scheduler:
     def _take_from_queue(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
         self.num_preempted -= sequence.num_preemptions > 0
-
-    # ------------------------------------------------------------ audit
-
-    def check_integrity(self) -> list[str]:
-        """Findings; empty when sound. Costs O(blocks + sequences): for idle moments and tests."""
-        return scheduler_findings(self)

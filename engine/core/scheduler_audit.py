@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence, SequenceState
-
-if TYPE_CHECKING:
-    from disagg.engine.core.scheduler import Scheduler
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequence] = ()) -> None:
@@ -35,7 +32,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:
-    """What is wrong between two steps; empty when sound. Costs O(blocks + sequences)."""
+    """What is wrong between two steps; empty when sound. Costs O(blocks + sequences): for idle moments and tests."""
     sequences = scheduler.sequences.values()
     problems = scheduler.blocks.check_integrity(
         [s.block_table for s in sequences], sum(s.reserved_blocks for s in sequences)

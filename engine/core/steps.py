@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from disagg.engine.commands import Ended, Event, TokenSampled
 from disagg.engine.core.ahead import NOTHING, may_launch, plan_ahead
 from disagg.engine.core.scheduler import Scheduler
+from disagg.engine.core.scheduler_audit import check_plan
 from disagg.engine.plan import BadLogitsError, Launched, Launcher, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 
@@ -52,7 +53,9 @@ class Steps:
     def plan(self) -> StepPlan:
         """What to compute next. Empty where that is nothing, or where the step under way must be finished first."""
         if self._under_way is None:
-            return self._scheduler.schedule()
+            plan = self._scheduler.schedule()
+            check_plan(self._scheduler, plan)
+            return plan
         launcher = self._runner.launcher
         if launcher is None:  # Its captures do not work any more.
             return NOTHING

@@ -47,6 +47,6 @@ def meet_ranks(config: WorkerConfig, secret: ClusterSecret, shard: Shard, addres
     """
     if address == NOWHERE:
         return None
-    from disagg.engine.runner.collectives.gloo import make_collective
+    from disagg.engine.runner.collectives.factory import make_collective
 
     return make_collective(config.device, address, secret, shard, config.host)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
     Done,
@@ -30,7 +31,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     Posted,
     Received,
     TransportError,
-    make_connector,
     nobody_waits,
 )
 from disagg.engine.parallel import messages

@@ -21,12 +21,12 @@ from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, stand_in
 from disagg.engine.runner.collectives.collective import Collective
-from disagg.engine.runner.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.logprobs import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable

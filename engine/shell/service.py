@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
 
+from disagg.engine.config import WorkerConfig
 from disagg.engine.core.counters import WorkerCounters
 from disagg.engine.core.step_sampler import StepSampler
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
@@ -23,6 +24,7 @@ from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
+    AuditReport,
     AuditRequest,
     BlocksSnapshot,
     GatewayToWorker,
@@ -31,7 +33,9 @@ from disagg.proto.messages import (
     SessionHello,
     StepSample,
     StepUpdate,
+    TransferCount,
     WatchRequest,
+    WorkerInfo,
     WorkerMetrics,
     WorkerReport,
     decoder,
@@ -47,9 +51,6 @@ from disagg.proto.services import (
     service_and_method,
 )
 
-if TYPE_CHECKING:
-    from disagg.engine.shell.worker import Worker
-
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_UPDATES = 10_000
@@ -57,6 +58,41 @@ MAX_PENDING_UPDATES = 10_000
 
 MAX_PENDING_KV_EVENTS = 10_000
 """A router that is this many KV events behind gets a snapshot instead of them."""
+
+
+class ServedWorker(Protocol):
+    """What a worker does for its sessions and streams. Owner: the event loop, except `turn_s`."""
+
+    config: WorkerConfig
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Who this worker is, for gateways."""
+        ...
+
+    def on_message(self, message: GatewayToWorker) -> None:
+        """A dispatch or a cancel from a gateway."""
+        ...
+
+    def on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        """A gateway's session broke: it will place its requests anew, so ours are orphans. Idempotent."""
+        ...
+
+    def transfers(self) -> tuple[TransferCount, ...]:
+        """What was sent to each decode worker since the start."""
+        ...
+
+    def turn_s(self) -> float:
+        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        ...
+
+    async def prefix_snapshot(self) -> BlocksSnapshot:
+        """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""
+        ...
+
+    async def audit(self) -> AuditReport:
+        """Everything that this worker holds. Raises `EngineStoppedError`."""
+        ...
 
 
 class _Watch:
@@ -110,7 +146,7 @@ class WorkerService:
     """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
 
     def __init__(
-        self, worker: Worker, load: Load, secret: ClusterSecret, failpoints: Failpoints = NO_FAILPOINTS
+        self, worker: ServedWorker, load: Load, secret: ClusterSecret, failpoints: Failpoints = NO_FAILPOINTS
     ) -> None:
         self._worker = worker
         self._failpoints = failpoints

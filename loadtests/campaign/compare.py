@@ -18,11 +18,11 @@ import msgspec
 
 from disagg.loadtests.campaign.points import Measurer
 from disagg.loadtests.campaign.shapes import DISAGGREGATED, Shape
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, ratio, rows
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Turn, balanced_order
-from disagg.loadtests.workload.scenario import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)

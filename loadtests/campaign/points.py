@@ -19,11 +19,11 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.provenance import commit, versions
 from disagg.loadtests.campaign.shapes import Shape
 from disagg.loadtests.generator.load_generator import GeneratorOptions, play
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.goodput import Score, Slo, evaluate
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.scenario import Scenario
 from disagg.loadtests.workload.workload import RandomWorkload
 
 WARM_UP = Scenario(

@@ -18,10 +18,10 @@ from disagg.cluster.system.provenance import commit, machine
 from disagg.loadtests.campaign.compare import Comparison, json_rows, point_rows, summary
 from disagg.loadtests.campaign.sweep import SweepResult
 from disagg.loadtests.generator.recorder import GeneratorInfo
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict import report, report_html
 from disagg.loadtests.verdict.comparison import rows
 from disagg.loadtests.verdict.goodput import Quantiles, Score, Slo
-from disagg.loadtests.verdict.records import RequestRecord
 
 PACKAGES = ("torch", "grpcio", "locust")
 """Those whose versions a report names."""

@@ -14,11 +14,11 @@ import msgspec
 
 from disagg.loadtests.campaign.points import Measurer, record, warm_up
 from disagg.loadtests.campaign.shapes import Shape
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Probe, SearchConfig, ServedRate, next_rate, served_rate
-from disagg.loadtests.workload.scenario import Scenario
 
 Measure = Callable[[float], Recording]
 """A rate in requests per second -> what was recorded at it."""

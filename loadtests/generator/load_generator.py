@@ -25,8 +25,8 @@ from disagg.client.credentials import SYSTEM_ROOTS, Credentials
 from disagg.cluster.system.errors import LaunchError
 from disagg.cluster.system.process_tools import available_cores, last_lines
 from disagg.loadtests.generator.recorder import GeneratorInfo, info_path, read_info
+from disagg.loadtests.scenario import Scenario, to_raw
 from disagg.loadtests.verdict.goodput import Slo
-from disagg.loadtests.workload.scenario import Scenario, to_raw
 from disagg.loadtests.workload.workload import TraceWorkload
 from disagg.proto.errors import ConfigError
 

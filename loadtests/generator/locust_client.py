@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from disagg.client.credentials import Credentials
-from disagg.loadtests.verdict.records import PlannedRequest, Status
+from disagg.loadtests.records import PlannedRequest, Status
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -20,7 +20,7 @@ from gevent import monkey
 from gevent.event import AsyncResult
 
 from disagg.loadtests.generator.locust_client import Answer, GatewayClient, Metadata, clock, request_bytes
-from disagg.loadtests.verdict.records import PlannedRequest, RequestRecord
+from disagg.loadtests.records import PlannedRequest, RequestRecord
 
 START_DELAY_S = 0.2
 """Between the end of the preparations and the run's time 0."""

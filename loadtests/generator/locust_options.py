@@ -16,8 +16,8 @@ from typing import TypeVar
 from locust.argument_parser import LocustArgumentParser
 
 from disagg.client.credentials import Credentials
+from disagg.loadtests.scenario import Overrides, Scenario, load_scenario
 from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Slo
-from disagg.loadtests.workload.scenario import Overrides, Scenario, load_scenario
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from disagg.loadtests.generator.locust_client import GatewayClient, Metadata
 from disagg.loadtests.generator.locust_dispatcher import Dispatcher
 from disagg.loadtests.generator.locust_options import Settings
 from disagg.loadtests.generator.recorder import GeneratorInfo, Recorder
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Score, Slo, evaluate
-from disagg.loadtests.verdict.records import RequestRecord
 from disagg.loadtests.workload.workload import plan
 
 CONNECT_TIMEOUT_S = 10.0

@@ -17,8 +17,8 @@ from locust.web import WebUI
 
 from disagg.loadtests.generator.locust_options import PAGE_OPTIONS
 from disagg.loadtests.generator.page_guard import LOOPBACK_NAMES, foreign, frozen_field, is_form
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import MAX_LATENESS_S, Quantiles, Slo, meets, meets_tpot, meets_ttft, quantiles
-from disagg.loadtests.verdict.records import RequestRecord
 
 KEY = "goodput"
 """Of the tab, its table and the table's rows."""

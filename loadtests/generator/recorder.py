@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.loadtests.verdict.records import RequestRecord, to_line
+from disagg.loadtests.records import RequestRecord, to_line
 
 
 class GeneratorInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.loadtests.verdict.records import RequestRecord
+from disagg.loadtests.records import RequestRecord
 
 MAX_LATENESS_S = 0.005
 """A generator whose p99 lateness is above this did not offer the load that it claims."""

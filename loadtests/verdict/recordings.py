@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.loadtests.verdict.records import RequestRecord, read_file
+from disagg.loadtests.records import RequestRecord, read_file
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import WorkloadConfig
 

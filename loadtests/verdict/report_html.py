@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.comparison import Curve, invalid_points, rows
 from disagg.loadtests.verdict.goodput import Outcomes, Score, Slo, evaluate, meets
-from disagg.loadtests.verdict.records import RequestRecord
 from disagg.loadtests.verdict.report import (
     TextTable,
     comparison_table,

@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from disagg.loadtests.verdict.records import PlannedRequest
+from disagg.loadtests.records import PlannedRequest
 from disagg.loadtests.workload.arrivals import MICROSECONDS, ArrivalConfig, due_times, window_s
 from disagg.loadtests.workload.randomness import Stream, token_ids
 from disagg.loadtests.workload.traces import BLOCK_TOKENS, TraceFormat, TraceRequest, read_trace

@@ -38,7 +38,7 @@ from disagg.router.requests.events import CancelOn, Dispatch
 from disagg.router.requests.explain import Placed
 from disagg.router.requests.record import Attempt, RequestRecord
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
-from disagg.router.telemetry.running_mean import RunningMean
+from disagg.router.statistics import RunningMean
 from disagg.router.workers.books import marks_of
 from disagg.router.workers.quarantine import Leg
 from disagg.router.workers.worker import Worker, has_both_roles

@@ -16,9 +16,8 @@ from collections import Counter
 
 from disagg.proto.errors import LimitError, RequestCancelledError
 from disagg.router.api import RequestTrace
-from disagg.router.telemetry.recent import Recent
+from disagg.router.statistics import Rates, RouterStats, SlidingWindowCounter, TenantUsage
 from disagg.router.telemetry.spans import durations_of
-from disagg.router.telemetry.tally import Rates, Tally, TenantUsage
 from disagg.router.telemetry.traces import TraceRing
 
 logger = logging.getLogger(__name__)
@@ -41,9 +40,9 @@ class Journal:
     """
 
     def __init__(self, num_traces: int, decisions: Counter[str]) -> None:
-        self.tally = Tally(decisions=decisions)
+        self.tally = RouterStats(decisions=decisions)
         self.traces = TraceRing(num_traces)
-        self._recent = Recent(SLO_WINDOW_S)
+        self._recent = SlidingWindowCounter(SLO_WINDOW_S)
 
     # ---------------------------------------------------------------- events
 

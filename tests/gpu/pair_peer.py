@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from disagg.engine.config import TransportName
-from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.model_runner import TorchModelRunner
 from tests.support.secret import SECRET

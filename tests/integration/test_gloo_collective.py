@@ -14,7 +14,8 @@ import torch
 
 from disagg.engine.io.meeting_point import MeetingPoint
 from disagg.engine.runner.collectives.collective import Collective
-from disagg.engine.runner.collectives.gloo import GlooCollective, make_collective
+from disagg.engine.runner.collectives.factory import make_collective
+from disagg.engine.runner.collectives.gloo import GlooCollective
 from disagg.engine.sharding.shards import Shard
 from tests.support.secret import SECRET
 

@@ -16,7 +16,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes
 from disagg.loadtests.generator.fake_timing import FakeTiming
 from disagg.loadtests.generator.load_generator import GeneratorOptions
-from disagg.loadtests.workload.scenario import Overrides
+from disagg.loadtests.scenario import Overrides
 
 SCENARIO = """
 workload: {kind: random, isl: [8, 40], osl: 6}

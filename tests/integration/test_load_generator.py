@@ -22,10 +22,10 @@ from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, 
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play
 from disagg.loadtests.generator.locust_client import digest
 from disagg.loadtests.generator.recorder import read_info
+from disagg.loadtests.records import PlannedRequest, RequestRecord, read_file
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo, evaluate
-from disagg.loadtests.verdict.records import PlannedRequest, RequestRecord, read_file
 from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.scenario import Scenario
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, plan_requests
 from disagg.proto.errors import ConfigError
 from tests.support.ports import free_port

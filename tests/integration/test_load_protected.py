@@ -18,7 +18,7 @@ from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.loadtests.generator.recorder import read_info
-from disagg.loadtests.verdict.records import RequestRecord, read_file
+from disagg.loadtests.records import RequestRecord, read_file
 from disagg.proto.errors import OverloadedError
 from tests.support.certificates import Authority
 from tests.support.metrics import Samples, read_samples, value

@@ -20,7 +20,8 @@ import numpy as np
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.io.line import SocketLine, connect
-from disagg.engine.kv_transfer.transports.transport import PairTransport, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import LineFollowers
 from disagg.engine.parallel.leader import GroupRunner

@@ -12,6 +12,7 @@ from disagg.engine.commands import Add, Command, Ended, Event, Gather, Release, 
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.scheduler import Effect, Scheduler
+from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
@@ -243,13 +244,14 @@ def step_scheduler(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, l
 def step_with_effects(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Effect], list[Event]]:
     """The same, with what was asked for before the step."""
     plan = scheduler.schedule()
+    check_plan(scheduler, plan)
     effects = scheduler.take_effects()
     for effect in effects:
         if isinstance(effect, SwapIn):
             scheduler.resumed(effect.sequence)
     ended = [effect for effect in effects if isinstance(effect, Ended)]
     events = scheduler.apply(plan, StepResult([token_id for entry in plan.entries if entry.samples]))
-    assert scheduler.check_integrity() == []
+    assert scheduler_findings(scheduler) == []
     return plan, effects, [*ended, *events]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from disagg.loadtests.records import RequestRecord, Status
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
-from disagg.loadtests.verdict.records import RequestRecord, Status
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload
 

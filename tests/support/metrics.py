@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, WorkerMetrics
 from disagg.router.api import ClusterView, WorkerView
-from disagg.router.telemetry.tally import Tally, TenantUsage
+from disagg.router.statistics import RouterStats, TenantUsage
 from tests.support.router import worker_info
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
@@ -19,7 +19,7 @@ Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 
 def busy_view() -> ClusterView:
     """One prefill and one decode worker at work, a decode worker that is away."""
-    tally = Tally()
+    tally = RouterStats()
     tally.num_output_tokens = 70
     tally.cached_tokens = 16
     tally.outcomes.update({"stop": 2, "length": 1, "cancelled": 4, "timeout": 5})

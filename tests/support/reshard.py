@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous, make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Followers, NoFollowers, Reply
 from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Order, Question, ScatterPart

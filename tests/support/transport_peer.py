@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous, make_connector
+from disagg.engine.kv_transfer.transports.factory import make_connector
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ from benchmarks.interference import Measurement
 from benchmarks.launch import cluster_config
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
-from disagg.loadtests.verdict.records import RequestRecord
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload.workload import plan_requests
 
 

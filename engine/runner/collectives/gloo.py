@@ -19,7 +19,6 @@ from torch import Tensor
 
 from disagg.engine.io.meeting_point import MemberStore
 from disagg.engine.io.process_groups import gloo_group, meet
-from disagg.engine.runner.collectives.collective import Collective
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -31,19 +30,6 @@ SET_UP_TIMEOUT_S = 60.0
 OPERATION_TIMEOUT_S = 120.0
 """Ranks differ by what one of them is delayed within a step, so this is far beyond any honest wait."""
 GROUP_NAME = "ranks"
-
-
-def make_collective(device: str, address: str, secret: ClusterSecret, shard: Shard, host: str) -> Collective:
-    """Meet the other ranks at the `MeetingPoint` at `address`: gloo for CPU tensors, bound to `host`; NCCL for a GPU's.
-
-    Raises:
-        RuntimeError: if they do not all come in time, or this machine lacks what the exchange needs.
-    """
-    if torch.device(device).type == "cpu":
-        return GlooCollective(address, secret, shard, host)
-    from disagg.engine.runner.collectives.nccl import NcclCollective
-
-    return NcclCollective(address, secret, shard, device)
 
 
 @contextlib.contextmanager

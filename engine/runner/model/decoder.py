@@ -19,8 +19,8 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.runner.collectives.collective import Collective
-from disagg.engine.runner.kv_cache import KvCache
 from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, Weight
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model, vocab_part

@@ -12,8 +12,8 @@ from prometheus_client.core import Metric
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.gateway.metrics.families import counter, gauge, histogram, histogram_of_counts
+from disagg.router.statistics import RouterStats
 from disagg.router.telemetry.journal import ANSWERED, SLOS
-from disagg.router.telemetry.tally import Tally
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
@@ -113,7 +113,7 @@ def _tenants(view: ClusterView) -> Iterator[Metric]:
     )
 
 
-def _latencies(tally: Tally) -> Iterator[Metric]:
+def _latencies(tally: RouterStats) -> Iterator[Metric]:
     yield histogram(
         "disagg_time_to_first_token_seconds",
         "From arrival at the gateway to the first token; path: pd (a pair), local (a decode worker alone), colocated.",

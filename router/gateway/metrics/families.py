@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from disagg.router.telemetry.histogram import Histogram
+from disagg.router.statistics import Histogram
 
 Labels = tuple[str, ...]
 

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from disagg.proto.errors import RequestCancelledError
 from disagg.router.api import ClusterView
 from disagg.router.gateway.metrics.families import counter, gauge, histogram
-from disagg.router.telemetry.histogram import merged
+from disagg.router.statistics import merged
 
 _LABELS = ("model_name",)
 _REASONS = {"stop": "stop", "length": "length", "abort": RequestCancelledError.code}

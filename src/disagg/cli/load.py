@@ -85,7 +85,7 @@ class Shared:
         """What the commands are given. `address` is None for clusters of their own. Raises `ConfigError`."""
         from disagg.cli import load_commands as commands
         from disagg.loadtests.generator.load_generator import GeneratorOptions
-        from disagg.loadtests.workload.scenario import Overrides
+        from disagg.loadtests.scenario import Overrides
 
         return commands.Common(
             scenario=self.scenario,

@@ -29,11 +29,11 @@ from disagg.loadtests.generator.load_generator import (
     play,
     slo_arguments,
 )
+from disagg.loadtests.records import read_file
+from disagg.loadtests.scenario import Overrides, Scenario, load_scenario, scenario_path
 from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Slo, evaluate, slo_grid
-from disagg.loadtests.verdict.records import read_file
 from disagg.loadtests.verdict.report import is_met
 from disagg.loadtests.verdict.search import SearchConfig
-from disagg.loadtests.workload.scenario import Overrides, Scenario, load_scenario, scenario_path
 from disagg.proto.errors import ConfigError
 
 EXIT_MET = 0

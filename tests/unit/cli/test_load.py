@@ -14,7 +14,7 @@ from disagg.cli import load_commands
 from disagg.cli.load import load_app
 from disagg.cli.load_commands import Common
 from disagg.loadtests.generator.load_generator import GeneratorOptions
-from disagg.loadtests.workload.scenario import Overrides
+from disagg.loadtests.scenario import Overrides
 
 SHARED = (
     *("--scenario", "shared-prefix", "--seed", "7", "--slo-ttft-ms", "300", "--slo-tpot-ms", "20"),

@@ -19,9 +19,9 @@ from disagg.loadtests.generator.load_generator import (
     locust_environment,
     slo_arguments,
 )
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
-from disagg.loadtests.verdict.records import RequestRecord
 from disagg.loadtests.verdict.search import SearchConfig
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload

@@ -27,6 +27,7 @@ from disagg.engine.commands import (
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.scheduler import Scheduler
+from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.proto.messages import RoleName
 from tests.support.engine import (
     GATEWAY,
@@ -238,10 +239,10 @@ def test_integrity_findings() -> None:
     scheduler = pressed_scheduler()
     scheduler.schedule()
     b = scheduler.sequences[key_of("b")]
-    assert scheduler.check_integrity() == []
+    assert scheduler_findings(scheduler) == []
     b.swapped_tokens = 0
     scheduler.resuming[b.key] = b
-    assert scheduler.check_integrity() == [
+    assert scheduler_findings(scheduler) == [
         "1 sequences have blocks again and nobody copies into them",
         "host memory is kept for other sequences than the suspended ones",
         "b/1 is suspended with the KV of 0 tokens in host memory",

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
 from disagg.engine.io.blocking import call_on_thread
-from disagg.engine.kv_transfer.transports.transport import make_connector
+from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.prefill_worker import link as link_module
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Offer
 from disagg.proto.ids import RequestId

@@ -4,7 +4,7 @@ import pytest
 
 from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
 from disagg.engine.core.batching import before_tail, chunk_length, finish_reason
-from disagg.engine.core.scheduler_audit import check_plan
+from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
 from tests.support.engine import (
@@ -197,7 +197,7 @@ class TestApply:
         step_scheduler(scheduler)
         assert [s.block_table for s in scheduler.running.values()] == [[0, 1], [0, 1]]
         assert scheduler.blocks.num_active == 2
-        assert scheduler.check_integrity() == []
+        assert scheduler_findings(scheduler) == []
 
     def test_all_blocks_together_bound_the_length(self) -> None:
         scheduler = make_scheduler(2)
@@ -218,7 +218,7 @@ def test_integrity_findings() -> None:
     scheduler.num_preempted += 1
     sequence.block_table.append(sequence.block_table[0])
     sequence.num_computed_tokens = 100
-    assert scheduler.check_integrity() == [
+    assert scheduler_findings(scheduler) == [
         "block 0: 1 references counted, 2 tables list it",
         "0 sequences are reserved, 9 are counted",
         "1 preempted sequences are counted and other ones wait",

@@ -6,6 +6,7 @@ import pytest
 
 from disagg.engine.commands import Ended
 from disagg.engine.core.scheduler import Scheduler
+from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import SequenceState
 from disagg.proto.block_hash import chain_hashes
@@ -211,7 +212,7 @@ class TestPreemption:
         step_scheduler(scheduler)
         scheduler.drop(scheduler.sequences[key_of("b")])
         assert scheduler.num_preempted == 0
-        assert scheduler.check_integrity() == []
+        assert scheduler_findings(scheduler) == []
 
     def test_the_newest_goes_among_equals(self) -> None:
         scheduler = make_scheduler(5, decode_reserve_tokens=0, token_budget=200)

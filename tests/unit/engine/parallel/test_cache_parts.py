@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED
-from disagg.engine.runner.kv_cache import KvCache
+from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.sharding.slices import head_slices
 from disagg.proto.messages import KvLayout

@@ -15,7 +15,7 @@ from torch import Tensor
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import StepPlan
-from disagg.engine.runner.kv_cache import kv_layout
+from disagg.engine.runner.model.kv_cache import kv_layout
 from disagg.engine.runner.model.sharding import rank_model, vocab_part
 from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.runner.weights import Target, checkpoint_tensors, load_parameters

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
-from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError, make_connector
+from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.parallel.channels import CLOSED, AllOf, RankChannels
 from disagg.engine.parallel.link import Reply
 from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, Question, ReceivePart, SendPart

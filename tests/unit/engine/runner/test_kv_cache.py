@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disagg.engine.runner.kv_cache import KvCache, count_blocks
 from disagg.engine.runner.model.arrays import blocks_for_tokens
+from disagg.engine.runner.model.kv_cache import KvCache, count_blocks
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
 

@@ -11,7 +11,7 @@ from disagg.proto.control import ControlState, PoolState
 from disagg.proto.ids import RequestId
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.rpc.admin_answers import cluster_state, explanation
-from disagg.router.telemetry.tally import Rates
+from disagg.router.statistics import Rates
 from disagg.v1 import inference_pb2 as pb
 from tests.support.metrics import busy_view
 from tests.support.router import (

@@ -18,11 +18,11 @@ from disagg.loadtests.campaign.compare import (
     summary,
 )
 from disagg.loadtests.campaign.shapes import Shape, parse_shapes
+from disagg.loadtests.records import RequestRecord
+from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
-from disagg.loadtests.verdict.records import RequestRecord
 from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.scenario import Scenario
 from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
 

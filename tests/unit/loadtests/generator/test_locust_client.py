@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.loadtests.generator.locust_client import Answer, answer_of, digest, request_bytes
-from disagg.loadtests.verdict.records import PlannedRequest
+from disagg.loadtests.records import PlannedRequest
 from disagg.v1 import inference_pb2 as pb
 
 PLANNED = PlannedRequest(index=0, due_s=0.0, prompt_token_ids=(7, 8), max_tokens=3)

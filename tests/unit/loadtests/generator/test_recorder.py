@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from disagg.loadtests.generator.recorder import GeneratorInfo, Recorder, info_path, read_info
-from disagg.loadtests.verdict.records import RequestRecord, read_file
+from disagg.loadtests.records import RequestRecord, read_file
 
 INFO = GeneratorInfo(
     target="127.0.0.1:1",

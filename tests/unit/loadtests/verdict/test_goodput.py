@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.loadtests.records import RequestRecord, Status
 from disagg.loadtests.verdict.goodput import (
     Outcomes,
     Quantiles,
@@ -22,7 +23,6 @@ from disagg.loadtests.verdict.goodput import (
     quantiles,
     slo_grid,
 )
-from disagg.loadtests.verdict.records import RequestRecord, Status
 from tests.support.load_records import record
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.25)

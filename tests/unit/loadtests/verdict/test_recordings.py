@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.loadtests.records import to_line
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo, begin, finish, load, load_all, records_path
-from disagg.loadtests.verdict.records import to_line
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload
 from tests.support.load_records import record

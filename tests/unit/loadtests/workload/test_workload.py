@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from disagg.loadtests.verdict.records import PlannedRequest
+from disagg.loadtests.records import PlannedRequest
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import (
     MultiTurnWorkload,

@@ -13,7 +13,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.queueing.token_bucket import TokenBucket
 from disagg.router.requests.events import LimitsChanged
-from disagg.router.telemetry.tally import TenantUsage
+from disagg.router.statistics import TenantUsage
 from tests.support.router import (
     EMPTY,
     PLAIN,

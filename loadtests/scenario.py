@@ -19,7 +19,7 @@ from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import WorkloadConfig
 
-SCENARIOS = Path(__file__).parents[1] / "scenarios"
+SCENARIOS = Path(__file__).parent / "scenarios"
 """The scenarios that come with the package; a name without a folder or suffix means one of them."""
 
 

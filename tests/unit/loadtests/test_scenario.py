@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.loadtests.verdict.goodput import Slo
-from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.scenario import (
+from disagg.loadtests.scenario import (
     Overrides,
     Scenario,
     built_in_names,
@@ -18,6 +16,8 @@ from disagg.loadtests.workload.scenario import (
     scenario_path,
     to_raw,
 )
+from disagg.loadtests.verdict.goodput import Slo
+from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload, TraceWorkload, plan
 
 RAW: dict[str, Any] = {

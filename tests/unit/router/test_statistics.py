@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import TransferCount, WorkerMetrics
-from disagg.router.telemetry.histogram import Histogram, merged
-from disagg.router.telemetry.recent import Recent
+from disagg.router.statistics import Histogram, SlidingWindowCounter, merged
 from disagg.router.workers.worker_counts import WorkerCounts
 from tests.support.router import worker_report
 
@@ -45,7 +44,7 @@ ADDED = st.tuples(st.integers(0, 30), st.sampled_from("ab"), st.integers(1, 5))
 @given(st.lists(ADDED, max_size=40), st.integers(0, 5))
 def test_recent_counts_are_those_of_the_span(added: list[tuple[int, str, int]], later: int) -> None:
     added.sort(key=lambda each: each[0])
-    it = Recent(10)
+    it = SlidingWindowCounter(10)
     for second, name, times in added:
         it.add(second + 0.5, name, times)
     now = (added[-1][0] if added else 0) + later

@@ -1,0 +1,194 @@
+"""Numbers that are kept of what happened: histograms, means, counts of the last seconds, and the router's own sums.
+
+Plain numbers without a clock. Owner: whoever observes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+PATHS = ("pd", "local", "colocated")
+SPAN_STAGES = (
+    "tokenize_queue",
+    "tokenize",
+    "route",
+    "prefill_queue",
+    "prefill",
+    "kv_alloc_wait",
+    "kv_transfer",
+    "kv_transfer_exposed",
+    "decode_queue",
+    "decode",
+    "detokenize",
+)
+"""The stages of a request's life, see `spans`."""
+PREDICTIONS = ("ttft", "tpot", "transfer")
+"""What a placement predicts and the request then shows."""
+
+TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0)
+ITL_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+E2E_BOUNDS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+STAGE_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+TOKEN_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 50000.0)
+RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+_MEMORY = 64
+"""The mean is over about so many values."""
+
+
+class Histogram:
+    """Counts values by interval, and adds them up: what Prometheus calls a histogram, cheap enough for every token.
+
+    Args:
+        bounds: upper ends of the intervals, rising; each belongs to its interval, and one more has no upper end.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        """Values in each interval."""
+        self.total = 0.0
+        """The sum of all values."""
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """A value, so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def num_observed(self) -> int:
+        """Values so far."""
+        return sum(self.counts)
+
+
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    """One histogram of what these have seen; they must have the same intervals, and there must be one."""
+    first, *others = histograms
+    result = Histogram(first.bounds)
+    for histogram in (first, *others):
+        assert histogram.bounds == result.bounds, "histograms of different intervals cannot be added"
+        result.counts = [a + b for a, b in zip(result.counts, histogram.counts, strict=True)]
+        result.total += histogram.total
+    return result
+
+
+class SlidingWindowCounter:
+    """How often things happened in the last seconds: counts by name, kept second by second.
+
+    Args:
+        span_s: how many seconds are kept, the present one included.
+    """
+
+    def __init__(self, span_s: int) -> None:
+        self._span_s = span_s
+        self._seconds: deque[tuple[int, Counter[str]]] = deque()
+        self._second = -1
+        self._counts: Counter[str] = Counter()
+        """Of that second, the latest in which anything happened."""
+
+    def add(self, now: float, name: str, times: int = 1) -> None:
+        """It happened so many times just now. `now` never falls."""
+        second = int(now)
+        if second != self._second:
+            self._forget(second)
+            self._second, self._counts = second, Counter()
+            self._seconds.append((second, self._counts))
+        self._counts[name] += times
+
+    def totals(self, now: float, within_s: int | None = None) -> Counter[str]:
+        """How often each thing happened in the last `within_s` seconds (else in all that are kept), the present one,
+        which is not over, included."""
+        self._forget(int(now))
+        first = int(now) - (within_s or self._span_s)
+        total: Counter[str] = Counter()
+        for second, counts in self._seconds:
+            if second > first:
+                total += counts
+        return total
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - self._span_s:
+            self._seconds.popleft()
+
+
+class RunningMean:
+    """The mean of roughly the last values.
+
+    Args:
+        prior: the mean before there is any value.
+        weight: as how many values it counts then; 0 or 1.
+    """
+
+    def __init__(self, prior: float, weight: int = 1) -> None:
+        self.value = float(prior)
+        self._num_seen = weight
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self._num_seen = min(self._num_seen + 1, _MEMORY)
+        self.value += (value - self.value) / self._num_seen
+
+
+class Rates(NamedTuple):
+    """Over the last ten seconds."""
+
+    requests_per_s: float = 0.0
+    """That ended."""
+    output_tokens_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """What one tenant took."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Its requests that ended: `stop`, `length`, or the code of an error."""
+    prompt_tokens: int = 0
+    """Of requests that were placed, however they ended."""
+    output_tokens: int = 0
+    """Given to the gateway, of all its requests."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Calls and requests that were refused because of one of its limits, by the limit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterStats:
+    """Sums over all requests of a router since it began: what its metrics show. Times in seconds.
+
+    Owner: the router's journal, which writes them; whoever exposes them reads.
+    """
+
+    ttft: dict[str, Histogram] = field(default_factory=lambda: {path: Histogram(TTFT_BOUNDS_S) for path in PATHS})
+    """By path: from arrival to the first token."""
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
+    """Between two tokens; 0 for tokens that came together."""
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BOUNDS_S))
+    """From arrival to the end of an answer."""
+    stages: dict[str, Histogram] = field(
+        default_factory=lambda: {stage: Histogram(STAGE_BOUNDS_S) for stage in SPAN_STAGES}
+    )
+    prediction_ratio: dict[str, Histogram] = field(
+        default_factory=lambda: {what: Histogram(RATIO_BOUNDS) for what in PREDICTIONS}
+    )
+    """What was measured over what was predicted, of attempts that answered."""
+    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
+    """Of each answered request."""
+    output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
+    """Of each answered request."""
+    cached_tokens: int = 0
+    """Prompt tokens of answered requests that nobody computed."""
+    num_output_tokens: int = 0
+    """Tokens given to the gateway, those of requests that failed or were stopped by a string included."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Requests that ended: `stop`, `length`, or the code of an error."""
+    slos: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """(target, whether it was met) -> requests that had it."""
+    decisions: Counter[str] = field(default_factory=Counter)
+    """What the router decided, by reason."""
+    tenants: dict[str, TenantUsage] = field(default_factory=dict)
+    """By the name of the tenant."""
