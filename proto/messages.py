@@ -307,7 +307,8 @@ class Load(Message, frozen=True, kw_only=True):
     num_suspended: int = 0
     """Sequences that were preempted and whose KV is in host memory."""
     uncomputed_prompt_tokens: int = 0
-    """Prompt tokens of this worker's sequences that no step has computed yet."""
+    """Prompt tokens that no step has computed yet, of this worker's sequences and of attempts that were dispatched to
+    it and are no sequences yet."""
     blocks_total: int = 0
     blocks_active: int = 0
     """Held by sequences."""

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from disagg.engine.commands import Command, Event, Gather
+from disagg.engine.commands import Add, Command, Event, Gather
 from disagg.engine.core.counters import EngineTotals
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.pacing import Pacing
+from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvEvent, Load, StepSample
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Batch:
     """The steps that were run since the last batch."""
     totals: EngineTotals = field(default_factory=EngineTotals)
     """As of now."""
+    added: tuple[AttemptKey, ...] = ()
+    """Sequences that `load` counts and that of no earlier batch did; they may have ended meanwhile."""
 
 
 class EngineThread:
@@ -75,6 +78,8 @@ class EngineThread:
         self._untold: list[Event] = []
         self._untold_steps: list[StepSample] = []
         """What steps came to that were not told yet; empty while the thread sleeps."""
+        self._untold_added: list[AttemptKey] = []
+        """Sequences that came and were not told yet."""
         self._stopping = False
         self._step_ended = 0.0
         self._commands_done = 0.0
@@ -187,6 +192,8 @@ class EngineThread:
         events: list[Event] = []
         for posted_at, command in commands:
             events += self._core.handle(command, posted_at)
+            if isinstance(command, Add):
+                self._untold_added.append(command.spec.key)
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
@@ -232,7 +239,8 @@ class EngineThread:
         core = self._core
         events, self._untold = self._untold + events, []
         steps, self._untold_steps = tuple(self._untold_steps), []
-        self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals()))
+        added, self._untold_added = tuple(self._untold_added), []
+        self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals(), added))
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

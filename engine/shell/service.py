@@ -269,7 +269,7 @@ class WorkerService:
                     worker_id=info.worker_id,
                     incarnation=info.incarnation,
                     sequence=sequence,
-                    load=self._load,
+                    load=self._load_now(),
                     kv_events=kv_events,
                     steps=watch.steps.take(),
                     metrics=None if metrics == before else metrics,
@@ -288,6 +288,15 @@ class WorkerService:
         finally:
             self._watches.discard(watch)
             watch.close()
+
+    def _load_now(self) -> Load:
+        """The engine's, and the prompts that it does not count yet."""
+        num_more = self._worker.num_pending_prompt_tokens()
+        if not num_more:
+            return self._load
+        return msgspec.structs.replace(
+            self._load, uncomputed_prompt_tokens=self._load.uncomputed_prompt_tokens + num_more
+        )
 
     async def _audit(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         await _decode_or_abort(frame, AuditRequest, context)

@@ -28,6 +28,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox
+from disagg.engine.core.pending_prompts import PendingPrompts
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.parallel.group import Group
@@ -92,6 +93,7 @@ class Worker:
         self.incarnation = Incarnation(uuid.uuid4().hex[:16])
         self._role_factories = role_factories
         self._roles: list[Role] = []
+        self._pending_prompts = PendingPrompts()
         self._info: WorkerInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
@@ -315,7 +317,11 @@ class Worker:
                 self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
             else:
                 self._route(event)
+        self._pending_prompts.added(batch.added)
         self._service.publish(batch)
+
+    def _owns(self, key: AttemptKey) -> bool:
+        return any(role.owns(key) for role in self._roles)
 
     def _route(self, event: Event) -> None:
         for role in self._roles:
@@ -341,11 +347,13 @@ class Worker:
         self.flush()
 
     def _dispatch(self, dispatch: Dispatch) -> None:
+        spec = dispatch.spec
         for role in self._roles:
             if role.takes(dispatch):
+                if not self._owns(spec.key):  # else it is dropped, and the engine has the first one
+                    self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
                 role.dispatch(dispatch)
                 return
-        spec = dispatch.spec
         detail = f"{self.config.worker_id} with roles {', '.join(self.config.roles)} cannot run this dispatch"
         self.outbox.end(spec.gateway_id, spec.key, "refused", detail)
 
@@ -358,6 +366,10 @@ class Worker:
     def transfers(self) -> tuple[TransferCount, ...]:
         """What was sent to each decode worker since the start."""
         return tuple(count for role in self._roles for count in role.transfers())
+
+    def num_pending_prompt_tokens(self) -> int:
+        """Of prompts that were dispatched and that the engine's load does not count yet."""
+        return self._pending_prompts.num_tokens(self._owns)
 
     def turn_s(self) -> float:
         """For how long the engine has been in its present turn; 0 where it waits. Any thread."""

@@ -71,9 +71,13 @@ class PlayedWorker:
         self.fault: Exception | None = None
         self.num_bytes = 0
         self.turn = 0.0
+        self.num_pending = 0
 
     def turn_s(self) -> float:
         return self.turn
+
+    def num_pending_prompt_tokens(self) -> int:
+        return self.num_pending
 
     def on_message(self, message: GatewayToWorker) -> None:
         if self.fault is not None:
@@ -264,6 +268,16 @@ async def test_reports_come_while_the_engine_is_in_a_long_step() -> None:
         while not (report := _report(await call.read())).kv_events:
             pass
         assert (report.kv_events, report.turn_s) == ((SNAPSHOT, stored(1)), 0.0)
+
+
+async def test_a_report_counts_prompts_that_the_engine_does_not_have_yet() -> None:
+    async with bench(SOON_S) as it:
+        it.worker.num_pending = 100
+        it.publish(Load(uncomputed_prompt_tokens=30))
+        call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
+        it.calls.append(call)
+        await answer_snapshot(it, 1)
+        assert _report(await call.read()).load == Load(uncomputed_prompt_tokens=130)
 
 
 async def test_counters_are_reported_when_they_change() -> None:

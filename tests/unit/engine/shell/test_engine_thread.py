@@ -58,6 +58,16 @@ def test_a_sequence_runs_to_its_end_without_being_pushed() -> None:
         assert harness.thread.call(lambda core: core.audit()).result(WAIT_S) == (IDLE, [])
 
 
+def test_a_sequence_is_said_to_be_added_once_with_the_first_load_that_counts_it() -> None:
+    with running(make_core(token_budget=32)) as harness:
+        harness.thread.post(Add(make_spec("a", make_prompt(40), max_tokens=2)))
+        batches = [harness.batches.get(timeout=WAIT_S) for _ in range(3)]
+        harness.thread.post(Add(make_spec("b", make_prompt(40), max_tokens=1)))
+        batches.append(harness.batches.get(timeout=WAIT_S))  # one step: the rest of its prompt is cached
+    told = [(batch.added, batch.load.uncomputed_prompt_tokens) for batch in batches]
+    assert told == [((key_of("a"),), 8), ((), 0), ((), 0), ((key_of("b"),), 0)]
+
+
 def test_every_step_is_measured_and_nothing_else() -> None:
     with running(make_core(token_budget=32)) as harness:
         harness.thread.post(Add(make_spec("a", make_prompt(40), max_tokens=2)))
