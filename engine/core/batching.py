@@ -26,9 +26,17 @@ _WORTH_A_TAIL = 8
 """A tail costs the overhead of a step. It pays where this many times its tokens travel behind it."""
 
 
-def queue_order(sequence: Sequence) -> Order:
-    """Who goes first: larger priority, then preempted ones, then the earlier arrival."""
-    return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival)
+PASS_S = 1.0
+"""On a prefill worker a prompt that takes several steps lets those pass that take one and come within this time after
+it. Else they would wait for all of its steps."""
+
+
+def queue_order(sequence: Sequence, token_budget: int) -> Order:
+    """Who goes first: larger priority, then preempted ones, then the earlier arrival, where a prompt that is
+    computed for another worker and has more than `token_budget` tokens counts as if it had come `PASS_S` later. What
+    comes after that time goes behind it, so that it does not starve."""
+    is_long = sequence.hold_after_prefill and sequence.num_given_tokens > token_budget
+    return (-sequence.spec.priority, sequence.num_preemptions == 0, sequence.arrival + PASS_S * is_long)
 
 
 def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, *, first: bool) -> int:

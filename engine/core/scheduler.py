@@ -14,8 +14,9 @@ the budget. The others are there to be compared with, on workers that have both 
     static          a batch forms from all that waits when the engine is empty, and as far as there is room; nobody
                     joins it until its last answer has ended; its prompts are computed before it decodes
 
-Order is first come, first served within a priority; a preempted sequence goes before those of its priority that never
-ran. While one waits, nothing new is reserved.
+Order is first come, first served within a priority, but that in the prefill role a prompt of several steps lets those
+of one step pass for a while, also when it has begun (`batching.queue_order`). A preempted sequence goes before those of
+its priority that never ran. While one waits, nothing new is reserved.
 
 Preemption. A decode that outgrows its promise takes what is available; when nothing is, running sequences are
 preempted: lowest priority first, then fewest output tokens, then newest. So the one that got furthest is never the
@@ -44,7 +45,7 @@ from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.batching import before_tail, chunk_length, finish_reason, queue_order
-from disagg.engine.core.lazy_heap import LazyHeap
+from disagg.engine.core.lazy_heap import LazyHeap, Order
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -113,7 +114,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence in state WAITING."""
         self.sequences[sequence.key] = sequence
-        self.waiting.push(queue_order(sequence), sequence)
+        self.waiting.push(self._order(sequence), sequence)
 
     def reserve(self, sequence: Sequence) -> str | None:
         """Promise room to a sequence in state RESERVED and lock its cached prefix. Returns why not, or None."""
@@ -258,14 +259,14 @@ class Scheduler:
         self.room.let_go(sequence)
         sequence.num_preemptions += 1
         self.num_preempted += 1
-        self.waiting.push(queue_order(sequence), sequence)
+        self.waiting.push(self._order(sequence), sequence)
 
     def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
-        started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=queue_order))
+        started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
         planned: list[ScheduledSequence] = []
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
-            if head is not None and (not started or head[0] < queue_order(started[0])):
+            if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
                 may_admit = self._admit(sequence)
                 if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
@@ -394,3 +395,6 @@ class Scheduler:
     def _take_from_queue(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
         self.num_preempted -= sequence.num_preemptions > 0
+
+    def _order(self, sequence: Sequence) -> Order:
+        return queue_order(sequence, self.token_budget)

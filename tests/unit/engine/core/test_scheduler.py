@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
-from disagg.engine.core.batching import before_tail, chunk_length, finish_reason
+from disagg.engine.core.batching import PASS_S, before_tail, chunk_length, finish_reason
 from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState
@@ -123,6 +123,31 @@ class TestPlan:
         add_to(scheduler, "urgent", 48, priority=1, arrival=3.0)
         shapes = [shape_of(step_scheduler(scheduler)[0])[1] for _ in range(3)]
         assert shapes == [[("urgent", 0, 32)], [("urgent", 32, 16), ("early", 32, 16)], [("early", 48, 16)]]
+
+    def test_on_a_prefill_worker_a_short_prompt_passes_a_long_one_that_has_begun(self) -> None:
+        scheduler = make_scheduler(20, token_budget=64)
+        add_to(scheduler, "long", 150, hold=True)
+        assert shape_of(step_scheduler(scheduler)[0]) == ([], [("long", 0, 64)])
+        add_to(scheduler, "short", 40, seed=1, hold=True, arrival=PASS_S / 2)
+        shapes = [shape_of(step_scheduler(scheduler)[0]) for _ in range(3)]
+        assert shapes == [
+            ([], [("short", 0, 40), ("long", 64, 16)]),
+            ([], [("long", 80, 64)]),
+            ([], [("long", 144, 6)]),
+        ]
+
+    def test_short_prompts_pass_a_long_one_for_a_while_only(self) -> None:
+        scheduler = make_scheduler(20, token_budget=64)
+        add_to(scheduler, "long", 150, hold=True)
+        add_to(scheduler, "late", 40, seed=1, hold=True, arrival=PASS_S * 1.01)
+        shapes = [shape_of(step_scheduler(scheduler)[0]) for _ in range(3)]
+        assert shapes == [([], [("long", 0, 64)]), ([], [("long", 64, 64)]), ([], [("long", 128, 22), ("late", 0, 40)])]
+
+    def test_prompts_that_stay_on_the_worker_do_not_pass_each_other(self) -> None:
+        scheduler = make_scheduler(20, token_budget=64)
+        add_to(scheduler, "long", 150)
+        add_to(scheduler, "short", 40, seed=1)
+        assert shape_of(step_scheduler(scheduler)[0]) == ([], [("long", 0, 64)])
 
     def test_max_num_seqs_bounds_the_batch_with_its_promised_places(self) -> None:
         scheduler = make_scheduler(max_num_seqs=2)
@@ -249,7 +274,7 @@ class TestTails:
     def test_a_last_chunk_that_is_not_worth_it_is_computed_whole(self) -> None:
         scheduler = make_scheduler(40, token_budget=96, tail_tokens=8)
         add_to(scheduler, "a", 150, hold=True)
-        add_to(scheduler, "b", 20, hold=True)
+        add_to(scheduler, "b", 20, hold=True, arrival=PASS_S)
         plans = [step_scheduler(scheduler)[0] for _ in range(4)]
         assert [[(e.sequence.key.request_id, e.num_tokens) for e in plan.prefills] for plan in plans] == [
             [("a", 96)],
