@@ -162,9 +162,10 @@ class RequestQueue:
             return None
         return self._first[position][0] if self._know(position) else None
 
-    def position(self, urgency: Urgency, share: Share | None = None) -> int:
-        """Where a new request of that urgency and tenant would stand. Tenants that may not have one more running are
-        counted, so that it may come to stand earlier, never later."""
+    def position(self, urgency: Urgency, share: Share | None = None, num_kept: int = 0) -> int:
+        """Where a new request of that urgency and tenant would stand. `num_kept`: places to decode that others leave
+        free for its tenant. A request that gets one of these does not stand behind tenants that may not have one more
+        running; for any other one they are counted, so that it may come to stand earlier, never later."""
         lanes = self._lanes
         lane = lanes.get(share) if share is not None else next(iter(lanes.values()), None)
         if lane is not None and len(lanes) == 1:
@@ -178,7 +179,7 @@ class RequestQueue:
         key = lane.key_of(urgency, sum(lane.cost[:index]))
         position, work_ms = index, sum(lane.work_ms[:index])
         for other in lanes.values():
-            if other is not lane and other.head < key:
+            if other is not lane and other.head < key and (index >= num_kept or self._may_run(other.share.name)):
                 count = other.num_before(key)
                 position += count
                 work_ms += sum(other.work_ms[:count])

@@ -50,7 +50,7 @@ def predicted_miss(
     tell yet. It may come back when what is too much of the wait should be over."""
     if record.trace.ttft_slo_s is None:
         return None
-    position = queue.position(record.urgency, record.tenant.share)
+    position = queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
     expected = forecast(fleet, queue, position, record.block_hashes, record.num_tokens, now)
     if expected is None:
         return None

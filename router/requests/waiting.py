@@ -86,7 +86,7 @@ class Waiting:
         """A new request: placed at once, or queued."""
         position = 0
         if self.queue:
-            position = self.queue.position(record.urgency, record.tenant.share)
+            position = self.queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
         else:
             self._all_seen()
         if not self._set_aside(record, now):

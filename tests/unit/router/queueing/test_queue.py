@@ -164,6 +164,22 @@ def test_the_position_of_a_new_request_is_where_it_comes_to_stand() -> None:
         )
 
 
+def test_a_request_that_gets_a_kept_place_does_not_stand_behind_tenants_that_may_not_run_more() -> None:
+    it = Turns(a=1.0, b=1.0)
+    for _ in range(3):
+        it.push("a", 10.0)
+    it.queue.charge(it.shares["b"], 1e6)  # b has had more, so that a's are before it
+    it.queue.look()
+    urgency = Urgency(0, True, 10.0, 99)
+    assert it.queue.position(urgency, it.shares["b"], 1) == 3  # a may run more
+    it.capped = {"a"}
+    assert it.queue.position(urgency, it.shares["b"], 1) == 0
+    assert it.queue.position(urgency, it.shares["b"], 0) == 3  # no place is kept for b
+    it.push("b", 10.0)
+    assert it.queue.position(urgency, it.shares["b"], 2) == 1  # behind its own, which gets the first one
+    assert it.queue.position(urgency, it.shares["b"], 1) == 4
+
+
 def test_a_tenant_that_may_not_run_more_is_passed_over() -> None:
     it = Turns(a=1.0, b=1.0)
     it.push("a", 10.0)

@@ -8,6 +8,7 @@ import pytest
 
 from disagg.proto.errors import LimitError
 from disagg.proto.ids import RequestId
+from disagg.proto.messages import StepSample
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.limits import CallDemand, TenantLimits
@@ -95,6 +96,25 @@ def test_what_a_tenant_asked_for_lately_is_kept_free_for_it() -> None:
     assert it.core.view(31.0).tenants == {"a": (7, 13), "b": (0, 0)}
     it.now = 62.0
     assert it.report(worker_report("d0", 1)) == ["dispatch p0 a13/0 -> d0"]
+
+
+def test_a_target_is_not_refused_for_what_others_queued_while_a_place_is_kept() -> None:
+    """B is sure of three places and has one, a fills the others. By turns all that a has waiting is before b."""
+    it = places(16)
+    exact = (StepSample(10.0, 0, 0, 1, 0), StepSample(10.0, 0, 0, 8, 0), StepSample(10.0, 64, 2080, 0, 0))
+    assert it.report(worker_report("p0", 0, steps=exact)) == []
+    assert it.report(worker_report("d0", 0, steps=exact)) == []
+    for number in range(3):
+        it.submit(of("b", f"b{number}", max_tokens=8000))
+    for number in range(2):
+        end(it, f"b{number}")
+    for number in range(40):
+        it.submit(of("a", f"a{number}"))
+    assert it.core.view(0.0).tenants == {"a": (27, 13), "b": (0, 1)}
+    sent = [it.submit(of("b", f"b{number}", ttft_slo_s=0.05)) for number in range(3, 6)]
+    assert sent[:2] == [["dispatch p0 b3/0 -> d0"], ["dispatch p0 b4/0 -> d0"]]
+    assert it.core.view(0.0).tenants["b"][1] == 3
+    assert sent[2] == ["fail b5 OverloadedError"]  # It has all that it is sure of, and stands behind a.
 
 
 def test_a_part_of_all_places_by_weight_is_the_most_that_is_kept() -> None:
