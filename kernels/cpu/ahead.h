@@ -13,7 +13,7 @@ constexpr int64_t LINE = 64;
 // Whether what is read once, weights and KV, is asked for into the second-level cache, because the first one is small: what it
 // would push out of there is needed sooner, and the first level waits for few lines at a time. With 32 KiB (Zen 4) that takes
 // a fifth to a third off products and attention; processors with more (Zen 5 has 48 KiB) are asked to fetch into the first.
-// docs/benchmarks/2026-11-22-second-level.md
+// docs/benchmarks/kernels.md
 constexpr int64_t SMALL_CACHE = 32 << 10;
 inline const bool INTO_SECOND_LEVEL = [] {
 #ifdef _SC_LEVEL1_DCACHE_SIZE

@@ -31,7 +31,7 @@ constexpr int64_t PANELS_A_RUN = 3;
 
 // Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone: it has more
 // lines on their way than can be asked for, as long as loads come densely. Where cores share the memory each has time for more
-// rows between two lines. docs/benchmarks/2026-11-23-unasked-rows.md
+// rows between two lines. docs/benchmarks/kernels.md
 constexpr int64_t UNASKED_ROWS = 6;
 constexpr int64_t UNASKED_ROWS_OF_TEAM = 8;
 
