@@ -104,7 +104,7 @@ def make_targets() -> set[str]:
 
 
 def test_there_are_documents() -> None:
-    assert {"README.md", "CONTRIBUTING.md", MAP, "docs/glossary.md", "deploy/README.md"} <= set(DOCUMENTS)
+    assert {"README.md", "CONTRIBUTING.md", MAP, "docs/glossary.md", "docs/deployment.md"} <= set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS)
@@ -148,10 +148,11 @@ def test_make_targets_are_explained() -> None:
 
 
 def test_shown_configurations_are_valid() -> None:
-    shown = code_blocks(read("README.md"), "yaml")
-    assert shown
-    for block in shown:
-        parse_config(yaml.safe_load(block))
+    for path in ("README.md", "docs/deployment.md"):
+        shown = code_blocks(read(path), "yaml")
+        assert shown, path
+        for block in shown:
+            parse_config(yaml.safe_load(block))
 
 
 def test_words_are_explained_once() -> None:
