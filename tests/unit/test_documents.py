@@ -151,6 +151,16 @@ def test_make_targets_are_explained() -> None:
     assert set(re.findall(r"`make ([a-z-]+)`", recipes)) == make_targets() - {"help"}
 
 
+def test_documents_hold_no_json_of_measurements() -> None:
+    """Reports have the figures; the files that they were made from once had 98,622 lines."""
+    assert [path.name for path in (REPOSITORY / "docs").rglob("*.json*")] == []
+
+
+def test_every_benchmark_report_is_in_the_index() -> None:
+    index = set(re.findall(r"\]\(([\w-]+\.md)", read("docs/benchmarks/README.md")))
+    assert index == {path.name for path in (REPOSITORY / "docs/benchmarks").iterdir()} - {"README.md"}
+
+
 def test_shown_configurations_are_valid() -> None:
     for path in ("README.md", "docs/deployment.md"):
         shown = code_blocks(read(path), "yaml")
