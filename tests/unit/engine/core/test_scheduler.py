@@ -161,14 +161,14 @@ class TestPlan:
         step_scheduler(scheduler)
         assert shape_of(step_scheduler(scheduler)[0])[1] == [("b", 0, 16)]
 
-    def test_a_plan_that_would_write_a_shared_block_is_not_returned(self) -> None:
+    def test_a_plan_that_would_write_a_shared_block_fails_its_check(self) -> None:
         scheduler = make_scheduler()
         add_to(scheduler, "a", 20)
         step_scheduler(scheduler)
         (sequence,) = scheduler.running.values()
         scheduler.blocks._refs[sequence.block_table[1]] += 1
         with pytest.raises(AssertionError, match="a/1 would write a shared block"):
-            scheduler.schedule()
+            check_plan(scheduler, scheduler.schedule())
 
     def test_a_plan_is_checked_against_the_sequences(self) -> None:
         scheduler = make_scheduler()
