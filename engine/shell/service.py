@@ -82,6 +82,10 @@ class ServedWorker(Protocol):
         """What was sent to each decode worker since the start."""
         ...
 
+    def num_pending_prompt_tokens(self) -> int:
+        """Tokens of dispatched prompts that the engine does not count yet."""
+        ...
+
     def turn_s(self) -> float:
         """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
         ...

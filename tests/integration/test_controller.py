@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -233,7 +234,9 @@ def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end
         assert launcher.has_noted.wait(60)
     assert launcher.noted == [("gateway", os.getpid())]
     (line,) = [message for message in caplog.messages if "killing it" in message]
-    assert f"gateway (process {os.getpid()}) has been in one step for 4 s (a callback in " in line
+    held = re.search(rf"gateway \(process {os.getpid()}\) has been in one step for (\d+) s \(a callback in ", line)
+    assert held is not None
+    assert int(held[1]) >= 4  # More on a busy machine, which looks later.
 
 
 def test_control_over_grpc(tmp_path: Path) -> None:
