@@ -327,7 +327,10 @@ class WorkerPair:
             counts, problems = side.core.audit()
             assert problems == []
             assert not any(counts.values()), (side.name, counts)
-        assert self.receiver.machine.counters["corrupt_chunks"] == self.wire.num_corrupted
+        num_found, num_corrupted = self.receiver.machine.counters["corrupt_chunks"], self.wire.num_corrupted
+        was_given_up = any(over.outcome == "cancelled" for overs in self.p_overs.values() for over in overs)
+        # The bytes of an attempt that was given up are discarded without a look at their checksum.
+        assert num_found == num_corrupted or (was_given_up and num_found < num_corrupted)
         assert not self.sender.slots_in_use
         assert not self.receiver.slots_in_use
         assert {key: len(overs) for key, overs in self.p_overs.items()} == dict.fromkeys(self.specs, 1)
