@@ -138,7 +138,7 @@ def test_the_list_of_requests(cluster: ProcessCluster, client: Client) -> None:
 
 def test_an_unknown_request_names_the_next_command(cluster: ProcessCluster) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "disagg.cluster", "explain", "nobody", "--address", cluster.address],
+        [sys.executable, "-m", "disagg.cli", "explain", "nobody", "--address", cluster.address],
         capture_output=True,
         text=True,
         check=False,

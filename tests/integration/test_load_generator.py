@@ -198,7 +198,7 @@ def test_locusts_page_plays_one_run_after_the_other_for_its_own_forms_only(tmp_p
     record, other, port = tmp_path / "run.jsonl", tmp_path / "other.jsonl", free_port()
     root = f"http://127.0.0.1:{port}"
     with fake_server(QUICK) as server:
-        command = [sys.executable, "-m", "disagg.cluster", "load", "run", "--web", f"--web-port={port}"]
+        command = [sys.executable, "-m", "disagg.cli", "load", "run", "--web", f"--web-port={port}"]
         command += [f"--address={server.address}", f"--scenario={scenario}", f"--record={record}"]
         with subprocess.Popen(
             command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -72,7 +72,7 @@ def load_run(
     }
     words = ["load", "run", "--scenario", "plain.yaml", "--address", cluster.address, "--generator-nice", "0"]
     return subprocess.run(
-        [sys.executable, "-m", "disagg.cluster", *words, *arguments],
+        [sys.executable, "-m", "disagg.cli", *words, *arguments],
         cwd=folder,
         env=os.environ | credentials,
         capture_output=True,

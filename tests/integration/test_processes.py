@@ -238,7 +238,7 @@ def test_up_serves_until_ctrl_c_and_exits_with_0() -> None:
     command = [
         sys.executable,
         "-m",
-        "disagg.cluster",
+        "disagg.cli",
         "up",
         "--launcher",
         "processes",

@@ -270,7 +270,7 @@ def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path
 def test_a_signal_to_all_during_a_start_ends_it_cleanly(temp_dir: Path, tmp_path: Path, moment: str) -> None:
     """As `timeout` and service managers send it: to `disagg` and its process group at once."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(make_config(temp_dir)))
-    command = [sys.executable, "-m", "disagg.cluster", "up", "--config", str(tmp_path / "c.yaml")]
+    command = [sys.executable, "-m", "disagg.cli", "up", "--config", str(tmp_path / "c.yaml")]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as up:

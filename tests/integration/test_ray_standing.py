@@ -58,7 +58,7 @@ def folder() -> Iterator[Path]:
 def cluster_command(nodes: RayNodes, *arguments: str, without: str = "", **variables: str) -> tuple[int, str]:
     """Exit status and output of `disagg cluster`, run on a node."""
     environment = {name: value for name, value in {**nodes.environment, **variables}.items() if name != without}
-    command = [sys.executable, "-m", "disagg.cluster", "cluster", *arguments]
+    command = [sys.executable, "-m", "disagg.cli", "cluster", *arguments]
     done = subprocess.run(
         command,
         env=environment,
@@ -146,7 +146,7 @@ def use(nodes: RayNodes, client: Client, folder: Path) -> None:
 
 def lose_the_owner(nodes: RayNodes, folder: Path) -> None:
     """A cluster that belongs to a process ends soon after it, also when that could end nothing itself."""
-    command = [sys.executable, "-m", "disagg.cluster", "up", "--config", write_config(folder, ray={"address": "auto"})]
+    command = [sys.executable, "-m", "disagg.cli", "up", "--config", write_config(folder, ray={"address": "auto"})]
     with subprocess.Popen(command, env=nodes.environment, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         assert any("Ctrl-C stops" in line for line in up.stdout)

@@ -200,7 +200,7 @@ def test_the_command_line_scales_and_shows() -> None:
     with ProcessCluster(parse_config(FAKE)) as cluster:
 
         def disagg(*arguments: str) -> tuple[int, str, str]:
-            command = [sys.executable, "-m", "disagg.cluster", *arguments, "--address", cluster.address]
+            command = [sys.executable, "-m", "disagg.cli", *arguments, "--address", cluster.address]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
             return done.returncode, done.stdout, done.stderr
 

@@ -1,4 +1,4 @@
-"""`python -m disagg.cluster` is the `disagg` program."""
+"""`python -m disagg.cli` is the `disagg` program."""
 
 from __future__ import annotations
 
