@@ -137,6 +137,7 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
         with client:
             assert wait_until(lambda: life_of(second, name) == ("draining", life)), second.state()
             other = {"decode-0": "decode-1", "decode-1": "decode-0"}[name]
+            assert wait_until(lambda: life_of(second, other)[0] == "ready"), second.state()
             refused = second.control(DrainRequest(worker_id=WorkerId(other)))
             assert isinstance(refused, ControlRefused)
             assert refused.message == f"{other} is the only ready worker of its pool; make the pool larger first"
