@@ -27,9 +27,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bad_input_run import Outcomes, throw_at_a_cluster
+from benchmarks.clients.load import channel, only_model, service
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
-from benchmarks.load import channel, only_model, service
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 

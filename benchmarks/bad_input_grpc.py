@@ -16,7 +16,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from benchmarks.gateway_clients import GENERATE, frame, grpc_message, request_headers
+from benchmarks.clients.raw import GENERATE, frame, grpc_message, request_headers
 from disagg.router.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 

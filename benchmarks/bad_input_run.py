@@ -18,7 +18,7 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import bad_input_grpc, bad_input_http
-from benchmarks.gateway_clients import GENERATE
+from benchmarks.clients.raw import GENERATE
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.router.gateway.text.tokenizer import ModelInfo, fake_model

@@ -5,7 +5,7 @@ thousand live streams.
     python benchmarks/gateway.py --slow [--json FILE]   clients that never read and connections that never speak
 
 A real gateway process with its router talks to a worker without a model that says a token per stream and step
-(gateway_worker.py); the text is detokenized with the default model's tokenizer. Clients (gateway_clients.py) and worker
+(gateway_worker.py); the text is detokenized with the default model's tokenizer. Clients (raw.py) and worker
 share another process. CPU time is user and system time of the gateway's process, all threads.
 """
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
 from benchmarks.common import REPOSITORY
-from benchmarks.gateway_clients import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
 from benchmarks.gateway_process import GatewayJob, Sample, Started
 from benchmarks.gateway_worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model

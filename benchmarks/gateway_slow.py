@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from benchmarks.clients.raw import Stream
 from benchmarks.common import percentile, print_table
-from benchmarks.gateway_clients import Stream
 from benchmarks.gateway_rig import PROTOCOLS, Protocol, Rig, wait_until
 
 Kind = Literal["never_reads", "never_speaks"]

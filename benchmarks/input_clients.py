@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self
 import grpc
 import grpc.aio
 
-from benchmarks.gateway_clients import GENERATE
+from benchmarks.clients.raw import GENERATE
 from benchmarks.gateway_rig import FAKE_TOKENS
 from benchmarks.input_messages import Message
 from disagg.v1 import inference_pb2 as pb

@@ -27,7 +27,7 @@ import yaml
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import load
+from benchmarks.clients import load
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from benchmarks.serving import positive

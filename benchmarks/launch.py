@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import yaml
 
-from benchmarks.load import channel, only_model, service
+from benchmarks.clients.load import channel, only_model, service
 from disagg.cluster.system.process_tools import sigterm_raises
 
 LAUNCHERS = ("ray", "processes")

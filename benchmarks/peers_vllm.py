@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import load_http
+from benchmarks.clients import load_http
 from benchmarks.common import REPOSITORY
 from benchmarks.launch import STOP_TIMEOUT_S, LaunchError, free_port, log_tail
 

@@ -23,7 +23,8 @@ import yaml
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import load, serving_side_by_side
+from benchmarks import serving_side_by_side
+from benchmarks.clients import load
 from benchmarks.common import print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from benchmarks.serving_parties import SHAPES, WARM_UP_SEED

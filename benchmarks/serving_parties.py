@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load, load_http
+from benchmarks.clients import load, load_http
 from benchmarks.engine_process import Engine, running_engine
 from benchmarks.engine_rig import LoopShape
 from benchmarks.launch import cluster_config, free_port, launched

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load, load_http
+from benchmarks.clients import load, load_http
 from benchmarks.common import print_table
 from benchmarks.peers_vllm import serving_vllm
 from benchmarks.serving_parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties

@@ -35,8 +35,8 @@ from unittest import mock
 
 import msgspec
 
+from benchmarks.clients.load import random_prompt
 from benchmarks.common import REPOSITORY, percentile
-from benchmarks.load import random_prompt
 from benchmarks.transfer_worker import FOLDER_VARIABLE, Timeline
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config

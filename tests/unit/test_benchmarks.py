@@ -12,9 +12,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks import bad_input, common, load
+from benchmarks import bad_input, common
+from benchmarks.clients import load
+from benchmarks.clients.load import Run, Timing
 from benchmarks.launch import cluster_config
-from benchmarks.load import Run, Timing
 from benchmarks.serving import parse_arguments
 from benchmarks.serving_side_by_side import num_requests
 from disagg.cluster.config.cluster_config import parse_config

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import bad_input_grpc, bad_input_http
 from benchmarks.bad_input_run import MODEL, Outcomes
+from benchmarks.clients.raw import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
 from benchmarks.gateway import parse_arguments
-from benchmarks.gateway_clients import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
 from benchmarks.gateway_cost import Cost, medians, orders, summary
 from benchmarks.gateway_rig import split
 from benchmarks.gateway_slow import Slow, slow_summary, timings

@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from benchmarks import load, load_http, serving, serving_side_by_side
-from benchmarks.load import Run, Shape, Timing
-from benchmarks.load_http import HttpCall
+from benchmarks import serving, serving_side_by_side
+from benchmarks.clients import load, load_http
+from benchmarks.clients.load import Run, Shape, Timing
+from benchmarks.clients.load_http import HttpCall
 from benchmarks.serving_parties import SHAPES, Party, divided
 
 # ---------------------------------------------------------------- ratios

@@ -16,8 +16,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from benchmarks.gateway_clients import COMPLETIONS, http_request
-from benchmarks.load import Shape, Timing, random_prompt
+from benchmarks.clients.load import Shape, Timing, random_prompt
+from benchmarks.clients.raw import COMPLETIONS, http_request
 
 _EVENT = b"data: {"
 _DONE = b"data: [DONE]"

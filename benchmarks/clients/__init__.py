@@ -1,0 +1,1 @@
+"""Load clients that several benchmarks share."""
