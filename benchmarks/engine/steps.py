@@ -1,8 +1,8 @@
 """Decode steps and prompts of the engine alone, beside what the machine could do, and beside llama.cpp.
 
-python benchmarks/engine.py --json FILE
-python benchmarks/engine.py --llamacpp build/peers/llama.cpp/bin      the programs of scripts/peers/llama_cpp.sh
-python benchmarks/engine.py --quantization none int8
+python -m benchmarks.engine --json FILE
+python -m benchmarks.engine --llamacpp build/peers/llama.cpp/bin      the programs of scripts/peers/llama_cpp.sh
+python -m benchmarks.engine --quantization none int8
 
 Each repeat measures, for each engine, the ceilings of its cores, decode steps of several batch sizes and prompts;
 llama.cpp runs after it in one repeat and before it in the next. An engine is a process, pinned to the first cores; the
@@ -25,15 +25,12 @@ from typing import Any
 
 import msgspec
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.ceilings import Ceilings, print_ceilings
 from benchmarks.common import print_table, report, write_json
-from benchmarks.engine_process import Engine, running_engine
-from benchmarks.peers_llamacpp import LlamaCpp, PeerRun, open_llama_cpp
+from benchmarks.engine.ceilings import Ceilings, print_ceilings
+from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, open_llama_cpp
+from benchmarks.engine.process import Engine, running_engine
+from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from benchmarks.serving import positive
-from benchmarks.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.process_tools import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
@@ -373,7 +370,3 @@ def main() -> None:
     if options.json:
         write_json(options.json, report([*ceiling_rows(measured), *rows], summary(rows)))
         print(f"report: {options.json}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What it costs to run out of KV blocks: the same answers with room for all, with host memory for what is preempted,
 and with neither.
 
-    python benchmarks/preemption.py [--sequences 8] [--prompt 64] [--output 256] [--share 0.6] [--json FILE]
+    python -m benchmarks.engine.preemption [--sequences 8] [--prompt 64] [--output 256] [--share 0.6] [--json FILE]
 
 One engine core in this process, without sockets. All sequences come at once; `--share` is how much of the blocks that
 they need in the end there is. The ways are run one after the other, and once more in reverse, so that a slow drift
@@ -19,9 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models.catalog import resolve_model

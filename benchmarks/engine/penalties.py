@@ -1,6 +1,6 @@
 """What penalties cost a decode step: the sampler alone, over sequences of several lengths.
 
-    python benchmarks/penalties.py [--sequences 32] [--tokens 500,8000,32000] [--vocab 49152] [--json FILE]
+    python -m benchmarks.engine.penalties [--sequences 32] [--tokens 500,8000,32000] [--vocab 49152] [--json FILE]
 
 Each step appends the sampled token to each sequence, as an engine does. Contexts are half prompt, half output, of ids
 drawn from the whole vocabulary, which is the worst there is. Rows: greedy without penalties, with all three, drawn with
@@ -12,13 +12,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -1,8 +1,8 @@
 """Every op that the engine calls, in the shapes of the default model: time, rate, share of the machine's ceiling, and
 the torch reference beside it.
 
-python benchmarks/kernels.py --json FILE
-python benchmarks/kernels.py --threads 2 --only paged_decode_attention
+python -m benchmarks.engine.kernels --json FILE
+python -m benchmarks.engine.kernels --threads 2 --only paged_decode_attention
 
 What is read from memory in a step is read from memory here (`kernel_cases.py`). The share is the longer one of reading
 at the measured read rate and computing at the measured bf16 rate, over the time. Ops whose operands stay in the caches
@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from benchmarks.ceilings import Ceilings, measure, print_ceilings
 from benchmarks.common import print_table, report, write_json
-from benchmarks.kernel_cases import Call, Case, makers
+from benchmarks.engine.ceilings import Ceilings, measure, print_ceilings
+from benchmarks.engine.kernel_cases import Call, Case, makers
+from benchmarks.engine.step_limit import Work
 from benchmarks.serving import positive
-from benchmarks.step_limit import Work
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config

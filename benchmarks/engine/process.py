@@ -1,6 +1,6 @@
 """An engine in a process of its own, on the cores of its configuration, and how to tell it what to measure.
 
-    python -m benchmarks.engine_process, then lines of JSON:
+    python -m benchmarks.engine.process, then lines of JSON:
 
     in   `WorkerConfig`               out  {"kernels": ...}
     in   one of `Task`, any number    out  its result
@@ -21,9 +21,9 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.ceilings import Ceilings, measure
 from benchmarks.common import REPOSITORY
-from benchmarks.engine_rig import EngineRig, LoopResult, LoopShape
+from benchmarks.engine.ceilings import Ceilings, measure
+from benchmarks.engine.rig import EngineRig, LoopResult, LoopShape
 from disagg.cluster.system.process_tools import freeze_start, pin_process, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
@@ -130,7 +130,7 @@ def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterat
     Raises:
         RuntimeError: if the process does not start, or a task fails; the reason is on its stderr.
     """
-    command = [sys.executable, "-m", "benchmarks.engine_process"]
+    command = [sys.executable, "-m", "benchmarks.engine.process"]
     env = {**os.environ, **thread_environment(config.num_threads)}  # as workers have it
     if packages is not None:
         env["PYTHONPATH"] = str(packages)

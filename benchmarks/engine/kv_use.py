@@ -1,6 +1,6 @@
 """How much of the KV memory that sequences hold has KV in it, when a recorded trace is replayed.
 
-python benchmarks/kv_use.py --trace FILE [--scale 0.25] --json FILE
+python -m benchmarks.engine.kv_use --trace FILE [--scale 0.25] --json FILE
 
 FILE is a trace of the Azure Public Dataset (`loadtests/workload/traces.py`). The scheduler and the block manager of a
 worker run it without a model on a simulated clock: requests arrive at their recorded times, a step takes what it takes
@@ -13,14 +13,10 @@ blocks that are promised and not allocated are nobody's loss.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table, report, write_json
 from benchmarks.serving import positive

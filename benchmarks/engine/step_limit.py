@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.ceilings import Ceilings
+from benchmarks.engine.ceilings import Ceilings
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 
 KV_ELEMENT_BYTES = 2

@@ -1,6 +1,6 @@
 """What this machine can do at most: how fast it reads memory, and how fast it multiplies bf16 matrices.
 
-    python benchmarks/ceilings.py [--threads 1 2]
+    python -m benchmarks.engine.ceilings [--threads 1 2]
 
 The read rate is that of a loop of our own that adds up a buffer far larger than the caches, one part on each core. The
 rate of products is the faster one of oneDNN's and our own at `GEMM_SHAPE`. Each is the best of a few bursts: what
@@ -15,7 +15,6 @@ import ctypes
 import functools
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +23,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table
 from disagg.cluster.system.process_tools import available_cores

@@ -1,0 +1,1 @@
+"""How fast is the engine alone, and how well does it use its memory?"""
