@@ -109,7 +109,7 @@ bench: model ## engine, ops and serving beside what the machine can do, and besi
 	@$(BIN)/python -m benchmarks.engine --json build/engine.json \
 	  $(if $(wildcard build/peers/llama.cpp/bin/llama-batched-bench),--llamacpp build/peers/llama.cpp/bin)
 	@$(BIN)/python -m benchmarks.engine.kernels --json build/kernels.json
-	@$(BIN)/python benchmarks/serving.py --engine --shapes colocated-2x1 --json build/serving.json \
+	@$(BIN)/python -m benchmarks.serving --engine --shapes colocated-2x1 --json build/serving.json \
 	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 
 bench-gateway: model ## what a token costs the gateway, by protocol, and what misbehaving clients cost (ten minutes)

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentiles, print_table, report, write_json
-from benchmarks.serving import positive
+from benchmarks.serving.throughput import positive
 from disagg.cluster.system.process_tools import available_cores
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play

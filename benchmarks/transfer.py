@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table, report, write_json
-from benchmarks.serving import positive
+from benchmarks.serving.throughput import positive
 from benchmarks.transfer_handover import Handover, Load, measure_handovers, quantiles, rows
 from benchmarks.transfer_rates import Case, measure_rates
 from benchmarks.transfer_tp import IN_FLIGHT, Tp, measure_ranks

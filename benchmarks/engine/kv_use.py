@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_table, report, write_json
-from benchmarks.serving import positive
+from benchmarks.serving.throughput import positive
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.intake import new_sequence

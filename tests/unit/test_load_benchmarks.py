@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import interference, load_generator
-from benchmarks.interference import Measurement
+from benchmarks import load_generator
 from benchmarks.launch import cluster_config
+from benchmarks.serving import interference
+from benchmarks.serving.interference import Measurement
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.records import RequestRecord

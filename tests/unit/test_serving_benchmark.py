@@ -8,11 +8,11 @@ import json
 
 import pytest
 
-from benchmarks import serving, serving_side_by_side
 from benchmarks.clients import load, load_http
 from benchmarks.clients.load import Run, Shape, Timing
 from benchmarks.clients.load_http import HttpCall
-from benchmarks.serving_parties import SHAPES, Party, divided
+from benchmarks.serving import side_by_side, throughput
+from benchmarks.serving.parties import SHAPES, Party, divided
 
 # ---------------------------------------------------------------- ratios
 
@@ -36,12 +36,12 @@ RUNS = [
 
 
 def test_a_ratio_is_the_median_over_the_repeats() -> None:
-    assert serving_side_by_side.ratios(RUNS, "colocated-2x1 gRPC", "colocated-2x1 engine") == {8: 0.9}
-    assert serving_side_by_side.ratios(RUNS, "colocated-2x1 gRPC", "nobody") == {}
+    assert side_by_side.ratios(RUNS, "colocated-2x1 gRPC", "colocated-2x1 engine") == {8: 0.9}
+    assert side_by_side.ratios(RUNS, "colocated-2x1 gRPC", "nobody") == {}
 
 
 def test_the_summary_has_the_best_shape_and_each() -> None:
-    found = serving_side_by_side.summary(RUNS)
+    found = side_by_side.summary(RUNS)
     assert {name: value for name, value in found.items() if "served_over" in name} == {
         "served_over_engine_c8": 0.9,
         "colocated-2x1_served_over_engine_c8": 0.9,
@@ -71,7 +71,7 @@ class FakeParty(Party):
 def test_turns_go_both_ways_and_no_prompt_comes_twice() -> None:
     turns: list[tuple[str, int, int, int]] = []
     options = argparse.Namespace(input_tokens=4, output_tokens=10, repeats=2, concurrency=[1], requests=3, seed=100)
-    runs = serving_side_by_side.run_all([FakeParty("a", turns), FakeParty("b", turns)], options)
+    runs = side_by_side.run_all([FakeParty("a", turns), FakeParty("b", turns)], options)
     assert [name for name, *_ in turns] == ["a", "b", "a", "b", "b", "a"]
     assert [seed for _, _, seed, _ in turns[2:]] == [100, 103, 106, 109]
     assert [(each.mode, each.repeat) for each in runs] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
@@ -84,13 +84,13 @@ def test_work_is_divided_evenly() -> None:
 
 
 def test_command_line_of_a_comparison() -> None:
-    options = serving.parse_arguments(["--peer", "vllm"])
+    options = throughput.parse_arguments(["--peer", "vllm"])
     assert (options.side_by_side, options.repeats, options.shapes) == (True, 5, [*SHAPES])
-    assert serving.parse_arguments([]).repeats == 1
-    assert serving.parse_arguments(["--engine", "--repeats", "2", "--shapes", "1p1d"]).repeats == 2
+    assert throughput.parse_arguments([]).repeats == 1
+    assert throughput.parse_arguments(["--engine", "--repeats", "2", "--shapes", "1p1d"]).repeats == 2
     for arguments in (["--engine", "--address", "x:1"], ["--shapes", "1p1d"]):
         with pytest.raises(SystemExit, match="2"):
-            serving.parse_arguments(arguments)
+            throughput.parse_arguments(arguments)
 
 
 # ---------------------------------------------------------------- HTTP

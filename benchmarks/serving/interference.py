@@ -1,6 +1,6 @@
 """Gaps between the tokens of running streams while long prompts arrive, in clusters of several shapes.
 
-python benchmarks/interference.py --json FILE
+python -m benchmarks.serving.interference --json FILE
 
 Some streams run; each second a long prompt with a short answer comes in. Measured is every gap between two tokens of
 the streams, in the client. Each shape is compared with itself at rest: the same streams, of the same lengths, with
@@ -24,13 +24,10 @@ from typing import Any
 
 import yaml
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.clients import load
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
-from benchmarks.serving import positive
+from benchmarks.serving.throughput import positive
 from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
 from disagg.v1 import inference_pb2 as pb

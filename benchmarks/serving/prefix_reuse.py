@@ -1,7 +1,7 @@
 """Prompt tokens that a cluster computes for a workload of shared prefixes, policy against policy.
 
-python benchmarks/prefix_reuse.py                     SmolLM2 on 2 prefill and 2 decode workers
-python benchmarks/prefix_reuse.py --model fake        the same placements without the work
+python -m benchmarks.serving.prefix_reuse                     SmolLM2 on 2 prefill and 2 decode workers
+python -m benchmarks.serving.prefix_reuse --model fake        the same placements without the work
 
 16 prefixes of 1,024 tokens, each request one of them (drawn at random) and 64 tokens of its own. The cache of every
 worker holds 10 of the 16 prefixes, so that a policy that sends each prefix everywhere evicts all the time. A computed
@@ -19,9 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clients import load
 from benchmarks.common import percentile, print_table, report, write_json

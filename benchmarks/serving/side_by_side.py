@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.clients import load, load_http
 from benchmarks.common import print_table
-from benchmarks.peers_vllm import serving_vllm
-from benchmarks.serving_parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties
+from benchmarks.serving.parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties
+from benchmarks.serving.vllm import serving_vllm
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config

@@ -1,6 +1,6 @@
 """What TLS between the processes of a cluster costs: the same clients, a plain and an encrypted cluster, in turns.
 
-    python benchmarks/encryption.py [--clients 16] [--tokens 256] [--repeats 5] --json FILE
+    python -m benchmarks.serving.encryption [--clients 16] [--tokens 256] [--repeats 5] --json FILE
 
 Both clusters are up at once, with the model without weights: workers answer as fast as they can, so nearly all time is
 messages, and the ratio is the worst that a real model can meet. Measured: tokens per second in the client, and CPU
@@ -12,13 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clients import load
 from benchmarks.common import print_table, report, write_json

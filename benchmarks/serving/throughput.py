@@ -1,12 +1,12 @@
 """Output tokens/s, TTFT and TPOT of a cluster at several concurrencies, closed loop.
 
-python benchmarks/serving.py                                  starts a disaggregated cluster
-python benchmarks/serving.py --launch both --json FILE        and then a colocated one with as many workers
-python benchmarks/serving.py --address 127.0.0.1:8470         measures a cluster that runs already
-python benchmarks/serving.py --engine                         clusters in turns with their bare engines
-python benchmarks/serving.py --peer vllm                      and with vLLM, or with the server at http://HOST:PORT
+python -m benchmarks.serving                                  starts a disaggregated cluster
+python -m benchmarks.serving --launch both --json FILE        and then a colocated one with as many workers
+python -m benchmarks.serving --address 127.0.0.1:8470         measures a cluster that runs already
+python -m benchmarks.serving --engine                         clusters in turns with their bare engines
+python -m benchmarks.serving --peer vllm                      and with vLLM, or with the server at http://HOST:PORT
 
-The last two start every shape of `--shapes` and measure all in both orders (serving_side_by_side.py).
+The last two start every shape of `--shapes` and measure all in both orders (side_by_side.py).
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from typing import Any
 
 import yaml
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import serving_side_by_side
 from benchmarks.clients import load
 from benchmarks.common import print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
-from benchmarks.serving_parties import SHAPES, WARM_UP_SEED
-from benchmarks.serving_side_by_side import num_requests
+from benchmarks.serving import side_by_side
+from benchmarks.serving.parties import SHAPES, WARM_UP_SEED
+from benchmarks.serving.side_by_side import num_requests
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -122,10 +119,10 @@ def main() -> None:
     options = parse_arguments()
     title = f"{options.input_tokens} tokens in, {options.output_tokens} out, closed loop"
     if options.side_by_side:
-        runs = serving_side_by_side.measure(options, base_config(options))
-        serving_side_by_side.print_tables(runs, title)
-        rows = serving_side_by_side.comparison_rows(runs)
-        summary = serving_side_by_side.summary(runs)
+        runs = side_by_side.measure(options, base_config(options))
+        side_by_side.print_tables(runs, title)
+        rows = side_by_side.comparison_rows(runs)
+        summary = side_by_side.summary(runs)
     else:
         runs = measure_all(options)
         print_table(title, *load.table(runs))
@@ -133,7 +130,3 @@ def main() -> None:
     if options.json:
         write_json(options.json, report([*rows, *(load.row(run) for run in runs)], summary))
         print(f"report: {options.json}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""How fast does a cluster answer, and what does each of its choices bring?"""
