@@ -114,8 +114,8 @@ bench: model ## engine, ops and serving beside what the machine can do, and besi
 
 bench-gateway: model ## what a token costs the gateway, by protocol, and what misbehaving clients cost (ten minutes)
 	@mkdir -p build
-	@$(BIN)/python benchmarks/gateway.py --json build/gateway.json $(ARGS)
-	@$(BIN)/python benchmarks/gateway.py --slow --json build/gateway-slow.json
+	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
+	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
 	@$(BIN)/python benchmarks/bad_input.py --generated 12000 --json build/bad-input.json
 
 gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; needs a GPU, but neither .venv nor a network

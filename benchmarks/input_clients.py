@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from benchmarks.clients.raw import GENERATE
-from benchmarks.gateway_rig import FAKE_TOKENS
+from benchmarks.gateway.rig import FAKE_TOKENS
 from benchmarks.input_messages import Message
 from disagg.v1 import inference_pb2 as pb
 

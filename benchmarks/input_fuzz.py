@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentile, print_table, report, write_json
-from benchmarks.gateway_rig import Rig
+from benchmarks.gateway.rig import Rig
 from benchmarks.input_clients import Answer, Neighbour, Sender
 from benchmarks.input_messages import FAMILIES, Message, Served, Shape, make, mutated
 

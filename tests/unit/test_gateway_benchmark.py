@@ -14,11 +14,11 @@ import pytest
 from benchmarks import bad_input_grpc, bad_input_http
 from benchmarks.bad_input_run import MODEL, Outcomes
 from benchmarks.clients.raw import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
-from benchmarks.gateway import parse_arguments
-from benchmarks.gateway_cost import Cost, medians, orders, summary
-from benchmarks.gateway_rig import split
-from benchmarks.gateway_slow import Slow, slow_summary, timings
-from benchmarks.gateway_worker import Steps
+from benchmarks.gateway.command import parse_arguments
+from benchmarks.gateway.cost import Cost, medians, orders, summary
+from benchmarks.gateway.rig import split
+from benchmarks.gateway.slow import Slow, slow_summary, timings
+from benchmarks.gateway.worker import Steps
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut

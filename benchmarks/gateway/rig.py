@@ -16,8 +16,8 @@ import msgspec
 
 from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
 from benchmarks.common import REPOSITORY
-from benchmarks.gateway_process import GatewayJob, Sample, Started
-from benchmarks.gateway_worker import FINGERPRINT, PacedWorker
+from benchmarks.gateway.process import GatewayJob, Sample, Started
+from benchmarks.gateway.worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
@@ -82,7 +82,7 @@ class Rig:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "benchmarks.gateway_process",
+            "benchmarks.gateway.process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=REPOSITORY,

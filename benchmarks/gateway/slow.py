@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.clients.raw import Stream
 from benchmarks.common import percentile, print_table
-from benchmarks.gateway_rig import PROTOCOLS, Protocol, Rig, wait_until
+from benchmarks.gateway.rig import PROTOCOLS, Protocol, Rig, wait_until
 
 Kind = Literal["never_reads", "never_speaks"]
 

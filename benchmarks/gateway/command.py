@@ -1,11 +1,11 @@
 """What the gateway costs: CPU time per token of both protocols, detokenizing included, and its share of a core with a
 thousand live streams.
 
-    python benchmarks/gateway.py [--json FILE]          cost per token, then 1,000 streams
-    python benchmarks/gateway.py --slow [--json FILE]   clients that never read and connections that never speak
+    python -m benchmarks.gateway [--json FILE]          cost per token, then 1,000 streams
+    python -m benchmarks.gateway --slow [--json FILE]   clients that never read and connections that never speak
 
 A real gateway process with its router talks to a worker without a model that says a token per stream and step
-(gateway_worker.py); the text is detokenized with the default model's tokenizer. Clients (raw.py) and worker
+(worker.py); the text is detokenized with the default model's tokenizer. Clients (raw.py) and worker
 share another process. CPU time is user and system time of the gateway's process, all threads.
 """
 
@@ -18,11 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import print_table, report, write_json
-from benchmarks.gateway_cost import (
+from benchmarks.gateway.cost import (
     LIVE_STEP_S,
     LIVE_STREAMS,
     STEP_S,
@@ -31,8 +28,8 @@ from benchmarks.gateway_cost import (
     medians,
     summary,
 )
-from benchmarks.gateway_rig import Rig
-from benchmarks.gateway_slow import measure_slow, show_slow, slow_summary
+from benchmarks.gateway.rig import Rig
+from benchmarks.gateway.slow import measure_slow, show_slow, slow_summary
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.proto.errors import ConfigError
 
@@ -110,7 +107,3 @@ def main() -> None:
     if options.json:
         write_json(options.json, content)
         print(f"report: {options.json}")
-
-
-if __name__ == "__main__":
-    main()

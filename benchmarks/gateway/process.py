@@ -1,7 +1,7 @@
 """The measured process of the gateway's benchmark: router and gateway as `gateway_host.py` puts them
 together, without a controller.
 
-    python -m benchmarks.gateway_process, then lines of JSON:
+    python -m benchmarks.gateway.process, then lines of JSON:
 
     in   `GatewayJob`                       out  {"grpc": "127.0.0.1:...", "http": "127.0.0.1:..."}
     in   an empty line, any number of times out  {"cpu_s": ..., "rss_bytes": ..., "turn_s": ..., "turn_cpu_s": ...}
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.gateway_server import open_gateway
+from benchmarks.gateway.server import open_gateway
 from disagg.cluster.system.process_tools import allow_open_files, freeze_start
 from disagg.proto.messages import WorkerInfo
 from disagg.router.gateway.config import GatewayConfig
