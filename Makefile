@@ -125,7 +125,7 @@ gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; ne
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about seven minutes)
 	@mkdir -p build
-	@$(BIN)/python benchmarks/soak.py --json build/soak.json $(ARGS)
+	@$(BIN)/python -m benchmarks.faults.soak --json build/soak.json $(ARGS)
 
 $(PROTO_TOOLS)/.install-stamp: Makefile
 	@mkdir -p build

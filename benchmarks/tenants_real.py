@@ -31,8 +31,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentile, print_table, report, write_json
-from benchmarks.fault_cluster import Up
-from benchmarks.fault_load import Model, Stream, send
+from benchmarks.faults.cluster import Up
+from benchmarks.faults.load import Model, Stream, send
 from disagg.client import AsyncClient, Targets
 
 STEP_MS = 30.0

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from benchmarks.fault_load import Model
-from benchmarks.faults import run, summary
+from benchmarks.faults.load import Model
+from benchmarks.faults.promises import run, summary
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fault_load import Model, Stream
-from benchmarks.fault_overload import TTFT_MS, WINDOW_S, Answer, rate
-from benchmarks.fault_row import Row, all_right, of_streams
-from benchmarks.faults import GROUPS, summary
+from benchmarks.faults.load import Model, Stream
+from benchmarks.faults.overload import TTFT_MS, WINDOW_S, Answer, rate
+from benchmarks.faults.promises import GROUPS, summary
+from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.engine.runner.fake import fake_generate
 

@@ -15,10 +15,10 @@ import grpc.aio
 from benchmarks.bad_input import measure
 from benchmarks.clients.load import service
 from benchmarks.common import percentile
-from benchmarks.fault_cluster import Up, until
-from benchmarks.fault_kills import NUM_TOKENS, RATE
-from benchmarks.fault_load import Load, Model, send
-from benchmarks.fault_row import Row, all_right, of_streams
+from benchmarks.faults.cluster import Up, until
+from benchmarks.faults.kills import NUM_TOKENS, RATE
+from benchmarks.faults.load import Load, Model, send
+from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.client import AsyncClient, Targets
 from disagg.client.failures import error_of
 from disagg.proto.errors import DisaggError, OverloadedError

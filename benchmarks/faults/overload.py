@@ -23,9 +23,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from benchmarks.common import percentile
-from benchmarks.fault_cluster import Up
-from benchmarks.fault_load import Model
-from benchmarks.fault_row import Row
+from benchmarks.faults.cluster import Up
+from benchmarks.faults.load import Model
+from benchmarks.faults.row import Row
 from disagg.client import AsyncClient, Targets
 from disagg.proto.errors import DisaggError, OverloadedError
 

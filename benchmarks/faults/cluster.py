@@ -25,7 +25,7 @@ import grpc.aio
 import yaml
 
 from benchmarks.common import REPOSITORY
-from benchmarks.fault_up import SECRET_VARIABLE
+from benchmarks.faults.up import SECRET_VARIABLE
 from benchmarks.launch import LaunchError, free_port, log_tail
 from disagg.client import AsyncClient
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
@@ -114,7 +114,7 @@ class Up:
             arguments += ["--log-dir", str(self.logs)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.fault_up", *arguments],
+                [sys.executable, "-m", "benchmarks.faults.up", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -17,9 +17,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common import percentile
-from benchmarks.fault_cluster import OPERATOR, Up, until
-from benchmarks.fault_load import Model
-from benchmarks.fault_row import Row
+from benchmarks.faults.cluster import OPERATOR, Up, until
+from benchmarks.faults.load import Model
+from benchmarks.faults.row import Row
 from disagg.proto.errors import DisaggError
 
 SENDER: Final = "sender-of-bodies"

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.fault_cluster import POLL_S, Up, is_running, until
-from benchmarks.fault_load import Load, Model, Stream, send
-from benchmarks.fault_row import Row, all_right, of_streams
+from benchmarks.faults.cluster import POLL_S, Up, is_running, until
+from benchmarks.faults.load import Load, Model, Stream, send
+from benchmarks.faults.row import Row, all_right, of_streams
 
 RATE = 4.0
 NUM_TOKENS = 150

@@ -1,6 +1,6 @@
 """Many requests through a real cluster that fails on purpose: is every answer exact, and does everything go back?
 
-python benchmarks/soak.py --requests 10000 --json FILE
+python -m benchmarks.faults.soak --requests 10000 --json FILE
 
 Two prefill and two decode workers as child processes, with the deterministic model. A fifth of the clients go away at
 a random moment; failpoints fall on bytes, control messages and steps, at least five in a hundred requests. Prompts have
@@ -32,11 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import print_table, report, write_json
-from benchmarks.soak_rest import Footprint, at_rest, fired, footprints
+from benchmarks.faults.soak_rest import Footprint, at_rest, fired, footprints
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.common import print_table
-from benchmarks.fault_load import Stream
+from benchmarks.faults.load import Stream
 
 
 @dataclass(frozen=True, kw_only=True)

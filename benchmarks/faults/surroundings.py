@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_cluster import Up, children, until
-from benchmarks.fault_kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
-from benchmarks.fault_load import Load, Model
-from benchmarks.fault_row import Row, all_right
+from benchmarks.faults.cluster import Up, children, until
+from benchmarks.faults.kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
+from benchmarks.faults.load import Load, Model
+from benchmarks.faults.row import Row, all_right
 
 CLEAR_EXIT_S = 60.0
 NUM_FAILED_STARTS = 3

@@ -1,6 +1,6 @@
 """`disagg up` as a user runs it, with a cluster secret that the benchmark knows: so it may ask workers what they hold.
 
-DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m benchmarks.fault_up up --config FILE ...
+DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m benchmarks.faults.up up --config FILE ...
 """
 
 from __future__ import annotations

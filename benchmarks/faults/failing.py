@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.fault_cluster import Up
-from benchmarks.fault_kills import LEFT_S, afterwards
-from benchmarks.fault_load import Load, Model
-from benchmarks.fault_row import Row, all_right
+from benchmarks.faults.cluster import Up
+from benchmarks.faults.kills import LEFT_S, afterwards
+from benchmarks.faults.load import Load, Model
+from benchmarks.faults.row import Row, all_right
 
 RATE = 10.0
 NUM_TOKENS = 40

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Final
 
 from benchmarks.common import percentile
-from benchmarks.fault_cluster import Up, is_running
-from benchmarks.fault_kills import LEFT_S
-from benchmarks.fault_load import Load, Model, Stream
-from benchmarks.fault_row import Row, all_right, of_streams
+from benchmarks.faults.cluster import Up, is_running
+from benchmarks.faults.kills import LEFT_S
+from benchmarks.faults.load import Load, Model, Stream
+from benchmarks.faults.row import Row, all_right, of_streams
 from benchmarks.input_clients import Answer, Sender
 from benchmarks.input_messages import Message, Served, Shape, make
 from disagg.router.gateway.config import GatewayConfig

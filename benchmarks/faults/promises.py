@@ -1,6 +1,6 @@
 """Every promise about faults against a real `disagg up` with two prefill and two decode workers, under open-loop load.
 
-    python benchmarks/faults.py [--rows kill_decode,overload_10x] [--model tiny|fake] [--json FILE]
+    python -m benchmarks.faults [--rows kill_decode,overload_10x] [--model tiny|fake] [--json FILE]
 
 Each row is one promise: streams completed, output against the reference (greedy, fp32), longest gap between tokens,
 time to recover, what is held afterwards. Rows of one configuration share a cluster. Exit status 1 where one is not met.
@@ -18,16 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import fault_connections, fault_messages
 from benchmarks.common import report, write_json
-from benchmarks.fault_clients import bad_input, disconnect, overload, slow_reader
-from benchmarks.fault_cluster import Up
-from benchmarks.fault_connections import silent_connections
-from benchmarks.fault_failing import FAILPOINTS, failing_worker
-from benchmarks.fault_kills import (
+from benchmarks.faults import connections, messages
+from benchmarks.faults.clients import bad_input, disconnect, overload, slow_reader
+from benchmarks.faults.cluster import Up
+from benchmarks.faults.connections import silent_connections
+from benchmarks.faults.failing import FAILPOINTS, failing_worker
+from benchmarks.faults.kills import (
     kill_decode,
     kill_gateway,
     kill_prefill,
@@ -36,11 +33,11 @@ from benchmarks.fault_kills import (
     stop_decode,
     stop_prefill,
 )
-from benchmarks.fault_load import Model, TinyModel
-from benchmarks.fault_messages import worst_messages
-from benchmarks.fault_overload import overload_decode, overload_kv
-from benchmarks.fault_row import Row, show
-from benchmarks.fault_surroundings import (
+from benchmarks.faults.load import Model, TinyModel
+from benchmarks.faults.messages import worst_messages
+from benchmarks.faults.overload import overload_decode, overload_kv
+from benchmarks.faults.row import Row, show
+from benchmarks.faults.surroundings import (
     checkpoint_at_restart,
     checkpoint_at_start,
     clock_jump,
@@ -108,14 +105,12 @@ GROUPS = (
         is_fake=True,
         step_ms=2.0,
     ),
-    Group(
-        {"worst_messages": worst_messages}, is_fake=True, step_ms=20.0, options=lambda: {"keys": fault_messages.KEYS}
-    ),
+    Group({"worst_messages": worst_messages}, is_fake=True, step_ms=20.0, options=lambda: {"keys": messages.KEYS}),
     Group({"overload_10x": overload}, pool={"token_budget": 64}, step_ms=100.0, is_fake=True),
     Group(
         {"silent_connections": silent_connections},
         is_fake=True,
-        options=lambda: {"keys": fault_connections.KEYS},
+        options=lambda: {"keys": connections.KEYS},
         step_ms=0.0,
     ),
     Group({"overload_decode_10x": overload_decode}, decode_pool={"max_num_seqs": 4}, step_ms=20.0, is_fake=True),
@@ -198,7 +193,3 @@ def main() -> int:
     if arguments.json is not None:
         write_json(arguments.json, report([row.as_dict() for row in rows], summary(rows)))
     return 0 if all(row.met for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
