@@ -1,5 +1,5 @@
-"""What a tenant sees of another one that offers ten times its share: `benchmarks/tenants.py` on a real `disagg up`,
-whose model has no weights and whose steps take `STEP_MS`.
+"""What a tenant sees of another one that offers ten times its share: `benchmarks/tenants.py`
+on a real `disagg up`, whose model has no weights and whose steps take `STEP_MS`.
 
     python benchmarks/tenants_real.py [--answers 120] [--stated] [--json FILE]
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import transfer, transfer_rates
 from benchmarks.common import report, write_json
-from benchmarks.transfer_handover import Asked, Handover, handover, rest_of_step, rows
-from benchmarks.transfer_rates import Case, in_turn, measure_rates
-from benchmarks.transfer_worker import NotingCore, Timeline
+from benchmarks.transfer import command, rates
+from benchmarks.transfer.handover import Asked, Handover, handover, rest_of_step, rows
+from benchmarks.transfer.rates import Case, in_turn, measure_rates
+from benchmarks.transfer.worker import NotingCore, Timeline
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes, worker_process
 from disagg.engine.core.engine_core import EngineCore
@@ -66,7 +66,7 @@ def test_rows_and_figures_of_handovers() -> None:
     assert (small["prompt_tokens"], small["streams"], small["requests"]) == (512, 1, 2)
     assert (small["exposed_p50_ms"], small["moving_p50_ms"], small["wait_p99_ms"]) == (3.0, 2.0, 4.0)
     assert (large["exposed_p50_ms"], large["exposed_p99_ms"], large["transport"]) == (6.0, 6.0, "gloo")
-    summary = transfer.handover_summary({"gloo": measured, "shm": [of(512, 0.5)]})
+    summary = command.handover_summary({"gloo": measured, "shm": [of(512, 0.5)]})
     assert (summary["exposed_p50_ms"], summary["exposed_p99_ms"]) == (4.0, 5.96)
     assert (summary["gloo_512_exposed_p50_ms"], summary["gloo_1024_exposed_p99_ms"]) == (3.0, 6.0)
     assert summary["shm_512_exposed_p50_ms"] == 1.5
@@ -84,39 +84,39 @@ def test_rows_and_figures_of_rates(tmp_path: Path) -> None:
         case("memcpy", 64, 4): [40.0],
         case("gloo", 64, 4): [8.0],
     }
-    measured = transfer.rate_rows(rates)
+    measured = command.rate_rows(rates)
     assert measured[1] == {
         "what": "rate", "transport": "gloo", "kib": 4096, "in_flight": 2,
         "gb_s": 3.0, "gb_s_min": 2.0, "gb_s_max": 4.0, "share": 0.3333, "repeats": 3,
     }  # fmt: skip
-    summary = transfer.rate_summary(measured)
+    summary = command.rate_summary(measured)
     assert (summary["gloo_share"], summary["gloo_share_64k"], summary["gloo_gb_s_64k"]) == (0.3333, 0.2, 8.0)
-    ranked = transfer.rank_rows({("shm", (1, 2)): [3.0, 1.0, 2.0]})
-    assert transfer.rank_summary(ranked) == {"shm_gb_s_tp_1_2": 2.0}
-    transfer.show_rates(measured)
-    transfer.show_ranks(ranked)
-    transfer.show_handovers(rows([of(512, 1.0)], "gloo"))
+    ranked = command.rank_rows({("shm", (1, 2)): [3.0, 1.0, 2.0]})
+    assert command.rank_summary(ranked) == {"shm_gb_s_tp_1_2": 2.0}
+    command.show_rates(measured)
+    command.show_ranks(ranked)
+    command.show_handovers(rows([of(512, 1.0)], "gloo"))
     write_json(tmp_path / "report.json", report([*measured, *ranked], summary))
 
 
 def test_both_orders() -> None:
     assert [in_turn("abc", repeat) for repeat in range(3)] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
-    assert Case(transport="x", size=64 << 10, in_flight=4).count == transfer_rates.MOST
-    assert Case(transport="x", size=64 << 20, in_flight=4).count == transfer_rates.FEWEST
+    assert Case(transport="x", size=64 << 10, in_flight=4).count == rates.MOST
+    assert Case(transport="x", size=64 << 20, in_flight=4).count == rates.FEWEST
 
 
 def test_bytes_go_through_the_rig(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_rates, "MOVED_BYTES", 1)
-    rates = measure_rates(["memcpy", "local"], [7, 4096], [1, 3], repeats=2)
-    assert {(case.transport, case.size, case.in_flight) for case in rates} == {
+    monkeypatch.setattr(rates, "MOVED_BYTES", 1)
+    measured = measure_rates(["memcpy", "local"], [7, 4096], [1, 3], repeats=2)
+    assert {(case.transport, case.size, case.in_flight) for case in measured} == {
         (transport, size, k) for transport in ("memcpy", "local") for size in (7, 4096) for k in (1, 3)
     }
-    assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
+    assert all(len(values) == 2 and min(values) > 0 for values in measured.values())
 
 
 def test_wrong_bytes_are_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_rates, "checksum", lambda _: 0)
-    with pytest.raises(transfer_rates.TransferError, match="another checksum"):
+    monkeypatch.setattr(rates, "checksum", lambda _: 0)
+    with pytest.raises(rates.TransferError, match="another checksum"):
         measure_rates(["local"], [64], [1], repeats=1)
 
 
@@ -142,13 +142,13 @@ def test_a_timeline_survives_its_file() -> None:
     ],
 )
 def test_the_clusters_configuration(arguments: list[str], model: dict[str, Any]) -> None:
-    config = transfer.cluster_config(transfer.parse_arguments(arguments), "shm")
+    config = command.cluster_config(command.parse_arguments(arguments), "shm")
     assert config["model"] == model
     checked = parse_config(config)
     assert (checked.placement.local_prefill, checked.transfer.transport) == ("never", "shm")
 
 
 def test_widths_on_the_command_line() -> None:
-    assert transfer.parse_arguments(["--tp", "1,2", "4,2"]).tp == [(1, 2), (4, 2)]
+    assert command.parse_arguments(["--tp", "1,2", "4,2"]).tp == [(1, 2), (4, 2)]
     with pytest.raises((argparse.ArgumentTypeError, ValueError)):
-        transfer.tp_pair("1")
+        command.tp_pair("1")

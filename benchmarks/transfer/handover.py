@@ -10,7 +10,7 @@
 The wait is subtracted because it is no cost of the transfer: a sequence that were on D already would wait for a running
 step just so. Only the step that ran at `ready` counts: if the sequence is not in the step that follows, that one is
 part of what is exposed. Everything else is, too: the last gather on P, messages, bytes, checksums, the scatter, and the
-queues of both engines. The times are the engines' own (`transfer_worker.py`), on the one monotonic clock of the
+queues of both engines. The times are the engines' own (`worker.py`), on the one monotonic clock of the
 machine; no message to the gateway is in them.
 
 Requests come one after the other, each with a prompt that nobody has seen, while `streams` other sequences decode on D;
@@ -37,7 +37,7 @@ import msgspec
 
 from benchmarks.clients.load import random_prompt
 from benchmarks.common import REPOSITORY, percentile
-from benchmarks.transfer_worker import FOLDER_VARIABLE, Timeline
+from benchmarks.transfer.worker import FOLDER_VARIABLE, Timeline
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes
@@ -51,7 +51,7 @@ SETTLE_S = 1.0
 """After the streams began, before the first request that counts."""
 GRPC_END_S = 0.1
 """Its own tasks end a few turns of the loop after their channel."""
-NOTING_WORKER = "benchmarks.transfer_worker"
+NOTING_WORKER = "benchmarks.transfer.worker"
 
 
 @dataclass(frozen=True, kw_only=True)

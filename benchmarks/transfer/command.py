@@ -1,33 +1,29 @@
 """GB/s of the KV transports, and how long a hand-over holds up a stream in a real cluster.
 
-python benchmarks/transfer.py --json FILE                     all of it
-python benchmarks/transfer.py --only rates                    the transports alone, between two processes
-python benchmarks/transfer.py --only ranks                    the same between workers of several ranks
-python benchmarks/transfer.py --only handovers --streams 8    the cluster alone
-python benchmarks/transfer.py --only handovers --queued 4     the same with prompts behind prompts
+python -m benchmarks.transfer --json FILE                     all of it
+python -m benchmarks.transfer --only rates                    the transports alone, between two processes
+python -m benchmarks.transfer --only ranks                    the same between workers of several ranks
+python -m benchmarks.transfer --only handovers --streams 8    the cluster alone
+python -m benchmarks.transfer --only handovers --queued 4     the same with prompts behind prompts
 
-Rates are medians over the repeats, which go through everything in both orders (`transfer_rates.py`); the share is that
-of plain copies of the same size. Ranks: `transfer_tp.py`. What is exposed of a hand-over, and what is subtracted:
-`transfer_handover.py`.
+Rates are medians over the repeats, which go through everything in both orders (`rates.py`); the share is that
+of plain copies of the same size. Ranks: `ranks.py`. What is exposed of a hand-over, and what is subtracted:
+`handover.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import print_table, report, write_json
 from benchmarks.serving.throughput import positive
-from benchmarks.transfer_handover import Handover, Load, measure_handovers, quantiles, rows
-from benchmarks.transfer_rates import Case, measure_rates
-from benchmarks.transfer_tp import IN_FLIGHT, Tp, measure_ranks
+from benchmarks.transfer.handover import Handover, Load, measure_handovers, quantiles, rows
+from benchmarks.transfer.ranks import IN_FLIGHT, Tp, measure_ranks
+from benchmarks.transfer.rates import Case, measure_rates
 
 KIB = 1 << 10
 SIZES_KIB = [64, 256, 1024, 4096, 16384]
@@ -227,7 +223,3 @@ def main() -> None:
     if options.json:
         write_json(options.json, report(measured, summary))
         print(f"report: {options.json}")
-
-
-if __name__ == "__main__":
-    main()

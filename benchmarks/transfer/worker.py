@@ -1,5 +1,5 @@
 """A worker that notes when its engine did what, for `transfer.py`: the real one, with an engine core that writes times
-down. `python -m benchmarks.transfer_worker` takes the place of `disagg.cluster.hosts.worker_process`.
+down. `python -m benchmarks.transfer.worker` takes the place of `disagg.cluster.hosts.worker_process`.
 
 Noted are the times of all steps, of token 0 on a prefill worker, of the order to join on a decode worker, and of the
 first step with a joined sequence. They are on CLOCK_MONOTONIC, which all processes of a machine share. At its end the

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from benchmarks.transfer_rates import (
+from benchmarks.transfer.rates import (
     ANSWER_S,
     GO,
     HOST,
