@@ -28,7 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "src")]
 
-from benchmarks.gpu_report import BAD, CheckReport, Row, as_json, as_markdown, as_table, failure, read_rows
+from benchmarks.gpu.report import BAD, CheckReport, Row, as_json, as_markdown, as_table, failure, read_rows
 from disagg.cluster.system import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -66,14 +66,14 @@ def sections() -> tuple[Section, ...]:
     found = sorted(path.name for path in (REPOSITORY / TEST_FOLDER).glob("test_*.py"))
     kernel_tests = tuple(f"{TEST_FOLDER}/{name}" for name in found if name not in OWN_TESTS)
     return (
-        Section(name="environment", limit_s=90, program="benchmarks.gpu_environment"),
-        Section(name="limits", limit_s=40, program="benchmarks.gpu_timing"),
+        Section(name="environment", limit_s=90, program="benchmarks.gpu.environment"),
+        Section(name="limits", limit_s=40, program="benchmarks.gpu.timing"),
         Section(name="kernels", limit_s=140, tests=kernel_tests),
         Section(name="engine", limit_s=110, tests=(f"{TEST_FOLDER}/test_engine.py", f"{TEST_FOLDER}/test_graphs.py")),
         Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
-        Section(name="model", limit_s=90, program="benchmarks.gpu_model"),
-        Section(name="attention", limit_s=70, program="benchmarks.gpu_attention"),
-        Section(name="transfer", limit_s=40, program="benchmarks.gpu_transfer"),
+        Section(name="model", limit_s=90, program="benchmarks.gpu.model"),
+        Section(name="attention", limit_s=70, program="benchmarks.gpu.attention"),
+        Section(name="transfer", limit_s=40, program="benchmarks.gpu.transfer"),
     )
 
 

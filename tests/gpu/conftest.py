@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_report import Row, RowFile, Status, failure
+from benchmarks.gpu.report import Row, RowFile, Status, failure
 
 DEVICE_VARIABLE = "DISAGG_GPU_CHECK_DEVICE"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
+from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
 from scripts.gpu_check import REPOSITORY, Outcome, Section, check, check_section, ending, exit_status, sections
 
-SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu_model")
+SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu.model")
 
 
 def row(status: str, name: str = "what") -> Row:

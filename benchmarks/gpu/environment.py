@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report import Row, RowFile, failure
+from benchmarks.gpu.report import Row, RowFile, failure
 
 NO_DEVICE = 3
 SECTION = "environment"

@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu_report import RowFile
-from benchmarks.gpu_timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
+from benchmarks.gpu.report import RowFile
+from benchmarks.gpu.timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import Launched, Launcher, ScheduledSequence, StepPlan, StepResult

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu_report import RowFile
-from benchmarks.gpu_timing import attempt, call_ms, parse, row_file
+from benchmarks.gpu.report import RowFile
+from benchmarks.gpu.timing import attempt, call_ms, parse, row_file
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.messages import KvLayout

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_report import RowFile
+from benchmarks.gpu.report import RowFile
 
 _cuda: Any = torch.cuda
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_report import RowFile
-from benchmarks.gpu_timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
+from benchmarks.gpu.report import RowFile
+from benchmarks.gpu.timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
 from disagg.kernels.dispatch import paged_decode_attention, paged_prefill_attention
 
 FA3_DECODE_US: Mapping[int, Mapping[int, float]] = {

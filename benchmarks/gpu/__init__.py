@@ -1,0 +1,1 @@
+"""The sections of `make gpu-check` that measure; scripts/gpu_check.py runs them."""
