@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.many_workers import CONFIG, FleetLauncher
-from benchmarks.many_workers_fleet import FleetProcess
+from benchmarks.router.many_workers import CONFIG, FleetLauncher
+from benchmarks.router.many_workers_fleet import FleetProcess
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.launch import GatewayLaunch, plan_launch
 from disagg.cluster.control.local import LocalController

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from benchmarks.router import parse_arguments, summary
-from benchmarks.router_lookups import NUM_WORKERS, OurIndex, compare_lookups, make_sessions
-from benchmarks.router_placements import CLOCKS, OUTPUT_TOKENS, Traffic, measure_placements
+from benchmarks.router.command import parse_arguments, summary
+from benchmarks.router.lookups import NUM_WORKERS, OurIndex, compare_lookups, make_sessions
+from benchmarks.router.placements import CLOCKS, OUTPUT_TOKENS, Traffic, measure_placements
 
 
 def test_every_request_lives_through_all_stages_and_leaves_what_was_reported() -> None:

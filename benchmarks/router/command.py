@@ -1,14 +1,14 @@
 """How many requests per second the router core places, and how fast it finds prefixes; both on one core, without I/O.
 
-    python benchmarks/router.py [--workers 10 100 1000] [--blocks 100000 1000000 10000000] [--json FILE]
+    python -m benchmarks.router [--workers 10 100 1000] [--blocks 100000 1000000 10000000] [--json FILE]
 
-Placements (router_placements.py): whole lives of requests through `RouterCore.handle`, for each number of workers (half
+Placements (placements.py): whole lives of requests through `RouterCore.handle`, for each number of workers (half
 P, half D) and of indexed blocks, each in a process of its own. The aim is 10,000 per second with 1,000 workers.
 
-Lookups (router_lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package
+Lookups (lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package
 `ai-dynamo-runtime` can be imported. It may be in another environment, which needs `msgspec` and `rich` too:
 
-    python benchmarks/router.py --part lookups --dynamo-python /path/to/environment/bin/python
+    python -m benchmarks.router --part lookups --dynamo-python /path/to/environment/bin/python
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from benchmarks.router_lookups import compare_lookups, load_radix_tree
-from benchmarks.router_placements import CLOCKS, measure_placements
+from benchmarks.router.lookups import compare_lookups, load_radix_tree
+from benchmarks.router.placements import CLOCKS, measure_placements
 from disagg.router.config import PolicyName
 
 Row = dict[str, Any]
@@ -145,7 +142,3 @@ def main() -> None:
     show("Placements on one core", PLACEMENT_COLUMNS, [row for row in rows if row["part"] == "placements"])
     if options.json is not None:
         write_json(options.json, report(rows, summary(rows)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a cluster of hundreds of workers costs its controller and its gateway, with workers that have no engine.
 
-    python benchmarks/many_workers.py [--workers 400] [--rest-s 10] [--json FILE]
+    python -m benchmarks.router.many_workers [--workers 400] [--rest-s 10] [--json FILE]
 
 A real controller (in this process), a real gateway process, and two processes of idle workers, half P, half D
 (many_workers_fleet.py). The cluster starts with one P and one D, so that the gateway is there while all the others
@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.common import print_table, report, write_json
-from benchmarks.many_workers_fleet import Counts, FleetProcess
-from benchmarks.router_placements import measure_placements
+from benchmarks.router.many_workers_fleet import Counts, FleetProcess
+from benchmarks.router.placements import measure_placements
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.launch import GATEWAY, plan_launch
 from disagg.cluster.control.local import LocalController

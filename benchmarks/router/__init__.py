@@ -1,0 +1,1 @@
+"""How many requests does the router place, and how many workers can there be?"""
