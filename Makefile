@@ -116,7 +116,7 @@ bench-gateway: model ## what a token costs the gateway, by protocol, and what mi
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
-	@$(BIN)/python benchmarks/bad_input.py --generated 12000 --json build/bad-input.json
+	@$(BIN)/python -m benchmarks.bad_input --generated 12000 --json build/bad-input.json
 
 gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; needs a GPU, but neither .venv nor a network
 	@mkdir -p build

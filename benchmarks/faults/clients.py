@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from benchmarks.bad_input import measure
+from benchmarks.bad_input.refusals import measure
 from benchmarks.clients.load import service
 from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up, until

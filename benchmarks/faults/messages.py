@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
+from benchmarks.bad_input.fuzz_clients import Answer, Sender
+from benchmarks.bad_input.fuzz_messages import Message, Served, Shape, make
 from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up, is_running
 from benchmarks.faults.kills import LEFT_S
 from benchmarks.faults.load import Load, Model, Stream
 from benchmarks.faults.row import Row, all_right, of_streams
-from benchmarks.input_clients import Answer, Sender
-from benchmarks.input_messages import Message, Served, Shape, make
 from disagg.router.gateway.config import GatewayConfig
 
 NEIGHBOUR: Final = "neighbour"
@@ -30,7 +30,7 @@ WORST: Final = (
     ("chat_turns", Shape(count=4096, part=200)),
     ("tokenize_strings", Shape(part=1 << 20, text="two_bytes")),
 )
-"""What `input_fuzz.py --seconds 60 --seed 1` found to hold the event loop longest, one for each connection. Not those
+"""What `fuzz.py --seconds 60 --seed 1` found to hold the event loop longest, one for each connection. Not those
 whose answers workers compute for long: many prompts in one call are a matter of a tenant's limits."""
 RATE: Final = 4.0
 NUM_TOKENS: Final = 60

@@ -1,7 +1,7 @@
 """Bad input of every kind, over HTTP and gRPC, against a whole cluster: each is refused, nothing is computed or held,
 and good requests are answered as before.
 
-`python benchmarks/bad_input.py --generated 12000` does the same with more of them.
+`python -m benchmarks.bad_input --generated 12000` does the same with more of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.bad_input_run import CONFIG, MODEL, answers_well, run
+from benchmarks.bad_input.generated import CONFIG, MODEL, answers_well, run
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster

@@ -1,6 +1,6 @@
 """The worst messages that each limit lets through, against a gateway on loopback: each is answered or refused with what
 is wrong, and none makes one turn of the event loop do much work. Work is counted in calls of functions, so that the
-outcome is the same on a slow machine; `benchmarks/input_fuzz.py` measures time, and searches for more.
+outcome is the same on a slow machine; `benchmarks.bad_input.fuzz` measures time, and searches for more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.input_clients import Answer, Sender
-from benchmarks.input_messages import FAMILIES, Served, make
+from benchmarks.bad_input.fuzz_clients import Answer, Sender
+from benchmarks.bad_input.fuzz_messages import FAMILIES, Served, make
 from disagg.router.gateway.event_loop import pieces
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_input_http import exchange
+from benchmarks.bad_input.generated_http import exchange
 from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import allow_open_files

@@ -12,7 +12,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks import bad_input, common
+from benchmarks import common
+from benchmarks.bad_input import refusals
 from benchmarks.clients import load
 from benchmarks.clients.load import Run, Timing
 from benchmarks.launch import cluster_config
@@ -213,7 +214,7 @@ def test_every_kind_of_bad_input_is_refused_before_tokenizing() -> None:
     info = ModelInfo(name="tiny", max_model_len=64, vocab_size=100, eos_token_ids=(2,))
     limits = Limits(model=info, max_prompt_bytes=1 << 20)
     seen = {}
-    for kind in bad_input.kinds(MODEL):
+    for kind in refusals.kinds(MODEL):
         with pytest.raises(DisaggError) as raised:
             check_request(common.in_one_go(read_request(kind.request, limits.model)), limits)
         assert raised.value.grpc_code == kind.expected.name, kind.name
@@ -224,10 +225,10 @@ def test_every_kind_of_bad_input_is_refused_before_tokenizing() -> None:
 
 def test_bad_input_summary() -> None:
     measured = [
-        bad_input.Measured("a", grpc.StatusCode.NOT_FOUND, [1.0, 3.0]),
-        bad_input.Measured("b", grpc.StatusCode.NOT_FOUND, [5.0]),
+        refusals.Measured("a", grpc.StatusCode.NOT_FOUND, [1.0, 3.0]),
+        refusals.Measured("b", grpc.StatusCode.NOT_FOUND, [5.0]),
     ]
-    assert bad_input.summary(measured) == {
+    assert refusals.summary(measured) == {
         "a_p50_ms": 2.0,
         "a_p99_ms": 2.98,
         "b_p50_ms": 5.0,

@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
-from benchmarks import bad_input_grpc, bad_input_http
-from benchmarks.bad_input_run import MODEL, Outcomes
+from benchmarks.bad_input import generated_grpc, generated_http
+from benchmarks.bad_input.generated import MODEL, Outcomes
 from benchmarks.clients.raw import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
 from benchmarks.gateway.command import parse_arguments
 from benchmarks.gateway.cost import Cost, medians, orders, summary
@@ -222,14 +222,14 @@ def test_arguments() -> None:
 
 
 def test_generated_input_is_the_same_for_the_same_dice() -> None:
-    for make in (bad_input_http.bad_requests, bad_input_grpc.bad_messages, bad_input_grpc.bad_frames):
+    for make in (generated_http.bad_requests, generated_grpc.bad_messages, generated_grpc.bad_frames):
         first, again, other = (list(itertools.islice(make(random.Random(s), MODEL), 50)) for s in (1, 1, 2))
         assert first == again != other
 
 
 def test_every_wrong_value_differs_from_the_right_one() -> None:
     dice = random.Random(1)
-    bodies = bad_input_http.Bodies(MODEL)
+    bodies = generated_http.Bodies(MODEL)
     for route, fields in bodies.wrong.items():
         for name, wrong in fields.items():
             for _ in range(30):
@@ -251,19 +251,19 @@ def test_every_wrong_value_differs_from_the_right_one() -> None:
     ],
 )
 def test_what_counts_as_a_refusal(received: bytes, may_close: bool, is_fine: bool) -> None:
-    bad = bad_input_http.BadHttp("x", b"", may_close)
-    assert (bad_input_http.problem(bad, bad_input_http.parse(received)) is None) is is_fine
+    bad = generated_http.BadHttp("x", b"", may_close)
+    assert (generated_http.problem(bad, generated_http.parse(received)) is None) is is_fine
 
 
 def test_what_is_no_reply_is_a_problem_too() -> None:
     with pytest.raises(ValueError, match="not a reply"):
-        bad_input_http.parse(b"\x15\x03\x01")
+        generated_http.parse(b"\x15\x03\x01")
 
 
 def test_an_answer_among_frames_is_found() -> None:
-    assert not bad_input_grpc.has_message(frame(4, 0, 0, b"") + frame(0, 1, 1, b""))
-    assert bad_input_grpc.has_message(frame(4, 0, 0, b"") + frame(0, 0, 1, b"x"))
-    assert not bad_input_grpc.has_message(b"HTTP/1.1 400")
+    assert not generated_grpc.has_message(frame(4, 0, 0, b"") + frame(0, 1, 1, b""))
+    assert generated_grpc.has_message(frame(4, 0, 0, b"") + frame(0, 0, 1, b"x"))
+    assert not generated_grpc.has_message(b"HTTP/1.1 400")
 
 
 def test_outcomes_add_up() -> None:
@@ -278,7 +278,7 @@ def test_outcomes_add_up() -> None:
 async def test_broken_messages_do_not_decode() -> None:
     """All but the well-formed ones with wrong values, which `validate` refuses."""
     kinds: dict[str, list[bytes]] = {}
-    for bad in itertools.islice(bad_input_grpc.bad_messages(random.Random(3), MODEL), 2000):
+    for bad in itertools.islice(generated_grpc.bad_messages(random.Random(3), MODEL), 2000):
         if bad.kind.startswith("protobuf: "):
             kinds.setdefault(bad.kind, []).append(bad.raw)
     assert len(kinds) == 8

@@ -1,4 +1,4 @@
-"""Throws generated bad input at a gateway and judges what comes back; see `bad_input_http.py` and `bad_input_grpc.py`.
+"""Throws generated bad input at a gateway and judges what comes back; see `generated_http.py` and `generated_grpc.py`.
 
 run(...) ──> `Outcome` per kind: how many, which statuses, the first problem ──> good requests must work as before
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import bad_input_grpc, bad_input_http
+from benchmarks.bad_input import generated_grpc, generated_http
 from benchmarks.clients.raw import GENERATE
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -100,36 +100,36 @@ async def run(grpc_address: str, http_address: str, model: ModelInfo, seed: int,
 
 
 async def _http(address: str, model: ModelInfo, dice: random.Random, count: int, outcomes: Outcomes) -> None:
-    async def one(bad: bad_input_http.BadHttp) -> None:
+    async def one(bad: generated_http.BadHttp) -> None:
         try:
-            reply = await bad_input_http.exchange(address, bad.raw, TIMEOUT_S, ends=bad.may_close)
+            reply = await generated_http.exchange(address, bad.raw, TIMEOUT_S, ends=bad.may_close)
         except TimeoutError:
             outcomes.note("http", _family(bad.kind), "nothing", f"no answer to {bad.raw[:300]!r}")
             return
-        problem = bad_input_http.problem(bad, reply)
+        problem = generated_http.problem(bad, reply)
         answer = "closed" if reply.status is None else str(reply.status)
         outcomes.note("http", _family(bad.kind), answer, problem and f"{problem} to {bad.kind}: {bad.raw[:600]!r}")
 
-    await _some_at_once(one, itertools.islice(bad_input_http.bad_requests(dice, model), count))
+    await _some_at_once(one, itertools.islice(generated_http.bad_requests(dice, model), count))
 
 
 async def _messages(address: str, model: ModelInfo, dice: random.Random, count: int, outcomes: Outcomes) -> None:
     async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
 
-        async def one(bad: bad_input_grpc.BadMessage) -> None:
-            problem = await bad_input_grpc.call(channel, bad, TIMEOUT_S)
+        async def one(bad: generated_grpc.BadMessage) -> None:
+            problem = await generated_grpc.call(channel, bad, TIMEOUT_S)
             answer = "/".join(code.name for code in bad.allowed) if problem is None else "other"
             outcomes.note("grpc", _family(bad.kind), answer, problem and f"{problem} to {bad.kind}: {bad.raw[:300]!r}")
 
-        await _some_at_once(one, itertools.islice(bad_input_grpc.bad_messages(dice, model), count))
+        await _some_at_once(one, itertools.islice(generated_grpc.bad_messages(dice, model), count))
 
 
 async def _frames(address: str, model: ModelInfo, dice: random.Random, count: int, outcomes: Outcomes) -> None:
-    async def one(bad: bad_input_grpc.BadFrames) -> None:
-        problem = await bad_input_grpc.send_frames(address, bad, TIMEOUT_S)
+    async def one(bad: generated_grpc.BadFrames) -> None:
+        problem = await generated_grpc.send_frames(address, bad, TIMEOUT_S)
         outcomes.note("http2", bad.kind, "no answer", problem and f"{problem} to {bad.raw[:300]!r}")
 
-    await _some_at_once(one, itertools.islice(bad_input_grpc.bad_frames(dice, model), count))
+    await _some_at_once(one, itertools.islice(generated_grpc.bad_frames(dice, model), count))
 
 
 async def _some_at_once(work: Callable[[T], Coroutine[Any, Any, None]], items: Iterable[T]) -> None:
@@ -154,8 +154,8 @@ async def answers_well(grpc_address: str, http_address: str, model: ModelInfo) -
     """What a good request over each protocol does wrong; nothing from a healthy gateway."""
     found = []
     body = {"model": model.name, "prompt": "hello", "max_tokens": 2, "ignore_eos": True}
-    raw = bad_input_http.post("/v1/completions", json.dumps(body).encode())
-    reply = await bad_input_http.exchange(http_address, raw, TIMEOUT_S)
+    raw = generated_http.post("/v1/completions", json.dumps(body).encode())
+    reply = await generated_http.exchange(http_address, raw, TIMEOUT_S)
     if reply.status != 200:
         found.append(f"HTTP: status {reply.status}: {reply.body[:200]!r}")
     request = pb.GenerateRequest(
@@ -178,7 +178,7 @@ async def holdings(http_address: str) -> dict[str, float]:
     """What the cluster has computed up to now (`*_tokens_total`), and holds (blocks by state, requests in flight), from
     its metrics."""
     question = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    reply = await bad_input_http.exchange(http_address, question, TIMEOUT_S)
+    reply = await generated_http.exchange(http_address, question, TIMEOUT_S)
     if reply.status != 200:
         raise RuntimeError(f"/metrics: status {reply.status}")
     found: defaultdict[str, float] = defaultdict(float)

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, Self
 import grpc
 import grpc.aio
 
+from benchmarks.bad_input.fuzz_messages import Message
 from benchmarks.clients.raw import GENERATE
 from benchmarks.gateway.rig import FAKE_TOKENS
-from benchmarks.input_messages import Message
 from disagg.v1 import inference_pb2 as pb
 
 TIMEOUT_S: Final = 30.0

@@ -1,8 +1,8 @@
 """Which messages cost a gateway most: worst cases of both protocols up to the size limit, and a search beside them.
 
-    python benchmarks/input_fuzz.py [--seconds 60] [--seed 1] [--families chat_turns,prompts] [--json FILE]
+    python -m benchmarks.bad_input.fuzz [--seconds 60] [--seed 1] [--families chat_turns,prompts] [--json FILE]
 
-A gateway without weights in a process of its own, with keys. One tenant sends the messages of `input_messages.py`, one
+A gateway without weights in a process of its own, with keys. One tenant sends the messages of `fuzz_messages.py`, one
 at a time, while another reads streams. For each message: the answer, the longest turn of the gateway's event loop, by
 the clock and in processor time of its thread, its memory, and the longest gap between the other tenant's tokens. Then
 shapes beside those with the longest turns are tried for the rest of the time, and at last 8 connections send the worst
@@ -23,13 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.bad_input.fuzz_clients import Answer, Neighbour, Sender
+from benchmarks.bad_input.fuzz_messages import FAMILIES, Message, Served, Shape, make, mutated
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.gateway.rig import Rig
-from benchmarks.input_clients import Answer, Neighbour, Sender
-from benchmarks.input_messages import FAMILIES, Message, Served, Shape, make, mutated
 
 BUDGET_S: Final = 0.005
 """Of processor time on the event loop, in one turn."""

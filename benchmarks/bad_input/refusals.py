@@ -1,13 +1,13 @@
 """How long a client waits for the refusal of bad input, and whether all of it is refused.
 
-    python benchmarks/bad_input.py [--address 127.0.0.1:8470] [--json FILE]      times, one kind a row
-    python benchmarks/bad_input.py --generated 12000 [--seed 1] [--json FILE]    generated input, over HTTP and gRPC
+    python -m benchmarks.bad_input [--address 127.0.0.1:8470] [--json FILE]      times, one kind a row
+    python -m benchmarks.bad_input --generated 12000 [--seed 1] [--json FILE]    generated input, over HTTP and gRPC
 
 Times are of everything that can be seen before tokenizing. Requests go one at a time over one open connection, so the
 figure is the round trip plus the check. The target is 10 ms. A deadline that has passed already is not here: the
 client's own library answers it.
 
-Generated input (bad_input_http.py, bad_input_grpc.py) goes to a cluster of processes with the model without weights.
+Generated input (generated_http.py, generated_grpc.py) goes to a cluster of processes with the model without weights.
 Each must be refused, no worker may compute or hold anything, and good requests must be answered before and after.
 """
 
@@ -23,10 +23,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.bad_input_run import Outcomes, throw_at_a_cluster
+from benchmarks.bad_input.generated import Outcomes, throw_at_a_cluster
 from benchmarks.clients.load import channel, only_model, service
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
@@ -206,7 +203,3 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--generated", type=int, default=0, help="throw so many generated inputs instead")
     parser.add_argument("--seed", type=int, default=1, help="of the generated inputs")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

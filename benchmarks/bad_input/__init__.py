@@ -1,0 +1,1 @@
+"""What does input cost the gateway that is wrong, or made to be expensive?"""
