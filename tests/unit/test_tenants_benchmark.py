@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.tenants import FLOODS, arrivals, large_row, neighbour_row, summary
+from benchmarks.isolation.tenants import FLOODS, arrivals, large_row, neighbour_row, summary
 from benchmarks.virtual_cluster import VirtualCluster, Wish
 from disagg.router.limits import TenantLimits
 

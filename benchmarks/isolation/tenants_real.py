@@ -1,7 +1,7 @@
-"""What a tenant sees of another one that offers ten times its share: `benchmarks/tenants.py`
+"""What a tenant sees of another one that offers ten times its share: `benchmarks.isolation.tenants`
 on a real `disagg up`, whose model has no weights and whose steps take `STEP_MS`.
 
-    python benchmarks/tenants_real.py [--answers 120] [--stated] [--json FILE]
+    python -m benchmarks.isolation.tenants_real [--answers 120] [--stated] [--json FILE]
 
 The neighbour asks for a quarter of what the cluster can do, one answer a call over gRPC, alone and then beside the
 flood, which comes over HTTP in each of four manners: many calls, n = 16, long prompts, refused ones. The flood begins
@@ -26,9 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.faults.cluster import Up

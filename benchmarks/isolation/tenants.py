@@ -1,7 +1,7 @@
 """What a tenant sees of another one that offers ten times its share, and what small requests see of a large one that
 waits for room. The router core itself, with workers that only take time, in virtual time: figures repeat exactly.
 
-    python benchmarks/tenants.py [--seconds 60] [--json FILE]
+    python -m benchmarks.isolation.tenants [--seconds 60] [--json FILE]
 
 Two tenants (flood, and a neighbour that asks for a quarter of what the cluster can do): the share of the neighbour's
 requests that had their first token within 0.5 s, beside that without the other tenant. `one tenant` is the same load
@@ -26,9 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.virtual_cluster import Seen, VirtualCluster, Wish

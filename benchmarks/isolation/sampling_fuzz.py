@@ -1,6 +1,6 @@
 """No sampling settings of one request may change another's tokens, or fail a step.
 
-    python benchmarks/sampling_fuzz.py [--count 100000] [--ways whole,ranks] [--json FILE]
+    python -m benchmarks.isolation.sampling_fuzz [--count 100000] [--ways whole,ranks] [--json FILE]
 
 Settings are generated (`sampling_settings.py`) and go through the gateway's own validation, as JSON and as protobuf.
 Every accepted one runs through the real sampler, 24 at a time in a batch with innocent requests, whose tokens must
@@ -30,15 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import msgspec
 import numpy as np
 import torch
 
 from benchmarks.common import print_table, report, write_json
-from benchmarks.sampling_settings import Settings
+from benchmarks.isolation.sampling_settings import Settings
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.commands import (
     Add,

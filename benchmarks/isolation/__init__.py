@@ -1,0 +1,1 @@
+"""What does a tenant, or a sequence of a batch, see of its neighbours?"""
