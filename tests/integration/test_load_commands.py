@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.load_generator import fake_server
+from benchmarks.quality.load_generator import fake_server
 from disagg.cli import load_commands as commands
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes

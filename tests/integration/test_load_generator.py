@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load_generator import fake_server
+from benchmarks.quality.load_generator import fake_server
 from disagg.cluster.system.errors import LaunchError
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load_generator
 from benchmarks.launch import cluster_config
+from benchmarks.quality import load_generator
 from benchmarks.serving import interference
 from benchmarks.serving.interference import Measurement
 from disagg.cluster.config.cluster_config import parse_config

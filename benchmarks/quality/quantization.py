@@ -1,6 +1,6 @@
 """What 8-bit weights cost in accuracy: the engine with `quantization: int8` and in bf16, each against fp32, on text.
 
-    python benchmarks/quantization.py [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
+    python -m benchmarks.quality.quantization [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
 
 Every token of the texts (by default pages of this repository) is predicted from those before it. Printed are the
 perplexity, the mean Kullback-Leibler divergence from fp32 in nats, and how often the most likely token is another.
@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from tokenizers import Tokenizer

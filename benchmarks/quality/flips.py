@@ -1,7 +1,7 @@
 """How often bf16 changes a greedy token: the same prompts through both pools, through one pool, and by `transformers`
 in fp32.
 
-    python benchmarks/flips.py [--prompts 32] [--tokens 64] [--json FILE]
+    python -m benchmarks.quality.flips [--prompts 32] [--tokens 64] [--json FILE]
 
 In fp32 all of them agree (tests/integration/test_exactness.py). In bf16 another batch, or another order of sums,
 flips a near tie now and then. Two answers are compared up to their first difference, because after it their contexts
@@ -18,9 +18,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import print_table, report, write_json
 from disagg.client import AsyncClient

@@ -1,6 +1,6 @@
 """How exactly the load generator measures: against a server with known latencies, request by request.
 
-python benchmarks/load_generator.py --json FILE
+python -m benchmarks.quality.load_generator --json FILE
 
 The fake server (loadtests/generator/fake_server.py) runs on the last core, the generator, which is Locust with our
 locustfile, on the first. Each request has a TTFT and a TPOT of its own; the error is what was measured minus what was
@@ -19,9 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import percentiles, print_table, report, write_json
 from benchmarks.serving.throughput import positive

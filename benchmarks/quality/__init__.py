@@ -1,0 +1,1 @@
+"""How exact are the answers, and the measurements?"""
