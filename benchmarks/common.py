@@ -6,6 +6,7 @@ named figures.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -114,11 +115,22 @@ def machine() -> Machine:
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """The command line, with paths relative to the repository so that a report reads the same everywhere."""
+    """The command line without the path of the repository, so that a report reads the same everywhere: `python -m`
+    puts the path of the module first, and here it is the module's name."""
     script, *arguments = sys.argv if argv is None else argv
     path = Path(script).resolve()
-    name = path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else path.name
-    return shlex.join(["python", name, *arguments])
+    if not path.is_relative_to(REPOSITORY / "benchmarks"):
+        return shlex.join(["python", path.name, *arguments])
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return shlex.join(["python", "-m", ".".join(part for part in parts if part != "__main__"), *arguments])
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 # ---------------------------------------------------------------- table

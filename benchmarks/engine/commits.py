@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPOSITORY, print_table, report, write_json
+from benchmarks.common import REPOSITORY, positive, print_table, report, write_json
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.rig import LoopShape
 from benchmarks.engine.steps import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
-from benchmarks.serving.throughput import positive
 from disagg.cluster.models.catalog import resolve_model
 
 LOOP_ROUNDS = 3

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import print_table, report, write_json
+from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.engine.ceilings import Ceilings, measure, print_ceilings
 from benchmarks.engine.kernel_cases import Call, Case, makers
 from benchmarks.engine.step_limit import Work
-from benchmarks.serving.throughput import positive
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
-from benchmarks.serving.throughput import positive
+from benchmarks.common import positive, print_table, report, write_json
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.intake import new_sequence

@@ -25,12 +25,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import print_table, report, write_json
+from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.engine.ceilings import Ceilings, print_ceilings
 from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, open_llama_cpp
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
-from benchmarks.serving.throughput import positive
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.process_tools import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import percentiles, print_table, report, write_json
-from benchmarks.serving.throughput import positive
+from benchmarks.common import percentiles, positive, print_table, report, write_json
 from disagg.cluster.system.process_tools import available_cores
 from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.common import REPOSITORY, print_table, report, write_json
+from benchmarks.common import REPOSITORY, positive, print_table, report, write_json
 from benchmarks.router.lookups import compare_lookups, load_radix_tree
 from benchmarks.router.placements import CLOCKS, measure_placements
 from disagg.router.config import PolicyName
@@ -53,12 +53,11 @@ def lookups(options: argparse.Namespace) -> list[Row]:
         return compare_lookups(radix_tree, options.turn_blocks, options.sessions, options.repeats)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        command = [options.dynamo_python, __file__, "--part", "lookups", "--json", str(path)]
+        command = [options.dynamo_python, "-m", "benchmarks.router", "--part", "lookups", "--json", str(path)]
         command += ["--sessions", str(options.sessions), "--repeats", str(options.repeats)]
         command += ["--turn-blocks", *map(str, options.turn_blocks)]
-        subprocess.run(
-            command, check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}, stdout=subprocess.DEVNULL
-        )
+        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+        subprocess.run(command, check=True, cwd=REPOSITORY, env=environ, stdout=subprocess.DEVNULL)
         rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
 
@@ -123,14 +122,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dynamo-python", metavar="PYTHON", help="interpreter that has ai-dynamo-runtime, for lookups")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def main() -> None:

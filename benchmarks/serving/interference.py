@@ -25,9 +25,8 @@ from typing import Any
 import yaml
 
 from benchmarks.clients import load
-from benchmarks.common import percentile, print_table, report, write_json
+from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
-from benchmarks.serving.throughput import positive
 from disagg.cluster.system.process_tools import available_cores, pin_process
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
 from disagg.v1 import inference_pb2 as pb

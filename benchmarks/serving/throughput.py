@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from benchmarks.clients import load
-from benchmarks.common import print_table, report, write_json
+from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from benchmarks.serving import side_by_side
 from benchmarks.serving.parties import SHAPES, WARM_UP_SEED
@@ -104,14 +104,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.shapes = options.shapes or [*SHAPES]
     options.repeats = options.repeats or (5 if options.side_by_side else 1)
     return options
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def main() -> None:

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
-from benchmarks.serving.throughput import positive
+from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.transfer.handover import Handover, Load, measure_handovers, quantiles, rows
 from benchmarks.transfer.ranks import IN_FLIGHT, Tp, measure_ranks
 from benchmarks.transfer.rates import Case, measure_rates

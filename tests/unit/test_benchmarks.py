@@ -205,8 +205,10 @@ def test_the_report_has_the_one_form(tmp_path: Path) -> None:
 
 
 def test_the_command_has_no_path_of_this_machine() -> None:
-    script = common.REPOSITORY / "benchmarks" / "serving.py"
+    folder = common.REPOSITORY / "benchmarks"
+    script = folder / "serving" / "__main__.py"
     assert common.command([str(script), "--json", "a b.json"]) == "python -m benchmarks.serving --json 'a b.json'"
+    assert common.command([str(folder / "engine" / "kv_use.py")]) == "python -m benchmarks.engine.kv_use"
     assert common.command(["/elsewhere/x.py"]) == "python x.py"
 
 
