@@ -195,7 +195,9 @@ def measure_somewhere(options: argparse.Namespace) -> list[Measured]:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bad_input", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", help="host:port of a running cluster; without it one is started")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="ray", help="what starts the processes")
     parser.add_argument("--repeats", type=int, default=200, help="requests of each kind")

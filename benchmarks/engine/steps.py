@@ -340,7 +340,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_engine_arguments(parser)
     parser.add_argument("--steps", type=positive, default=64, help="decode steps of each batch size")
     parser.add_argument("--repeats", type=positive, default=6)

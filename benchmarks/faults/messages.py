@@ -30,8 +30,8 @@ WORST: Final = (
     ("chat_turns", Shape(count=4096, part=200)),
     ("tokenize_strings", Shape(part=1 << 20, text="two_bytes")),
 )
-"""What `fuzz.py --seconds 60 --seed 1` found to hold the event loop longest, one for each connection. Not those
-whose answers workers compute for long: many prompts in one call are a matter of a tenant's limits."""
+"""What `benchmarks.bad_input.fuzz --seconds 60 --seed 1` found to hold the event loop longest, one for each connection.
+Not those whose answers workers compute for long: many prompts in one call are a matter of a tenant's limits."""
 RATE: Final = 4.0
 NUM_TOKENS: Final = 60
 PERIOD_S: Final = 6.0

@@ -176,7 +176,9 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> int:
     """Run what was asked for; the exit status."""
     names = [name for group in GROUPS for name in group.rows]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--model", choices=("tiny", "fake"), default="tiny")
     parser.add_argument("--json", type=Path)

@@ -5,8 +5,8 @@ thousand live streams.
     python -m benchmarks.gateway --slow [--json FILE]   clients that never read and connections that never speak
 
 A real gateway process with its router talks to a worker without a model that says a token per stream and step
-(worker.py); the text is detokenized with the default model's tokenizer. Clients (raw.py) and worker
-share another process. CPU time is user and system time of the gateway's process, all threads.
+(worker.py); the text is detokenized with the default model's tokenizer. Clients (clients/raw.py) and worker share
+another process. CPU time is user and system time of the gateway's process, all threads.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def rows(costs: Sequence[Cost]) -> list[dict[str, Any]]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slow", action="store_true", help="slow readers and silent connections instead")
     parser.add_argument("--streams", type=int, nargs="*", default=list(STEP_S), help="numbers of streams")
     parser.add_argument("--window", type=float, default=3.0, help="seconds of one measurement")

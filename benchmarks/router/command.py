@@ -109,7 +109,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=["both", "placements", "lookups"], default="both")
     parser.add_argument("--workers", type=positive, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--blocks", type=positive, nargs="+", default=[100_000, 1_000_000, 10_000_000])

@@ -1,7 +1,7 @@
 """Prompt tokens that a cluster computes for a workload of shared prefixes, policy against policy.
 
-python -m benchmarks.serving.prefix_reuse                     SmolLM2 on 2 prefill and 2 decode workers
-python -m benchmarks.serving.prefix_reuse --model fake        the same placements without the work
+python -m benchmarks.serving.prefix_reuse                  SmolLM2 on 2 prefill and 2 decode workers
+python -m benchmarks.serving.prefix_reuse --model fake     the same placements without the work
 
 16 prefixes of 1,024 tokens, each request one of them (drawn at random) and 64 tokens of its own. The cache of every
 worker holds 10 of the 16 prefixes, so that a policy that sends each prefix everywhere evicts all the time. A computed

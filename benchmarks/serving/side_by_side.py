@@ -1,4 +1,4 @@
-"""The comparison of serving.py: our clusters, their bare engines and another server, in turns.
+"""What `benchmarks.serving --engine` and `--peer` run: our clusters, their bare engines and another server, in turns.
 
     parties -> every concurrency and repeat, the order turned round from one repeat to the next -> ratios of each repeat
 

@@ -79,7 +79,9 @@ def base_config(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--address", help="host:port of a running cluster")
     where.add_argument("--launch", choices=["disaggregated", "colocated", "both"], default="disaggregated")

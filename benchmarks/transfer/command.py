@@ -165,7 +165,9 @@ def cluster_config(options: argparse.Namespace, transport: str) -> dict[str, Any
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["rates", "ranks", "handovers"])
     parser.add_argument("--transports", nargs="+", help="whose rates to measure (default: all that work here)")
     parser.add_argument("--kib", type=positive, nargs="+", default=SIZES_KIB, help="sizes of one operation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,13 @@ from tests.support.architecture import REPOSITORY
 
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
+    for pattern in ("*.md", "benchmarks/*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 MAP = "docs/architecture.md"
+BENCHMARKS = "benchmarks/README.md"
+BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"}
+"""Programs that benchmarks start."""
 CODE_TOPS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefill_worker", "proto", "router")
 TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")
 
@@ -99,6 +103,41 @@ def _is_command(words: list[str]) -> bool:
     return all(word.split("=")[0] in options for word in words if word.startswith("-"))
 
 
+def benchmark_findings(text: str) -> list[str]:
+    """Benchmarks that are named after `python -m`, or quoted, and cannot be run."""
+    named = re.findall(r"(?:python -m |[`\"])(benchmarks(?:\.[a-z]\w*)+)(?![\w/.])", text)
+    return [name for name in named if name not in benchmark_programs()]
+
+
+@cache
+def benchmark_programs() -> frozenset[str]:
+    """Every module of the benchmarks that runs its `main` when it is started, and every package that has one."""
+    found = set()
+    for path in (REPOSITORY / "benchmarks").rglob("*.py"):
+        if _calls_main(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            found.add(".".join(part for part in parts if part != "__main__"))
+    return frozenset(found)
+
+
+def _calls_main(module: ast.Module) -> bool:
+    """Whether it has, or imports from a file that has, a `main`, and ends with a call of it when it is run."""
+    last = module.body[-1]
+    if not (isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'"):
+        return False
+    if ast.unparse(last.body[-1]) not in ("main()", "sys.exit(main())"):
+        return False
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == "main" for alias in node.names):
+            source = (REPOSITORY / node.module.replace(".", "/")).with_suffix(".py")
+            return source.exists() and _has_main(ast.parse(source.read_text(encoding="utf-8")))
+    return _has_main(module)
+
+
+def _has_main(module: ast.Module) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body)
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
 
@@ -120,6 +159,19 @@ def test_named_files_exist(path: str) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_shown_commands_exist(path: str) -> None:
     assert command_findings(read(path)) == []
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, "Makefile", "scripts/gpu_check.py"])
+def test_named_benchmarks_can_be_run(path: str) -> None:
+    assert benchmark_findings(read(path)) == []
+
+
+def test_every_benchmark_is_in_the_table() -> None:
+    commands = re.findall(
+        r"^\| [^|]+ \| `python -m (benchmarks[\w.]+)[^`|]*` \| [^|]+ \|$", read(BENCHMARKS), re.MULTILINE
+    )
+    others = {name for name in benchmark_programs() if name.startswith("benchmarks.gpu.")} | BENCHMARK_PROCESSES
+    assert set(commands) == benchmark_programs() - others
 
 
 def test_every_code_folder_is_on_the_map() -> None:
@@ -193,5 +245,10 @@ def test_planted_faults_are_found() -> None:
     ]
     lines = "```\ndisagg up --port 0\ndisagg fly\ndisagg load run --wings 2\n.venv/bin/disagg status # now\n```\n"
     assert command_findings(lines) == ["disagg fly", "disagg load run --wings 2"]
+    good = "python -m benchmarks.router --part x; `benchmarks.engine.commits --turns 2`, `benchmarks/common.py`"
+    assert benchmark_findings(f"{good}, `benchmarks.engine.rig`; python -m benchmarks.kernels --json x") == [
+        "benchmarks.engine.rig",
+        "benchmarks.kernels",
+    ]
     with pytest.raises(ConfigError, match=r"pools\.prefil"):
         parse_config({"pools": {"prefil": {}}})
