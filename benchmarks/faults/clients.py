@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +18,7 @@ from benchmarks.faults.cluster import Up, until
 from benchmarks.faults.kills import NUM_TOKENS, RATE
 from benchmarks.faults.load import Load, Model, send
 from benchmarks.faults.row import Row, all_right, of_streams
+from benchmarks.processes import rss_bytes
 from disagg.client import AsyncClient, Targets
 from disagg.client.failures import error_of
 from disagg.proto.errors import DisaggError, OverloadedError
@@ -173,12 +173,12 @@ async def slow_reader(up: Up, model: Model) -> Row:
 
     async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
         await asyncio.sleep(1.0)
-        before = _rss_bytes(gateway)
+        before = rss_bytes(gateway)
         readers = [asyncio.create_task(read_slowly(number)) for number in range(NUM_SLOW)]
         most = 0
         for _ in range(round(SLOW_READ_S / 0.25)):
             await asyncio.sleep(0.25)
-            most = max(most, _rss_bytes(gateway) - before)
+            most = max(most, rss_bytes(gateway) - before)
         await asyncio.gather(*readers)
     left_for_s, left = await up.emptied()
     seen = of_streams(streams)
@@ -201,13 +201,6 @@ async def _read(call: Any, errors: list[str]) -> object:
     except grpc.aio.AioRpcError as error:
         errors.append(error_of(error).code)
         return None
-
-
-def _rss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"process {pid} has no resident memory")
 
 
 # ---------------------------------------------------------------- clients that leave

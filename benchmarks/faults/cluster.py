@@ -27,6 +27,7 @@ import yaml
 from benchmarks.common import REPOSITORY
 from benchmarks.faults.up import SECRET_VARIABLE
 from benchmarks.launch import LaunchError, free_port, log_tail
+from benchmarks.processes import children
 from disagg.client import AsyncClient
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
@@ -243,24 +244,6 @@ async def until(condition: Callable[[], Any], timeout_s: float) -> float:
             raise TimeoutError(f"it did not come to that within {timeout_s:g} s")
         await asyncio.sleep(POLL_S)
     return time.monotonic() - started
-
-
-def children(pid: int) -> list[int]:
-    """The processes whose parent this is."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(folder.name))
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _fetch(url: str, key: str | None) -> str:

@@ -20,6 +20,7 @@ from benchmarks.common import percentile
 from benchmarks.faults.cluster import OPERATOR, Up, until
 from benchmarks.faults.load import Model
 from benchmarks.faults.row import Row
+from benchmarks.processes import rss_bytes
 from disagg.proto.errors import DisaggError
 
 SENDER: Final = "sender-of-bodies"
@@ -50,11 +51,11 @@ async def silent_connections(up: Up, model: Model) -> Row:
     calls = _calls(up, [number % model.vocab_size for number in range(16)])
     try:
         before = {name: await _series(call) for name, call in calls.items()}
-        sockets, rss = _num_sockets(pid), _rss_bytes(pid)
+        sockets, rss = _num_sockets(pid), rss_bytes(pid)
         async with contextlib.AsyncExitStack() as held:
             num_watches = await _occupy(up, held)
             during = {name: await _series(call) for name, call in calls.items()}
-            growth = _rss_bytes(pid) - rss
+            growth = rss_bytes(pid) - rss
         left_for_s = await _released(pid, sockets + _SPARE_SOCKETS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -179,10 +180,3 @@ def _num_sockets(pid: int) -> int:
         with contextlib.suppress(OSError):
             number += str(link.readlink()).startswith("socket:")
     return number
-
-
-def _rss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    raise LookupError(f"process {pid} has no VmRSS")

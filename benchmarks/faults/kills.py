@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.faults.cluster import POLL_S, Up, is_running, until
+from benchmarks.faults.cluster import POLL_S, Up, until
 from benchmarks.faults.load import Load, Model, Stream, send
 from benchmarks.faults.row import Row, all_right, of_streams
+from benchmarks.processes import is_running
 
 RATE = 4.0
 NUM_TOKENS = 150

@@ -11,10 +11,11 @@ from typing import Final
 from benchmarks.bad_input.fuzz_clients import Answer, Sender
 from benchmarks.bad_input.fuzz_messages import Message, Served, Shape, make
 from benchmarks.common import percentile
-from benchmarks.faults.cluster import Up, is_running
+from benchmarks.faults.cluster import Up
 from benchmarks.faults.kills import LEFT_S
 from benchmarks.faults.load import Load, Model, Stream
 from benchmarks.faults.row import Row, all_right, of_streams
+from benchmarks.processes import is_running
 from disagg.router.gateway.config import GatewayConfig
 
 NEIGHBOUR: Final = "neighbour"

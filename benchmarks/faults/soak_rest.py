@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.processes import rss_bytes
 from disagg.client import AsyncClient
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FIRED
@@ -41,13 +42,12 @@ class Footprint:
     def of(cls, pid: int) -> Footprint:
         """As the kernel counts it."""
         process = Path(f"/proc/{pid}")
-        (resident_kib,) = re.findall(r"^VmRSS:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
         files: Counter[str] = Counter()
         for link in (process / "fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 files[_NUMBER.sub("", str(link.readlink()))] += 1
         threads = Counter((task / "comm").read_text().strip() for task in (process / "task").iterdir())
-        return cls(int(resident_kib) / 1024, files, threads)
+        return cls(rss_bytes(pid) / 2**20, files, threads)
 
     @property
     def num_files(self) -> int:

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cluster import Up, children, until
+from benchmarks.faults.cluster import Up, until
 from benchmarks.faults.kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
 from benchmarks.faults.load import Load, Model
 from benchmarks.faults.row import Row, all_right
+from benchmarks.processes import children
 
 CLEAR_EXIT_S = 60.0
 NUM_FAILED_STARTS = 3

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_table, report, write_json
+from benchmarks.processes import cpu_seconds
 from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
 from disagg.cluster.config.cluster_config import parse_config
@@ -108,15 +109,9 @@ class Cluster:
         """CPU time that each part has used up to now."""
         return {
             "controller": time.process_time(),
-            "gateway": process_cpu_s(self._launcher.pid(GATEWAY)),
-            "fleets": sum(process_cpu_s(fleet.pid) for fleet in self._fleets),
+            "gateway": cpu_seconds(self._launcher.pid(GATEWAY)),
+            "fleets": sum(cpu_seconds(fleet.pid) for fleet in self._fleets),
         }
-
-
-def process_cpu_s(pid: int) -> float:
-    """CPU time of a process, from `/proc`."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_joins(cluster: Cluster, num_workers: int, rest_s: float) -> dict[str, Any]:

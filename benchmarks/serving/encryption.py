@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.clients import load
 from benchmarks.common import print_table, report, write_json
+from benchmarks.processes import cpu_seconds
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 
@@ -33,15 +34,6 @@ def config(encryption: str) -> dict[str, Any]:
         "transfer": {"transport": "shm"},
         "network": {"encryption": encryption},
     }
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """User and system time of processes, all threads (proc(5), fields 14 and 15)."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / 100
 
 
 def pids_of(cluster: ProcessCluster) -> list[int]:
@@ -80,9 +72,9 @@ def main() -> None:
         for repeat in range(options.repeats):
             for kind in KINDS if repeat % 2 == 0 else KINDS[::-1]:
                 pids = pids_of(clusters[kind])
-                before = cpu_seconds(pids)
+                before = sum(map(cpu_seconds, pids))
                 elapsed_s, tokens = asyncio.run(measure(clusters[kind].address, options, repeat))
-                cpu_us = (cpu_seconds(pids) - before) / tokens * 1e6
+                cpu_us = (sum(map(cpu_seconds, pids)) - before) / tokens * 1e6
                 rows.append(
                     {"encryption": kind, "repeat": repeat, "tok_s": tokens / elapsed_s, "cpu_us_per_token": cpu_us}
                 )
