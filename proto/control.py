@@ -15,7 +15,7 @@ from typing import Literal
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import Message, WorkerInfo
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 """How often workers and gateways show the controller that they live."""
 PoolName = Literal["prefill", "decode", "colocated"]
 MemberState = Literal["ready", "draining"]
@@ -44,33 +44,33 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
     """As in `WorkerInfo`."""
 
 
-class WorkerBeat(Message, frozen=True, kw_only=True, tag=True):
+class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """The worker lives. Follows its hello, again and again."""
 
     turn_s: float = 0.0
     """For how long its engine has been in its present turn; 0 where it waits."""
 
 
-WorkerToController = WorkerHello | WorkerFailed | WorkerBeat
+WorkerToController = WorkerHello | WorkerFailed | WorkerHeartbeat
 
 
 class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
     """The controller took the worker in."""
 
 
-class WorkerUnwanted(Message, frozen=True, kw_only=True, tag=True):
+class WorkerRejected(Message, frozen=True, kw_only=True, tag=True):
     """Nobody asked for this worker (any more), or it does not fit the others: its process should end."""
 
     reason: str
 
 
-ControllerToWorker = WorkerWelcome | WorkerUnwanted
+ControllerToWorker = WorkerWelcome | WorkerRejected
 
 
 # ---------------------------------------------------------------- gateway <-> controller
 
 
-class WorkerLife(Message, frozen=True, kw_only=True):
+class WorkerIncarnation(Message, frozen=True, kw_only=True):
     """One start of a worker."""
 
     worker_id: WorkerId
@@ -86,7 +86,7 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     pid: int
     http_address: str = ""
     """The same of HTTP; empty where it serves none."""
-    draining: tuple[WorkerLife, ...] = ()
+    draining: tuple[WorkerIncarnation, ...] = ()
     """The workers that it drains, as an earlier controller wanted."""
 
 
@@ -104,7 +104,7 @@ class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-class GatewayBeat(Message, frozen=True, kw_only=True, tag=True):
+class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """The gateway lives. Sent again and again: on the stream of its hello by its event loop, and, with all fields, on
     a stream of their own by a thread."""
 
@@ -116,11 +116,11 @@ class GatewayBeat(Message, frozen=True, kw_only=True, tag=True):
     """What the loop was seen to do in it, for the log."""
 
 
-class MembershipWanted(Message, frozen=True, kw_only=True, tag=True):
+class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
     """The gateway missed a change of the membership: send the whole."""
 
 
-GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayBeat | MembershipWanted
+GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest
 
 
 class Member(Message, frozen=True, kw_only=True):

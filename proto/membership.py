@@ -1,7 +1,7 @@
 """The membership as differences: the controller's list with its revisions, and a gateway's copy of it. Pure.
 
-    update(members) ──> MembershipChange (revision n)     ──take──> new: the copy is at n
-    whole()         ──> Membership (revision n)           ──take──> gap: n - 1 is missing here; ask for the whole
+    update(members) ──> MembershipChange (revision n)     ──apply─> new: the copy is at n
+    snapshot()      ──> Membership (revision n)           ──apply─> gap: n - 1 is missing here; ask for the whole
 
 A difference follows the revision before it and no other one. So the bytes that a change costs do not depend on how many
 workers there are.
@@ -15,7 +15,7 @@ from typing import Literal
 from disagg.proto.control import Member, Membership, MembershipChange
 from disagg.proto.ids import WorkerId
 
-Taken = Literal["new", "old", "gap", "waiting"]
+Applied = Literal["new", "old", "gap", "waiting"]
 """What a message was to a copy. `gap`: ask for the whole membership, once. `waiting`: that was asked for already."""
 
 
@@ -41,7 +41,7 @@ class MembershipLog:
         self._revision += 1
         return MembershipChange(source=self._source, revision=self._revision, changed=changed, removed=removed)
 
-    def whole(self) -> Membership:
+    def snapshot(self) -> Membership:
         """All workers, as of the latest update."""
         return Membership(source=self._source, revision=self._revision, members=tuple(self._members.values()))
 
@@ -63,11 +63,11 @@ class MembershipCopy:
         """All workers that it knows."""
         return tuple(self._members.values())
 
-    def take(self, message: Membership | MembershipChange) -> Taken:
+    def apply(self, message: Membership | MembershipChange) -> Applied:
         """Take a message in. The members are worth a look after `new` only. A whole membership that is behind a change
         seen before it is a `gap` too."""
         if isinstance(message, MembershipChange):
-            return self._take_change(message)
+            return self._apply_change(message)
         is_known = message.source == self._source
         if is_known and message.revision < self._revision:
             return "old"
@@ -77,7 +77,7 @@ class MembershipCopy:
         self._is_waiting = self._latest > self._revision
         return "gap" if self._is_waiting else "new"
 
-    def _take_change(self, change: MembershipChange) -> Taken:
+    def _apply_change(self, change: MembershipChange) -> Applied:
         if change.source == self._source:
             if change.revision <= self._revision:
                 return "old"

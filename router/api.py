@@ -238,7 +238,7 @@ class WorkerView:
     """Since its latest report, or since it came."""
     is_suspected: bool = False
     """It shows that it hangs: nothing is placed there until it speaks again."""
-    quarantine: tuple[str, ...] = ()
+    open_breakers: tuple[str, ...] = ()
     """What it is left out of because it failed there again and again, and since when; one line each."""
 
 
@@ -261,7 +261,7 @@ class ClusterView:
     slos: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Of the last minute: "ttft", "tpot" and "both" (all that it had) -> (requests that met it, requests that had
     it)."""
-    tally: RouterStats = field(default_factory=RouterStats)
+    stats: RouterStats = field(default_factory=RouterStats)
     """Sums over all requests; grows on."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
     """Of every worker that was ever seen: sums over all of its lives; they never fall."""

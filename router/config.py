@@ -93,7 +93,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
     worker."""
     decode_reserve_tokens: int = 512
-    """Output tokens whose blocks are booked on the decode worker (less if the request may make less)."""
+    """Output tokens whose blocks are assigned on the decode worker (less if the request may make less)."""
     watermark: float = 0.01
     """Share of a worker's blocks that the books leave free."""
     kv_barrier_ms: float = 20.0

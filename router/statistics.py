@@ -160,7 +160,7 @@ class TenantUsage:
 class RouterStats:
     """Sums over all requests of a router since it began: what its metrics show. Times in seconds.
 
-    Owner: the router's journal, which writes them; whoever exposes them reads.
+    Owner: the router's telemetry, which writes them; whoever exposes them reads.
     """
 
     ttft: dict[str, Histogram] = field(default_factory=lambda: {path: Histogram(TTFT_BOUNDS_S) for path in PATHS})

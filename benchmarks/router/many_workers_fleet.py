@@ -23,7 +23,7 @@ import msgspec
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.control import BEAT_S, GatewayBeat, GatewayHello, WorkerBeat, WorkerHello
+from disagg.proto.control import HEARTBEAT_S, GatewayHeartbeat, GatewayHello, WorkerHeartbeat, WorkerHello
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (
     BlocksSnapshot,
@@ -172,8 +172,8 @@ class _IdleWorker:
     async def _beats(self, info: WorkerInfo) -> AsyncIterator[bytes]:
         yield encode(WorkerHello(info=info))
         while True:
-            await asyncio.sleep(BEAT_S)
-            yield encode(WorkerBeat())
+            await asyncio.sleep(HEARTBEAT_S)
+            yield encode(WorkerHeartbeat())
 
     async def _session(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
         assert self._info is not None
@@ -251,8 +251,8 @@ class _Fleet:
 async def _follower_frames() -> AsyncIterator[bytes]:
     yield encode(GatewayHello(gateway_id=FOLLOWER, address="", pid=os.getpid()))
     while True:
-        await asyncio.sleep(BEAT_S)
-        yield encode(GatewayBeat())
+        await asyncio.sleep(HEARTBEAT_S)
+        yield encode(GatewayHeartbeat())
 
 
 def run_fleet(pipe: Connection, secret: ClusterSecret) -> None:

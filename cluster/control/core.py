@@ -116,7 +116,7 @@ class ControlCore:
 
     def membership(self) -> Membership:
         """The workers that gateways know, as it was published last."""
-        return self._published.whole()
+        return self._published.snapshot()
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request cannot be followed; None if it can."""

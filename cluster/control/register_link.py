@@ -20,12 +20,12 @@ import msgspec
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_blocking_channel
 from disagg.proto.control import (
-    BEAT_S,
+    HEARTBEAT_S,
     ControllerToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerHello,
-    WorkerUnwanted,
+    WorkerRejected,
 )
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
@@ -90,7 +90,7 @@ class RegisterLink:
             try:
                 for reply in self._replies(WorkerHello(info=info)):
                     welcome = True
-                    if isinstance(reply, WorkerUnwanted):
+                    if isinstance(reply, WorkerRejected):
                         logger.warning("%s is not wanted: %s", info.worker_id, reply.reason)
                         self._on_unwanted()
                         return
@@ -104,8 +104,8 @@ class RegisterLink:
     def _messages(self, hello: WorkerHello) -> Iterator[bytes]:
         """Read by gRPC, one ahead, until the line breaks."""
         yield encode(hello)
-        while not self._stopped.wait(BEAT_S):
-            yield encode(WorkerBeat(turn_s=self._turn_s()))
+        while not self._stopped.wait(HEARTBEAT_S):
+            yield encode(WorkerHeartbeat(turn_s=self._turn_s()))
 
     def _replies(self, hello: WorkerHello) -> Iterator[ControllerToWorker]:
         with open_blocking_channel(self._resolve(), self._secret) as channel:

@@ -39,20 +39,20 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
-    GatewayBeat,
     GatewayFailed,
+    GatewayHeartbeat,
     GatewayHello,
     GatewayToController,
     MembershipChange,
-    MembershipWanted,
+    MembershipRequest,
     PoolName,
     ScaleRequest,
-    WorkerBeat,
     WorkerDrained,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerHello,
+    WorkerRejected,
     WorkerToController,
-    WorkerUnwanted,
     WorkerWelcome,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -214,7 +214,7 @@ class Controller:
                 self._reply(worker_id, incarnation, WorkerWelcome())
             case events.Dismiss(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 logger.warning("%s is not taken in: %s", worker_id, reason)
-                self._reply(worker_id, incarnation, WorkerUnwanted(reason=reason))
+                self._reply(worker_id, incarnation, WorkerRejected(reason=reason))
             case events.Publish(change=change, whole_for=whole_for):
                 self._publish(change, whole_for, core)
             case _:
@@ -292,7 +292,7 @@ class Controller:
             while True:
                 reply = await replies.get()
                 yield encode(reply)
-                if isinstance(reply, WorkerUnwanted):
+                if isinstance(reply, WorkerRejected):
                     return
         finally:
             reader.cancel()
@@ -303,7 +303,7 @@ class Controller:
 
     async def _read_beats(self, requests: AsyncIterator[bytes], life: Life) -> None:
         async for message in _messages(requests, WorkerToController, life.name):
-            if isinstance(message, WorkerBeat):
+            if isinstance(message, WorkerHeartbeat):
                 self._supervisor.heard(life, message.turn_s)
 
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -311,7 +311,7 @@ class Controller:
         if isinstance(hello, GatewayFailed):
             self._handle(events.GatewayStartFailed(hello.error))
             return
-        if isinstance(hello, GatewayBeat):
+        if isinstance(hello, GatewayHeartbeat):
             await self._read_gateway_beats(hello, requests)
             return
         if not isinstance(hello, GatewayHello):
@@ -334,20 +334,20 @@ class Controller:
 
     async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello, life: Life) -> None:
         async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
-            if isinstance(message, GatewayBeat):
+            if isinstance(message, GatewayHeartbeat):
                 self._supervisor.heard(life)
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
-            elif isinstance(message, MembershipWanted):
+            elif isinstance(message, MembershipRequest):
                 logger.info("gateway %s missed a change of the membership: it gets the whole", hello.gateway_id)
                 self._handle(events.MembershipMissed(hello.gateway_id))
 
-    async def _read_gateway_beats(self, first: GatewayBeat, requests: AsyncIterator[bytes]) -> None:
+    async def _read_gateway_beats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
         """Beats of a gateway's thread; they count while its other stream stands."""
         life = Life(GATEWAY, first.gateway_id, first.pid)
         self._supervisor.heard(life, first.turn_s, first.doing)
         async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
-            if isinstance(message, GatewayBeat):
+            if isinstance(message, GatewayHeartbeat):
                 self._supervisor.heard(life, message.turn_s, message.doing)
 
     async def _control(self, frame: bytes, context: Context) -> bytes:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from disagg.cluster.config.sections import RecoveryConfig
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
-from disagg.router.shell.vigil import SWEEP_S, Vigil, limit
+from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Supervisor:
     """
 
     def __init__(self, config: RecoveryConfig, launcher: Launcher, on_hung: Callable[[Life, str], None]) -> None:
-        self._vigil: Vigil[Life] = Vigil(limit(config.kill_after_s), limit(config.stuck_after_s))
+        self._detector: FailureDetector[Life] = FailureDetector(limit(config.kill_after_s), limit(config.stuck_after_s))
         self._gateway_stuck_after_s = limit(config.gateway_stuck_after_s)
         self._launcher = launcher
         self._on_hung = on_hung
@@ -66,20 +66,20 @@ class Supervisor:
 
     def watch(self, life: Life) -> None:
         """This life has a line to the controller."""
-        self._vigil.watch(life, self._gateway_stuck_after_s if life.name == GATEWAY else None)
+        self._detector.watch(life, self._gateway_stuck_after_s if life.name == GATEWAY else None)
 
     def heard(self, life: Life, turn_s: float | None = None, doing: str = "") -> None:
         """It spoke, and its engine or event loop has been in its present turn for so long."""
-        self._vigil.heard(life, turn_s, doing)
+        self._detector.heartbeat(life, turn_s, doing)
 
     def forget(self, life: Life) -> None:
         """Its line broke. That it ended, or not, is seen otherwise."""
-        self._vigil.forget(life)
+        self._detector.forget(life)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for life, why in self._vigil.sweep(time.monotonic()):
+            for life, why in self._detector.sweep(time.monotonic()):
                 logger.warning("%s (process %d) %s: killing it", life.name, life.pid, why)
                 self._on_hung(life, why)
                 loop.run_in_executor(self._executor, self._kill, loop, life)
@@ -93,5 +93,5 @@ class Supervisor:
             loop.call_soon_threadsafe(self._watch_again, life)
 
     def _watch_again(self, life: Life) -> None:
-        if life in self._vigil:
+        if life in self._detector:
             self.watch(life)

@@ -20,7 +20,7 @@ from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
-from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
@@ -97,7 +97,7 @@ class GatewayHost:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = RouterServer(launch.router, launch.gateway_id, list(launch.workers), self._secret)
         link = ControllerLink(launch.gateway_id, self._resolve, router, self._secret, launch.workers)
-        beats = BeatLine(launch.gateway_id, self._resolve, self._secret, watch.state)
+        beats = HeartbeatConnection(launch.gateway_id, self._resolve, self._secret, watch.state)
         try:
             gateway = await self._open(router, link, times)
         except Exception as error:
@@ -122,7 +122,7 @@ class GatewayHost:
             await router.stop()
 
     async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
-        gateway = GatewayServer(self._launch.gateway, router, control=link.ask, loop_times=times)
+        gateway = GatewayServer(self._launch.gateway, router, control=link.call, loop_times=times)
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)

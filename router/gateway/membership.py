@@ -2,7 +2,7 @@
 
     hello ──> Membership, changes ──> workers added, drained, removed ──break──> pause ──> resolve() ──> hello ...
           <── WorkerDrained, when nothing of ours runs on a draining worker any more; a beat twice a second
-          <── MembershipWanted, when a change is missing
+          <── MembershipRequest, when a change is missing
 
 While the controller is away the gateway serves on with the workers that it knows. Each stream begins with the whole
 membership, which replaces what was known, so that nothing that was missed matters.
@@ -22,20 +22,20 @@ import msgspec
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_channel
 from disagg.proto.control import (
-    BEAT_S,
+    HEARTBEAT_S,
     ControllerToGateway,
     ControlReply,
     ControlRequest,
-    GatewayBeat,
     GatewayFailed,
+    GatewayHeartbeat,
     GatewayHello,
     GatewayToController,
     Member,
     Membership,
     MembershipChange,
-    MembershipWanted,
+    MembershipRequest,
     WorkerDrained,
-    WorkerLife,
+    WorkerIncarnation,
 )
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-ASK_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 REPORT_TIMEOUT_S = 10.0
 
 
@@ -98,7 +98,7 @@ class ControllerLink:
         self._secret = secret
         self._metadata = secret.metadata
         self.counters: Counter[str] = Counter()
-        """What came: whole (memberships), change, and gap."""
+        """Messages received, by kind: snapshot, change; and gaps between changes."""
         self._copy = MembershipCopy()
         self._known = {info.worker_id: info for info in known}
         self._draining: set[tuple[WorkerId, Incarnation]] = set()
@@ -136,13 +136,13 @@ class ControllerLink:
             return False
         return True
 
-    async def ask(self, request: ControlRequest) -> ControlReply:
+    async def call(self, request: ControlRequest) -> ControlReply:
         """What the controller answers. Raises `UnavailableError` when it does not."""
         try:
             address = self._line or await self._address()
             async with open_channel(address, self._secret) as channel:
                 control = channel.unary_unary(CONTROL, None, None)
-                frame = await control(encode(request), timeout=ASK_TIMEOUT_S, metadata=self._metadata)
+                frame = await control(encode(request), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the controller does not answer: {error.details()}", "controller_away") from error
         reply: ControlReply = decoder(ControlReply).decode(frame)
@@ -185,27 +185,27 @@ class ControllerLink:
 
     async def _frames(self, hello: GatewayHello) -> AsyncIterator[bytes]:
         outbox = self._outbox
-        lives = tuple(WorkerLife(worker_id=name, incarnation=life) for name, life in sorted(self._draining))
+        lives = tuple(WorkerIncarnation(worker_id=name, incarnation=life) for name, life in sorted(self._draining))
         yield encode(msgspec.structs.replace(hello, draining=lives))
         while (message := await outbox.get()) is not None:
             yield encode(message)
 
     async def _beat(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
-        """On the loop that serves clients; `BeatLine` beats from a thread, also while the loop is held."""
+        """On the loop that serves clients; `HeartbeatConnection` beats from a thread, also while the loop is held."""
         while True:
-            await asyncio.sleep(BEAT_S)
-            outbox.put_nowait(GatewayBeat())
+            await asyncio.sleep(HEARTBEAT_S)
+            outbox.put_nowait(GatewayHeartbeat())
 
     async def take(self, message: Membership | MembershipChange) -> None:
         """Follow what the controller says, or ask it for what is missing."""
-        self.counters["whole" if isinstance(message, Membership) else "change"] += 1
-        taken = self._copy.take(message)
+        self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
+        taken = self._copy.apply(message)
         if taken == "new":
             await self._apply(self._copy.members)
         elif taken == "gap":
             self.counters["gap"] += 1
             logger.warning("a change of the membership before revision %d is missing: asked for all", message.revision)
-            self._outbox.put_nowait(MembershipWanted())
+            self._outbox.put_nowait(MembershipRequest())
 
     async def _apply(self, membership: tuple[Member, ...]) -> None:
         """Make the workers what the membership says."""

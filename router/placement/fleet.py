@@ -1,4 +1,4 @@
-"""The workers as the router knows them: who is up, what each reported, what is booked on each, which prefix blocks it
+"""The workers as the router knows them: who is up, what each reported, what is assigned on each, which prefix blocks it
 has, how fast it is.
 
     up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation is another life: lost,
@@ -6,7 +6,8 @@ has, how fast it is.
 
 A present or draining worker may be suspected for a while: it is given nothing then.
 
-Every change of a worker goes through here, so that the orders of the pools, the sums and the count of openings follow.
+Every change of a worker goes through here, so that the rankings of the buckets, the sums and the count of free slots
+follow.
 
 Owner: the router core.
 """
@@ -21,17 +22,17 @@ from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig
-from disagg.router.placement.kinds import Kind, longest_of
+from disagg.router.placement.model_groups import ModelGroup, longest_of
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist
-from disagg.router.placement.pools import Pool
-from disagg.router.workers.books import Booking, Books
+from disagg.router.placement.worker_buckets import WorkerBucket
+from disagg.router.workers.assignments import Assignment, Assignments
+from disagg.router.workers.circuit_breakers import NO_EXCLUSIONS, CircuitBreakers, Exclusions, Leg
 from disagg.router.workers.cost_model import LinkModel
-from disagg.router.workers.in_use import InUse, find_in_use
+from disagg.router.workers.in_use import UsableWorkers, find_usable
 from disagg.router.workers.openings import wait_ms
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.prefix_index import PrefixIndex
 from disagg.router.workers.prefix_match import PrefixMatch
-from disagg.router.workers.quarantine import NOTHING_LEFT_OUT, LeftOut, Leg, Quarantine
 from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
 
@@ -40,28 +41,28 @@ FORECAST_S = 0.02
 _AS_SOON = 1.25
 """Waits of which one is so many times the other are equal: forecasts are not that exact."""
 MAX_FORECAST = 8
-"""Workers of a pool that it looks at; the others are taken to be like them."""
+"""Workers of a bucket that it looks at; the others are taken to be like them."""
 
 
 class Fleet:
     """See the module docstring."""
 
     def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel, pairs: Pairs) -> None:
-        self.books = Books()
+        self.assignments = Assignments()
         self.links = links
         self.pairs = pairs
         self.index = PrefixIndex()
         self.counts = WorkerCounts()
-        self.quarantine = Quarantine(config)
+        self.breakers = CircuitBreakers(config)
         self.num_openings = 0
         """Counts how often a worker got a slot again (or came)."""
         self.num_releases = 0
-        """Counts what may have made room: bookings closed, reports, workers that came."""
+        """Counts what may have made room: assignments closed, reports, workers that came."""
         self._config = config
         self._policy = policy
         self._workers: dict[WorkerId, Worker] = {}
-        self._kinds: dict[tuple[str, KvLayout], Kind] = {}
-        self._pool_of: dict[WorkerId, Pool] = {}
+        self._groups: dict[tuple[str, KvLayout], ModelGroup] = {}
+        self._bucket_of: dict[WorkerId, WorkerBucket] = {}
         """Of the workers that are not draining."""
         self._to_drain: list[Worker] = []
         """Draining workers that are not said to be empty."""
@@ -78,8 +79,8 @@ class Fleet:
         self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest answer of the index, while it holds."""
-        self._left_out: tuple[int, InUse] | None = None
-        """What the quarantine last said of the present workers, and when."""
+        self._usable: tuple[int, UsableWorkers] | None = None
+        """What the breakers last said of the present workers, and when."""
 
     # ---------------------------------------------------------------- lives
 
@@ -91,30 +92,30 @@ class Fleet:
             self.index.add_worker(info.worker_id, info.incarnation)
             slot_tokens = self._config.prefill_chunks * info.token_budget
             bit = self.index.bit(info.worker_id)
-            worker = Worker(info, self.books.account(info.worker_id), self._num_came, slot_tokens, bit)
+            worker = Worker(info, self.assignments.of_worker(info.worker_id), self._num_came, slot_tokens, bit)
             self._num_came += 1
             self._workers[info.worker_id] = worker
         else:
             assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
-            self._leave_pool(worker)
-            worker.greet(info)
+            self._leave_bucket(worker)
+            worker.update_info(info)
             worker.is_suspected = False
         worker.reported_at = now
         if not worker.is_draining:
-            self._join_pool(worker)
+            self._join_bucket(worker)
         self._longest = self._longest_new = None
         self.num_releases += 1
 
     def lost(self, worker_id: WorkerId) -> None:
-        """A worker is gone; its bookings must have been closed."""
+        """A worker is gone; its assignments must have been closed."""
         worker = self._workers.pop(worker_id)
-        self._leave_pool(worker)
-        self.books.forget(worker_id)
+        self._leave_bucket(worker)
+        self.assignments.forget(worker_id)
         self.index.remove_worker(worker_id)
         self._match = None
         self.links.forget(worker_id)
         self.pairs.forget(worker_id)
-        self.quarantine.forget(worker_id)
+        self.breakers.forget(worker_id)
         self._to_drain = [other for other in self._to_drain if other is not worker]
         self._longest = self._longest_new = None
 
@@ -122,7 +123,7 @@ class Fleet:
         """Give a present worker nothing new from now on."""
         worker = self._workers[worker_id]
         if not worker.is_draining:
-            self._leave_pool(worker)
+            self._leave_bucket(worker)
             worker.is_draining = True
             self._to_drain.append(worker)
             self._longest_new = None
@@ -135,25 +136,25 @@ class Fleet:
         worker.is_draining = False
         self._to_drain = [other for other in self._to_drain if other is not worker]
         if not worker.is_suspected:
-            self._join_pool(worker)
+            self._join_bucket(worker)
         self._longest_new = None
         self.num_releases += 1
 
     def suspect(self, worker_id: WorkerId) -> None:
         """Give a present worker nothing, and count on it for nothing, until it is trusted again."""
         worker = self._workers[worker_id]
-        self._leave_pool(worker)
+        self._leave_bucket(worker)
         worker.is_suspected = True
         self._longest = self._longest_new = None
 
-    def trust(self, worker_id: WorkerId) -> None:
+    def clear_suspicion(self, worker_id: WorkerId) -> None:
         """A suspected worker is as good as the others again."""
         worker = self._workers[worker_id]
         if not worker.is_suspected:
             return
         worker.is_suspected = False
         if not worker.is_draining:
-            self._join_pool(worker)
+            self._join_bucket(worker)
         self._longest = self._longest_new = None
         self.num_releases += 1
 
@@ -163,9 +164,9 @@ class Fleet:
         return len(self._to_drain)
 
     def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
-        """Draining workers on which nothing is booked any more; each is named once."""
-        empty = [worker for worker in self._to_drain if not worker.account.bookings]
-        self._to_drain = [worker for worker in self._to_drain if worker.account.bookings]
+        """Draining workers on which nothing is assigned any more; each is named once."""
+        empty = [worker for worker in self._to_drain if not worker.assigned.assignments]
+        self._to_drain = [worker for worker in self._to_drain if worker.assigned.assignments]
         return [(worker.worker_id, worker.info.incarnation) for worker in empty]
 
     def incarnation(self, worker_id: WorkerId) -> Incarnation | None:
@@ -180,7 +181,7 @@ class Fleet:
     def pairs_with(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
         """The pairs (prefill worker, decode worker) that this worker makes possible."""
         worker = self._workers[worker_id]
-        pairs = self._kind(worker.info).pairs_with(worker)
+        pairs = self._group(worker.info).pairs_with(worker)
         return [(prefill.worker_id, peer) for prefill, peer in pairs]
 
     def pairs_to_form(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
@@ -203,17 +204,17 @@ class Fleet:
         self._match = None
         return self.index.apply(report)
 
-    def open(self, worker: Worker, key: AttemptKey, booking: Booking, turn: int) -> None:
+    def open(self, worker: Worker, key: AttemptKey, assignment: Assignment, turn: int) -> None:
         """Book for an attempt that is placed now, as placement number `turn`."""
-        self.books.open(worker.worker_id, key, booking)
-        worker.note_booked(booking.tokens, booking.blocks)
+        self.assignments.open(worker.worker_id, key, assignment)
+        worker.note_assigned(assignment.tokens, assignment.blocks)
         worker.last_turn = turn
         self._openings.clear()
         self._changed(worker)
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
         """The worker computed the attempt's prompt. Idempotent."""
-        num_tokens = self.books.computed(worker_id, key)
+        num_tokens = self.assignments.computed(worker_id, key)
         if num_tokens:
             worker = self._workers[worker_id]
             worker.note_returned(num_tokens)
@@ -221,22 +222,22 @@ class Fleet:
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> None:
         """The worker owes the attempt nothing more."""
-        booking = self.books.close(worker_id, key)
+        assignment = self.assignments.close(worker_id, key)
         worker = self._workers[worker_id]
-        if booking.tokens:
-            worker.note_returned(booking.tokens)
-        if booking.marks:
-            worker.note_closed(booking)
+        if assignment.tokens:
+            worker.note_returned(assignment.tokens)
+        if assignment.marks:
+            worker.note_closed(assignment)
         self.num_releases += 1
         self._changed(worker)
 
     def refused(self, worker_id: WorkerId, key: AttemptKey) -> bool:
         """A decode worker had no room for an attempt. Returns whether there was another sequence on it."""
         worker = self._workers[worker_id]
-        booking = worker.account.bookings.get(key)
-        if booking is None:  # It was to compute the prompt too, and waits for room itself: it never has any.
+        assignment = worker.assigned.assignments.get(key)
+        if assignment is None:  # It was to compute the prompt too, and waits for room itself: it never has any.
             return False
-        worker.note_refused(booking.blocks)
+        worker.note_refused(assignment.blocks)
         return worker.num_sequences > 1 or worker.has_others
 
     def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
@@ -286,19 +287,19 @@ class Fleet:
     @property
     def has_opening(self) -> bool:
         """Whether a worker that is there to compute prompts has a slot."""
-        return any(pool.num_open for pool in self._computing_pools())
+        return any(bucket.num_open for bucket in self._prefill_buckets())
 
     def fastest(self) -> Worker | None:
         """Of the workers that are there to compute prompts the one that would be looked at first."""
-        without = self._left_out_now.prefills | self._left_out_now.alone
-        firsts = [worker for pool in self._computing_pools() if (worker := pool.fastest(without)) is not None]
+        without = self._excluded_now.prefills | self._excluded_now.colocated
+        firsts = [worker for bucket in self._prefill_buckets() if (worker := bucket.fastest(without)) is not None]
         return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
 
     def backlog(self) -> tuple[float, int]:
         """What the workers that are there to compute prompts have in front of them, in milliseconds of work, and how
         many they are."""
-        pools = list(self._computing_pools())
-        return sum(pool.backlog_ms for pool in pools), sum(len(pool.members) for pool in pools)
+        buckets = list(self._prefill_buckets())
+        return sum(bucket.backlog_ms for bucket in buckets), sum(len(bucket.members) for bucket in buckets)
 
     def decode_wait_ms(self, demand: Demand, output_tokens: float, position: int, now: float) -> float:
         """How long a request waits for a place to decode behind `position` others of its size, where answers have so
@@ -306,18 +307,18 @@ class Fleet:
         if now >= self._openings_until:
             self._openings.clear()
             self._openings_until = now + FORECAST_S
-        pools = [pool for kind in self._kinds.values() for pool in kind.decoding_pools()]
-        if not pools:
+        buckets = [bucket for group in self._groups.values() for bucket in group.decode_buckets()]
+        if not buckets:
             return 0.0
-        num_workers = sum(len(pool.members) for pool in pools)
-        num_blocks = pools[0].num_blocks(demand)
+        num_workers = sum(len(bucket.members) for bucket in buckets)
+        num_blocks = buckets[0].num_blocks(demand)
         size = num_blocks & -1 << max(0, num_blocks.bit_length() - 3)
         known = self._openings.get(size)
         if known is None:
-            found = [pool.openings(size, output_tokens, MAX_FORECAST) for pool in pools]
+            found = [bucket.openings(size, output_tokens, MAX_FORECAST) for bucket in buckets]
             known = sorted(chain.from_iterable(each for each, _ in found)), max(ms for _, ms in found)
             self._openings[size] = known
-        num_seen = sum(min(len(pool.members), MAX_FORECAST) for pool in pools)
+        num_seen = sum(min(len(bucket.members), MAX_FORECAST) for bucket in buckets)
         return wait_ms(known[0], position * num_seen // num_workers, known[1])
 
     def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
@@ -331,24 +332,24 @@ class Fleet:
     def shortlists(
         self, demand: Demand, hashes: Sequence[BlockHash], without: Collection[WorkerId], now: float
     ) -> list[Shortlist]:
-        """For each kind of worker the few that are worth a look and have room."""
+        """For each group of worker the few that are worth a look and have room."""
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
         self.pairs.expire(now)
-        if not self.quarantine.is_clear:
-            left_out = self._in_use().left_out_for(demand.num_tokens)
-            return [kind.shortlist(demand, without, matched, local, left_out) for kind in self._kinds.values()]
-        return [kind.shortlist(demand, without, matched, local) for kind in self._kinds.values()]
+        if not self.breakers.is_clear:
+            excluded = self._usable_workers().excluded_for(demand.num_tokens)
+            return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups.values()]
+        return [group.shortlist(demand, without, matched, local) for group in self._groups.values()]
 
     def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
         """Whether a healthy worker, or pair, could do this leg instead of these."""
-        prefills, decodes, wholes, left_out = self._in_use()[:4]
-        other_prefills = prefills - left_out.prefills - {prefill}
+        prefills, decodes, colocated, excluded = self._usable_workers()[:4]
+        other_prefills = prefills - excluded.prefills - {prefill}
         if leg == "prefill":
             return bool(other_prefills)
         if leg == "transfer":
-            return bool(other_prefills or decodes - left_out.decodes - {decode})
-        return bool((decodes | wholes) - left_out.alone - {decode})
+            return bool(other_prefills or decodes - excluded.decodes - {decode})
+        return bool((decodes | colocated) - excluded.colocated - {decode})
 
     def reopen(self) -> None:
         """What was left out may be used again: there is a reason to look for a place."""
@@ -356,39 +357,39 @@ class Fleet:
         self.num_releases += 1
 
     def forms_pair(self, prefill_id: WorkerId, decode_id: WorkerId) -> bool:
-        """Whether these two are present, not draining, a P and a D, and of one kind."""
-        if prefill_id not in self._pool_of or decode_id not in self._pool_of:
+        """Whether these two are present, not draining, a P and a D, and of one group."""
+        if prefill_id not in self._bucket_of or decode_id not in self._bucket_of:
             return False
         return any(p == prefill_id and peer.worker_id == decode_id for p, peer in self.pairs_with(prefill_id))
 
     def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:
         """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
-        return self._pool_of[worker_id].candidate(demand, self._workers[worker_id])
+        return self._bucket_of[worker_id].candidate(demand, self._workers[worker_id])
 
     def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
         """Of the workers where a request of that length could decode, the one that has a place and the blocks for it
         soonest, where answers have so many tokens; of those about as soon the one with the least share of its blocks in
         use."""
         local = self._may_prefill_locally or demand.is_continued
-        workers = [worker for kind in self._kinds.values() for worker in kind.decoders(demand.num_tokens, local)]
-        workers = [worker for worker in workers if not self.is_left_out(worker.worker_id)] or workers
-        waits_ms = [self._pool_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
+        workers = [worker for group in self._groups.values() for worker in group.decoders(demand.num_tokens, local)]
+        workers = [worker for worker in workers if not self.is_excluded(worker.worker_id)] or workers
+        waits_ms = [self._bucket_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
         limit_ms = min(waits_ms, default=0.0) * _AS_SOON
         return _emptiest([each for each, wait_ms in zip(workers, waits_ms, strict=True) if wait_ms <= limit_ms])
 
-    def is_left_out(self, worker_id: WorkerId) -> bool:
+    def is_excluded(self, worker_id: WorkerId) -> bool:
         """Whether a worker gets no new sequences to decode, because it failed again and again."""
-        return worker_id in self._left_out_now.alone or worker_id in self._left_out_now.decodes
+        return worker_id in self._excluded_now.colocated or worker_id in self._excluded_now.decodes
 
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
         """The same of those that could compute its prompt for this decode worker."""
-        workers = list(self._kind(decode.info).computers(num_tokens, decode))
-        left_out = self._left_out_now.prefills
-        return _emptiest([worker for worker in workers if worker.worker_id not in left_out] or workers)
+        workers = list(self._group(decode.info).computers(num_tokens, decode))
+        excluded = self._excluded_now.prefills
+        return _emptiest([worker for worker in workers if worker.worker_id not in excluded] or workers)
 
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
-        quarantined = self.quarantine.describe(now)
+        quarantined = self.breakers.describe(now)
         return tuple(
             WorkerView(
                 worker.info,
@@ -403,12 +404,12 @@ class Fleet:
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        strangers = {worker_id for worker_id, _ in self.books.entries()} - self._workers.keys()
-        problems = [f"bookings on {worker_id}, which is not present" for worker_id in sorted(strangers)]
-        for pool in set(self._pool_of.values()):
-            problems += pool.check_integrity()
-        problems += self.quarantine.check_integrity()
-        return problems + self.books.check_integrity() + self.index.check_integrity()
+        strangers = {worker_id for worker_id, _ in self.assignments.entries()} - self._workers.keys()
+        problems = [f"assignments on {worker_id}, which is not present" for worker_id in sorted(strangers)]
+        for bucket in set(self._bucket_of.values()):
+            problems += bucket.check_integrity()
+        problems += self.breakers.check_integrity()
+        return problems + self.assignments.check_integrity() + self.index.check_integrity()
 
     # ---------------------------------------------------------------- inside
 
@@ -417,46 +418,46 @@ class Fleet:
         return self._config.local_prefill == "auto"
 
     @property
-    def _left_out_now(self) -> LeftOut:
-        return NOTHING_LEFT_OUT if self.quarantine.is_clear else self._in_use().left_out
+    def _excluded_now(self) -> Exclusions:
+        return NO_EXCLUSIONS if self.breakers.is_clear else self._usable_workers().excluded
 
-    def _in_use(self) -> InUse:
+    def _usable_workers(self) -> UsableWorkers:
         """What there is and what of it is left out; made anew after a change of either."""
-        known, version = self._left_out, self.quarantine.version
+        known, version = self._usable, self.breakers.version
         if known is None or known[0] != version:
-            workers = [self._workers[worker_id] for worker_id in self._pool_of]
-            known = self._left_out = version, find_in_use(workers, self.quarantine)
+            workers = [self._workers[worker_id] for worker_id in self._bucket_of]
+            known = self._usable = version, find_usable(workers, self.breakers)
         return known[1]
 
-    def _kind(self, info: WorkerInfo) -> Kind:
+    def _group(self, info: WorkerInfo) -> ModelGroup:
         key = (info.fingerprint, info.kv_layout)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = Kind(self._policy, self._config.watermark, self.pairs)
-        return kind
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = ModelGroup(self._policy, self._config.watermark, self.pairs)
+        return group
 
-    def _computing_pools(self) -> Iterator[Pool]:
-        for kind in self._kinds.values():
-            yield from kind.computing_pools()
+    def _prefill_buckets(self) -> Iterator[WorkerBucket]:
+        for group in self._groups.values():
+            yield from group.prefill_buckets()
 
-    def _join_pool(self, worker: Worker) -> None:
-        self._left_out = None
-        pool = self._pool_of[worker.worker_id] = self._kind(worker.info).pool_for(worker.info)
-        pool.add(worker)
+    def _join_bucket(self, worker: Worker) -> None:
+        self._usable = None
+        bucket = self._bucket_of[worker.worker_id] = self._group(worker.info).bucket_for(worker.info)
+        bucket.add(worker)
         self.num_openings += 1
 
-    def _leave_pool(self, worker: Worker) -> None:
-        self._left_out = None
-        pool = self._pool_of.pop(worker.worker_id, None)
-        if pool is not None:
-            pool.remove(worker)
+    def _leave_bucket(self, worker: Worker) -> None:
+        self._usable = None
+        bucket = self._bucket_of.pop(worker.worker_id, None)
+        if bucket is not None:
+            bucket.remove(worker)
 
     def _changed(self, worker: Worker) -> None:
         """Bring up to date what depends on the worker's books and reports."""
-        pool = self._pool_of.get(worker.worker_id)
-        if pool is None:
+        bucket = self._bucket_of.get(worker.worker_id)
+        if bucket is None:
             worker.refresh()
-        elif pool.changed(worker):
+        elif bucket.changed(worker):
             self.num_openings += 1
 
 

@@ -1,11 +1,11 @@
 """Which workers run a request: a pure function of the request and of the few workers that are worth a look.
 
-    fleet.shortlists(...) -> Shortlist per kind of worker, what cannot take the request filtered out
+    fleet.shortlists(...) -> Shortlist per model group, what cannot take the request filtered out
     choose(policy, demand, shortlists) -> Choice | None          None: nobody has room now
 
 A `Choice` is a pair (P, D), or one worker that does all of it: one with both roles (colocated mode), or a decode
-worker that computes the prompt itself (local prefill). Only workers of one kind (model fingerprint and KV layout) form
-a pair.
+worker that computes the prompt itself (local prefill). Only workers of one model group (equal model fingerprint and
+KV layout) form a pair.
 
 The best choice may be one that has no slot just now. Then the request waits for it, if the policy thinks that waiting
 is cheaper than what is free: see `Choice.has_slot`.
@@ -25,7 +25,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.placement.draw import Draw
 from disagg.router.placement.times import num_pairs
-from disagg.router.workers.books import Booking
+from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import Worker
 
 MAX_SIDE = 3
@@ -75,7 +75,7 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     """Leading tokens of the request whose KV it has; always less than all of them."""
     num_blocks: int = 0
     """KV blocks that the request would write on it in that role."""
-    booked_blocks: int = 0
+    assigned_blocks: int = 0
     """KV blocks that are no longer free for others there: these, and cached ones that no sequence holds yet."""
     shared_blocks: int = 0
     """Cached ones that other sequences hold; on a worker that decodes."""
@@ -104,14 +104,14 @@ class Weight(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shortlist(NamedTuple):
-    """Candidates of one kind of worker that could take the request, by role."""
+    """Candidates of one model group that could take the request, by role."""
 
     prefills: list[Candidate]
     decodes: list[Candidate]
-    wholes: list[Candidate]
+    colocated: list[Candidate]
     local: bool
     """Whether the decodes may also do all of it."""
-    shut_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
+    blocked_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
     """Pairs (P, D) that are not used as long as there is another."""
     partners: Sequence[Candidate] = ()
     """Others that could be the D of a pair: one of the prefills has a formed pair with each."""
@@ -131,7 +131,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of the pair, where it is not formed."""
     num_options: int
     weighed: tuple[Any, ...]
-    """What it was among, for those who want to know afterwards: for each kind of worker how many sides could be the P,
+    """What it was among, for those who want to know afterwards: for each model group how many sides could be the P,
     the D, and the one that does all of it, then the weight and the candidate of each. Flat, so that it is one object,
     which the garbage collector forgets when it first sees it."""
 
@@ -170,7 +170,7 @@ class Policy(Protocol):
         """As the D of a pair."""
         ...
 
-    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+    def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """As the one that does all of it."""
         ...
 
@@ -195,21 +195,21 @@ def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
     return -(-min(demand.num_tokens + reserve_tokens, info.max_model_len) // info.block_size)
 
 
-def prefill_booking(demand: Demand, candidate: Candidate) -> Booking:
+def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
     """What the request takes of the P of a pair."""
     cached = candidate.cached_tokens
-    return Booking(
-        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.booked_blocks
+    return Assignment(
+        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.assigned_blocks
     )
 
 
-def decode_booking(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Booking:
+def decode_assignment(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Assignment:
     """What the request takes of the worker that decodes; the uncached suffix too where it prefills."""
     if not computes_prompt:
-        return Booking(blocks=candidate.booked_blocks, context=demand.num_tokens)
-    booking = prefill_booking(demand, candidate)
-    booking.context = demand.num_tokens
-    return booking
+        return Assignment(blocks=candidate.assigned_blocks, context=demand.num_tokens)
+    assignment = prefill_assignment(demand, candidate)
+    assignment.context = demand.num_tokens
+    return assignment
 
 
 def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw: Draw) -> Choice | None:
@@ -220,19 +220,19 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
     weighed: list[Any] = []
     for shortlist in shortlists:
         prefills, decodes = _weigh_pairs(policy, demand, shortlist, best)
-        alone = _weigh_alone(policy, demand, shortlist, best)
-        num_options += len(prefills) * len(decodes) + len(alone)
-        weighed += (len(prefills), len(decodes), len(alone))
-        for side in chain(prefills, decodes, alone):
+        colocated = _weigh_colocated(policy, demand, shortlist, best)
+        num_options += len(prefills) * len(decodes) + len(colocated)
+        weighed += (len(prefills), len(decodes), len(colocated))
+        for side in chain(prefills, decodes, colocated):
             weighed += side[4:]
     if not best.options:
         return None
     ties = best.ties()
-    _, is_closed, prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
+    _, lacks_slot, prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
     return Choice(
         prefill=prefill[5] if prefill else None,
         decode=decode[5],
-        has_slot=not is_closed,
+        has_slot=not lacks_slot,
         prefill_weight=prefill[4] if prefill else None,
         decode_weight=decode[4],
         link_ms=link,
@@ -282,7 +282,7 @@ class _Best:
         """Those that were within the limit when they came."""
 
     def offer(
-        self, misses: int, cost: float, is_closed: bool, prefill: Side | None, decode: Side, link_ms: float
+        self, misses: int, cost: float, lacks_slot: bool, prefill: Side | None, decode: Side, link_ms: float
     ) -> None:
         """Take an option if it is as good as the best so far."""
         if misses != self.misses:
@@ -294,7 +294,7 @@ class _Best:
             return
         if cost < self._least:
             self._least, self.limit = cost, self._equal_up_to(cost)
-        self.options.append((cost, is_closed, prefill, decode, link_ms))
+        self.options.append((cost, lacks_slot, prefill, decode, link_ms))
 
     def ties(self) -> list[_Option]:
         """The best: all of them have a slot, or none has one."""
@@ -309,47 +309,47 @@ class _Best:
 
 
 def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
-    """Those with the fewest sequences that would be booked on their workers: of two idle ones, one worker alone has
+    """Those with the fewest sequences that would be assigned on their workers: of two idle ones, one worker alone has
     fewer."""
     fewest, found = math.inf, []
     for option in options:
         _, _, prefill, decode, _ = option
-        booked = decode[5].worker.num_sequences + 1
+        num_sequences = decode[5].worker.num_sequences + 1
         if prefill is not None:
-            booked += prefill[5].worker.num_sequences + 1
-        if booked < fewest:
-            fewest, found = booked, [option]
-        elif booked == fewest:
+            num_sequences += prefill[5].worker.num_sequences + 1
+        if num_sequences < fewest:
+            fewest, found = num_sequences, [option]
+        elif num_sequences == fewest:
             found.append(option)
     return found
 
 
 def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> tuple[list[Side], list[Side]]:
     """Returns the sides of the pairs."""
-    prefills = _sides(policy.weigh_prefill, demand, shortlist.prefills, takes_closed=policy.waits, has_slots=True)
+    prefills = _sides(policy.weigh_prefill, demand, shortlist.prefills, may_lack_slot=policy.waits, needs_slot=True)
     if not prefills:
         return [], []
-    decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, takes_closed=True, has_slots=False)
+    decodes = _sides(policy.weigh_decode, demand, shortlist.decodes, may_lack_slot=True, needs_slot=False)
     if shortlist.partners:
-        decodes += _sides(policy.weigh_decode, demand, shortlist.partners, takes_closed=True, has_slots=False)
+        decodes += _sides(policy.weigh_decode, demand, shortlist.partners, may_lack_slot=True, needs_slot=False)
         decodes.sort(key=_MISSES_AND_COST)
     weigh_link, weigh_setup = policy.weigh_link, policy.weigh_setup
-    shut_pairs = _shut_pairs(shortlist.shut_pairs, prefills, decodes) if shortlist.shut_pairs else ()
+    blocked_pairs = _blocked_pairs(shortlist.blocked_pairs, prefills, decodes) if shortlist.blocked_pairs else ()
     for prefill in prefills:
-        p_misses, p_cost, is_closed, _, _, p_candidate = prefill
+        p_misses, p_cost, lacks_slot, _, _, p_candidate = prefill
         for decode in decodes:
             misses, cost = p_misses + decode[0], p_cost + decode[1]
             if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links cost something or nothing, and those that follow are no better.
-            if shut_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in shut_pairs:
+            if blocked_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in blocked_pairs:
                 continue
             link = weigh_link(demand, p_candidate, decode[5])
             cost += link + weigh_setup(p_candidate, decode[5])
-            best.offer(misses, cost, is_closed, prefill, decode, link)
+            best.offer(misses, cost, lacks_slot, prefill, decode, link)
     return prefills, decodes
 
 
-def _shut_pairs(
+def _blocked_pairs(
     shut: Collection[tuple[WorkerId, WorkerId]], prefills: Sequence[Side], decodes: Sequence[Side]
 ) -> Collection[tuple[WorkerId, WorkerId]]:
     """Those of these sides that are shut; none where all are."""
@@ -358,10 +358,10 @@ def _shut_pairs(
     return () if found == pairs else found
 
 
-def _weigh_alone(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
+def _weigh_colocated(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
     """Returns the workers that could do all of it."""
-    candidates = shortlist.wholes + shortlist.decodes if shortlist.local else shortlist.wholes
-    sides = _sides(policy.weigh_alone, demand, candidates, takes_closed=policy.waits, has_slots=True)
+    candidates = shortlist.colocated + shortlist.decodes if shortlist.local else shortlist.colocated
+    sides = _sides(policy.weigh_colocated, demand, candidates, may_lack_slot=policy.waits, needs_slot=True)
     for side in sides:
         misses, cost = side[0], side[1]
         if misses > best.misses or (misses == best.misses and cost > best.limit):
@@ -375,18 +375,18 @@ def _sides(
     demand: Demand,
     candidates: Sequence[Candidate],
     *,
-    takes_closed: bool,
-    has_slots: bool,
+    may_lack_slot: bool,
+    needs_slot: bool,
 ) -> list[Side]:
-    """The best of the candidates, best first; `has_slots` is for the roles that compute prompts, and need a slot for
+    """The best of the candidates, best first; `needs_slot` is for the roles that compute prompts, and need a slot for
     that."""
     sides: list[Side] = []
     for candidate in candidates:
-        is_closed = has_slots and not candidate.worker.has_slot
-        if is_closed and not takes_closed:
+        lacks_slot = needs_slot and not candidate.worker.has_slot
+        if lacks_slot and not may_lack_slot:
             continue
         weight = weigh(demand, candidate)
-        sides.append((weight.num_misses, weight.cost, is_closed, len(sides), weight, candidate))
+        sides.append((weight.num_misses, weight.cost, lacks_slot, len(sides), weight, candidate))
     sides.sort()
     del sides[MAX_SIDE:]
     return sides

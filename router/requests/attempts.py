@@ -1,7 +1,7 @@
 """Begins and ends attempts, so that a request, its attempt and the books always tell the same story.
 
-    choose ──> start: one booking per worker            leave: a worker did its part, its booking is closed
-                                                         end: the bookings that are left are closed, their workers
+    choose ──> start: one assignment per worker            leave: a worker did its part, its assignment is closed
+                                                         end: the assignments that are left are closed, their workers
                                                          told to stop
 
 Owner: the router core.
@@ -31,16 +31,16 @@ from disagg.router.placement.placement import (
     Shortlist,
     choose,
     choose_pair,
-    decode_booking,
-    prefill_booking,
+    decode_assignment,
+    prefill_assignment,
 )
 from disagg.router.requests.events import CancelOn, Dispatch
 from disagg.router.requests.explain import Placed
 from disagg.router.requests.record import Attempt, RequestRecord
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
 from disagg.router.statistics import RunningMean
-from disagg.router.workers.books import marks_of
-from disagg.router.workers.quarantine import Leg
+from disagg.router.workers.assignments import marks_of
+from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.worker import Worker, has_both_roles
 
 MIN_PAIR_TIMEOUT_S = 0.25
@@ -97,7 +97,7 @@ class Attempts:
 
     def room_needed(self, record: RequestRecord) -> int:
         """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
-        left = record.request.sampling.max_tokens - len(record.ledger.released)
+        left = record.request.sampling.max_tokens - len(record.output.released)
         return record.num_tokens + min(left, self._config.decode_reserve_tokens)
 
     def has_room_for_half(self, record: RequestRecord, now: float) -> bool:
@@ -105,7 +105,7 @@ class Attempts:
         demand = self.demand(record, now)
         half = Demand(num_tokens=max(1, demand.num_tokens // 2), reserve_tokens=demand.reserve_tokens // 2)
         lists = self._fleet.shortlists(half, (), record.avoided(now), now)
-        return any(each.wholes or (each.decodes and (each.prefills or each.local)) for each in lists)
+        return any(each.colocated or (each.decodes and (each.prefills or each.local)) for each in lists)
 
     def start_on(
         self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
@@ -156,7 +156,7 @@ class Attempts:
     def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
         """The answer got longer."""
         if attempt.decode in attempt.live:
-            self._fleet.books.grow(attempt.decode, attempt.key, num_tokens)
+            self._fleet.assignments.grow(attempt.decode, attempt.key, num_tokens)
         if attempt.is_trial:
             attempt.num_trial_tokens += num_tokens
             if attempt.num_trial_tokens >= TRIAL_TOKENS and attempt.state is AttemptState.DECODING:
@@ -165,22 +165,20 @@ class Attempts:
 
     def passed(self, leg: Leg, attempt: Attempt, now: float) -> None:
         """A leg of the attempt went well."""
-        quarantine = self._fleet.quarantine
-        if not quarantine.is_clear and quarantine.passed(
-            leg, attempt.prefill, attempt.decode, attempt.marks.placed, now
-        ):
+        breakers = self._fleet.breakers
+        if not breakers.is_clear and breakers.passed(leg, attempt.prefill, attempt.decode, attempt.marks.placed, now):
             self._fleet.reopen()
 
     def failed(self, record: RequestRecord, leg: Leg, end: End, now: float, *, at_once: bool = False) -> bool:
-        """A leg of the attempt failed; for `at_once` see `Quarantine.failed`. Returns whether the request need not
+        """A leg of the attempt failed; for `at_once` see `CircuitBreakers.failed`. Returns whether the request need not
         answer for it: its workers are left out now, or it was not the decode leg, and others are healthy."""
         attempt, fleet = record.running, self._fleet
         is_first = not record.num_failures and not record.num_free
         workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
         if leg == "transfer" and attempt.prefill is not None:
             fleet.pairs.failed(attempt.prefill, attempt.decode)
-        is_shut = fleet.quarantine.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
-        return (is_shut or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
+        is_blocked = fleet.breakers.failed(leg, *workers, placed, now, end.detail, is_first=is_first, at_once=at_once)
+        return (is_blocked or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
 
     def pair_refused(self, record: RequestRecord, end: End, now: float) -> None:
         """The pair of the attempt is not there. It is left out at once, because all that come would wait for it; where
@@ -192,7 +190,7 @@ class Attempts:
             and timeout_s is not None
             and timeout_s < patience_s
             and now - placed >= timeout_s
-            and not self._fleet.quarantine.waited_in_vain(attempt.prefill, attempt.decode, placed, now, patience_s)
+            and not self._fleet.breakers.pair_timed_out(attempt.prefill, attempt.decode, placed, now, patience_s)
         ):
             return
         self.failed(record, "transfer", end, now, at_once=True)
@@ -241,7 +239,7 @@ class Attempts:
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
             self.leave(attempt, cancel.worker_id)
-        if attempt.is_trial and self._fleet.quarantine.over(attempt.key):
+        if attempt.is_trial and self._fleet.breakers.over(attempt.key):
             self._fleet.reopen()
         attempt.marks.ended = now
         record.end_attempt()
@@ -249,7 +247,7 @@ class Attempts:
 
     def demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
         """What a placement of the request must provide for."""
-        num_released = len(record.ledger.released)
+        num_released = len(record.output.released)
         left = record.request.sampling.max_tokens - num_released
         ttft_left_ms = math.inf
         if record.trace.ttft_slo_s is not None and not num_released:
@@ -271,31 +269,31 @@ class Attempts:
         fleet, turn = self._fleet, self._num_started
         key = AttemptKey(record.request.request_id, record.num_attempts)
         decode = choice.decode.worker
-        booking = decode_booking(demand, choice.decode, computes_prompt=choice.prefill is None)
-        booking.known_tokens, booking.most_output_tokens = demand.num_tokens, demand.most_output_tokens
+        assignment = decode_assignment(demand, choice.decode, computes_prompt=choice.prefill is None)
+        assignment.known_tokens, assignment.most_output_tokens = demand.num_tokens, demand.most_output_tokens
         num_matched = choice.decode.cached_tokens // HASH_BLOCK_TOKENS
-        booking.marks, booking.num_matched = marks_of(record.block_hashes, num_matched), num_matched
-        booking.shared_blocks = choice.decode.shared_blocks
-        fleet.open(decode, key, booking, turn)
+        assignment.marks, assignment.num_matched = marks_of(record.block_hashes, num_matched), num_matched
+        assignment.shared_blocks = choice.decode.shared_blocks
+        fleet.open(decode, key, assignment, turn)
         if choice.prefill is None:
             first, peer, live = decode, None, [decode.worker_id]
         else:
             first, peer = choice.prefill.worker, decode.peer
             live = [first.worker_id, decode.worker_id]
             fleet.pairs.used(first.worker_id, decode.worker_id, now)
-            fleet.open(first, key, prefill_booking(demand, choice.prefill), turn)
+            fleet.open(first, key, prefill_assignment(demand, choice.prefill), turn)
         fleet.predict(first, record.block_hashes, now)
         self._reuse.observe((choice.prefill or choice.decode).cached_tokens / demand.num_tokens)
         self._num_started += 1
         prefill_id = None if peer is None else first.worker_id
         marks = _begin_marks(record, prefill_id, decode, now)
         record.attempt = attempt = Attempt(
-            key, prefill_id, decode.worker_id, live, marks, num_before=len(record.ledger.released)
+            key, prefill_id, decode.worker_id, live, marks, num_before=len(record.output.released)
         )
-        if not fleet.quarantine.is_clear:
-            attempt.is_trial = fleet.quarantine.placed(key, prefill_id, decode.worker_id)
+        if not fleet.breakers.is_clear:
+            attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode.worker_id)
         record.num_attempts += 1
-        record.ledger.begin(key.attempt)
+        record.output.begin(key.attempt)
         record.advance(RequestEvent.PLACED)
         _trace_start(record, marks, now)
         record.trace.placement = Placed(self._policy, demand, choice)

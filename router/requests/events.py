@@ -60,7 +60,7 @@ class WorkerSuspected(msgspec.Struct, frozen=True, gc=False):
     """Follows its name in a sentence, such as `was silent for 2.6 s`."""
 
 
-class WorkerHeard(msgspec.Struct, frozen=True, gc=False):
+class WorkerRecovered(msgspec.Struct, frozen=True, gc=False):
     """A suspected life of a worker speaks again."""
 
     worker_id: WorkerId
@@ -68,7 +68,7 @@ class WorkerHeard(msgspec.Struct, frozen=True, gc=False):
 
 
 class DrainWorker(msgspec.Struct, frozen=True, gc=False):
-    """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is booked on it.
+    """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is assigned on it.
     Its loss, or a new life of it, ends the draining."""
 
     worker_id: WorkerId
@@ -113,7 +113,7 @@ Event = (
     | WorkerUp
     | WorkerLost
     | WorkerSuspected
-    | WorkerHeard
+    | WorkerRecovered
     | DrainWorker
     | LimitsChanged
     | ResumeWorker
@@ -172,7 +172,7 @@ class WatchAgain(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerIsDrained(msgspec.Struct, frozen=True, gc=False):
-    """Nothing of ours is booked on that draining life of a worker any more. Said once."""
+    """Nothing of ours is assigned on that draining life of a worker any more. Said once."""
 
     worker_id: WorkerId
     incarnation: Incarnation

@@ -72,7 +72,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
         taken_decode = self.choice.decode.worker
         while position < len(flat):
             counts = flat[position : position + 3]
-            prefills, decodes, alone = _unpack(flat, position + 3, counts)
+            prefills, decodes, colocated = _unpack(flat, position + 3, counts)
             position += 3 + sum(counts) * _SIDE_FIELDS
             for prefill, decode in product(prefills, decodes):
                 taken = prefill.candidate.worker is taken_prefill and decode.candidate.worker is taken_decode
@@ -80,7 +80,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
                 if taken:
                     link_ms, setup_ms = self.choice.link_ms, self.choice.setup_ms
                 yield _parts(prefill, decode, link_ms, setup_ms), taken
-            for side in alone:
+            for side in colocated:
                 yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
 
     def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:

@@ -37,6 +37,6 @@ def problems(
             found.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
         if record.attempt is not None:
             owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
-    if owed != set(fleet.books.entries()):
+    if owed != set(fleet.assignments.entries()):
         found.append("books and attempts differ")
     return found

@@ -22,7 +22,7 @@ from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequ
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.queue import Urgency
 from disagg.router.queueing.tenants import Tenant
-from disagg.router.requests.ledger import TokenLedger
+from disagg.router.requests.output_buffer import OutputBuffer
 from disagg.router.states import (
     AttemptEvent,
     AttemptState,
@@ -45,12 +45,12 @@ class Attempt(msgspec.Struct, gc=False):
     """None where `decode` does all of it."""
     decode: WorkerId
     live: list[WorkerId]
-    """Workers with an open booking: P until the hand-over, D until its end."""
+    """Workers with an open assignment: P until the hand-over, D until its end."""
     marks: AttemptMarks
     """How far it got and when, for the trace."""
     state: AttemptState = AttemptState.PREFILLING
     is_trial: bool = False
-    """Whether it tries what was left out, see `Quarantine`."""
+    """Whether it tries what was left out, see `CircuitBreakers`."""
     num_trial_tokens: int = 0
     """Tokens of the answer that it made, counted while it is a trial."""
     num_before: int = 0
@@ -86,7 +86,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     cost: int
     """Tokens that it may take at most: what its tenant is charged."""
     arrival_order: int
-    ledger: TokenLedger
+    output: OutputBuffer
     trace: RequestTrace
     due: float
     """When the first token should be there, as the queue sorts it."""
@@ -136,7 +136,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and released ones."""
-        return self.request.num_prompt_tokens + len(self.ledger.released)
+        return self.request.num_prompt_tokens + len(self.output.released)
 
     @property
     def num_used(self) -> int:
@@ -190,7 +190,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             attempt=key.attempt,
             gateway_id=gateway_id,
             prompt_token_ids=request.prompt_token_ids,
-            emitted_token_ids=tuple(self.ledger.released),
+            emitted_token_ids=tuple(self.output.released),
             block_hashes=self.block_hashes,
             root_hash=request.root_hash,
             tenant_tag=tenant_tag(request.tenant),
@@ -201,20 +201,20 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     def prepare_to_continue(self) -> None:
         """Hash the blocks that released tokens filled, so that the next attempt can find them in a cache."""
-        tokens = PackedTokenIds(self.request.prompt_token_ids + pack_token_ids(self.ledger.released))
+        tokens = PackedTokenIds(self.request.prompt_token_ids + pack_token_ids(self.output.released))
         parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
         new = chain_hashes(parent, slice_token_ids(tokens, len(self.block_hashes) * HASH_BLOCK_TOKENS))
         self.block_hashes += tuple(new)
 
     def completion(self, reason: EndOfAnswer) -> Completion:
         """The end of the answer as it stands."""
-        return Completion(reason, len(self.ledger.released), self.cached_tokens or 0)
+        return Completion(reason, len(self.output.released), self.cached_tokens or 0)
 
     def end_of_answer(self) -> EndOfAnswer | None:
         """How the answer ended, if the released tokens alone show it: an attempt may be lost after its last token.
 
         A stop id is sampled only where it may end the answer, so seeing one is enough."""
-        released, sampling = self.ledger.released, self.request.sampling
+        released, sampling = self.output.released, self.request.sampling
         if released and released[-1] in sampling.stop_token_ids:
             return "stop"
         return "length" if len(released) >= sampling.max_tokens else None
@@ -250,7 +250,7 @@ def new_record(
         tenant=tenant,
         cost=request.num_prompt_tokens + request.sampling.max_tokens,
         arrival_order=arrival_order,
-        ledger=TokenLedger(request.sampling.max_tokens, request.sampling.logprobs >= 0),
+        output=OutputBuffer(request.sampling.max_tokens, request.sampling.logprobs >= 0),
         trace=trace,
         block_hashes=request.block_hashes,
         due=due if request.deadline is None else min(due, request.deadline),

@@ -57,7 +57,7 @@ class Reservation:
         many tokens; it stays the same, so that it empties, until it is left out because it fails. A prefill worker is
         kept only while it alone is what lacks room: it would be idle until then."""
         self.holder = record
-        if self._decode is not None and self._fleet.is_left_out(self._decode.worker_id):
+        if self._decode is not None and self._fleet.is_excluded(self._decode.worker_id):
             self._decode = None
         if self._decode is None:
             self._decode = self._fleet.soonest_decode(demand, output_tokens)

@@ -81,7 +81,7 @@ class Retries:
 
     def note_progress(self, record: RequestRecord) -> None:
         """Begin to count anew if the attempt brought the request further. Idempotent."""
-        if len(record.ledger.released) - record.running.num_before >= PROGRESS_TOKENS:
+        if len(record.output.released) - record.running.num_before >= PROGRESS_TOKENS:
             record.num_failures = record.num_losses = record.num_free = 0
 
     def after_refusal(

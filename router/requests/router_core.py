@@ -42,14 +42,14 @@ from disagg.router.requests.attempts import FAILURE_CODES, Attempts, blame, note
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.record import EndOfAnswer, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED, Retries
+from disagg.router.requests.timers import Timers
 from disagg.router.requests.views import cluster_view
 from disagg.router.requests.waiting import Waiting
-from disagg.router.requests.wakeups import Wakeups
 from disagg.router.states import AttemptState, RequestEvent, RequestState
-from disagg.router.telemetry.journal import Journal
+from disagg.router.telemetry.telemetry import Telemetry
+from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
-from disagg.router.workers.quarantine import Leg
 
 
 class RouterCore:
@@ -65,11 +65,11 @@ class RouterCore:
         policy = create(config.policy, config, links, pairs, draw)
         self._fleet = Fleet(config, policy, links, pairs)
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
-        self._wakeups = Wakeups()
+        self._timers = Timers()
         self._tenants = Tenants(config, self._fleet.num_places)
-        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._wakeups, self._tenants)
+        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
         self._retries = Retries(config)
-        self._journal = Journal(config.num_traces, self._attempts.decisions)
+        self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same life comes back, it must be told."""
         self._num_submitted = 0
@@ -94,16 +94,16 @@ class RouterCore:
                 self._on_worker_lost(worker_id, incarnation, now)
             case events.WorkerSuspected():
                 self._on_worker_suspected(event, now)
-            case events.WorkerHeard() | events.DrainWorker() | events.ResumeWorker():
+            case events.WorkerRecovered() | events.DrainWorker() | events.ResumeWorker():
                 self._on_worker_changed(event, now)
             case events.LimitsChanged(limits=limits):
                 self._tenants.state_limits(limits, now)
                 self._waiting.limits_changed()
             case events.Tick():
                 pass
-        if self._fleet.quarantine.tick(now):
+        if self._fleet.breakers.tick(now):
             self._fleet.reopen()
-        if self._wakeups.has_due(now):
+        if self._timers.has_due(now):
             self._wake(now)
         if self._waiting.has_reason_to_look():
             self._out += self._waiting.place(now)
@@ -116,7 +116,7 @@ class RouterCore:
         """Charge a call to its tenant, or why it is refused as a whole."""
         error = self._tenants.admit(call, len(self._waiting), now)
         if error is not None:
-            self._journal.refused(error)
+            self._telemetry.refused(error)
         return error
 
     def give_back(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
@@ -125,7 +125,7 @@ class RouterCore:
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing waits for time to pass."""
-        return self._fleet.quarantine.next_of(self._wakeups.earliest())
+        return self._fleet.breakers.next_of(self._timers.earliest())
 
     def room_refusal(self) -> OverloadedError | None:
         """Why no request is taken now, whatever its prompt."""
@@ -133,17 +133,17 @@ class RouterCore:
 
     def view(self, now: float) -> ClusterView:
         """The cluster now."""
-        events = {**self.counters, **self._fleet.quarantine.changes}
-        view = cluster_view(self._fleet, self._requests.values(), self._journal, events, now)
+        events = {**self.counters, **self._fleet.breakers.changes}
+        view = cluster_view(self._fleet, self._requests.values(), self._telemetry, events, now)
         return replace(view, tenants=self._tenants.in_flight())
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
-        return self._journal.traces.get(request_id)
+        return self._telemetry.traces.get(request_id)
 
     def recent(self, limit: int) -> list[RequestTrace]:
         """See `api.Router`."""
-        return self._journal.traces.latest(limit)
+        return self._telemetry.traces.latest(limit)
 
     def request_ids(self) -> list[RequestId]:
         """All requests that have not ended."""
@@ -153,7 +153,7 @@ class RouterCore:
         """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of the books.
         All zero when nothing is in flight."""
         held = {"requests": len(self._requests), "queued": len(self._waiting), "admitted": self._tenants.num_admitted}
-        return {**held, **self._fleet.books.holdings()}
+        return {**held, **self._fleet.assignments.holdings()}
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
@@ -180,18 +180,18 @@ class RouterCore:
                     error = predicted_miss(record, self._fleet, self._waiting.queue, self._attempts, self._config, now)
         if error is not None:
             if isinstance(error, LimitError):
-                self._journal.refused(error)
-            self._journal.ended(trace, error.code, now)
+                self._telemetry.refused(error)
+            self._telemetry.ended(trace, error.code, now)
             self._out.append(events.Fail(request.request_id, error))
             return
-        self._journal.arrived(trace)
+        self._telemetry.arrived(trace)
         self._num_submitted += 1
         if request.prepaid_tokens is not None and tenant.num_admitted:
             self._tenants.submitted(tenant)
         self._retries.request_came()
         self._requests[request.request_id] = record
         if request.deadline is not None:
-            self._wakeups.add(request.deadline, request.request_id)
+            self._timers.add(request.deadline, request.request_id)
         if dispatch is None:
             if not tenant.is_unlimited:
                 self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
@@ -250,7 +250,7 @@ class RouterCore:
 
     def _move_all(self, worker_id: WorkerId, why: str, code: str, now: float) -> list[AttemptKey]:
         """Every attempt that this worker owes something fails at once; which ones these were."""
-        keys = list(self._fleet.books.account(worker_id).bookings)
+        keys = list(self._fleet.assignments.of_worker(worker_id).assignments)
         for key in keys:
             record = self._requests[key.request_id]
             self._attempts.leave(record.running, worker_id)
@@ -258,12 +258,12 @@ class RouterCore:
         return keys
 
     def _on_worker_changed(
-        self, event: events.WorkerHeard | events.DrainWorker | events.ResumeWorker, now: float
+        self, event: events.WorkerRecovered | events.DrainWorker | events.ResumeWorker, now: float
     ) -> None:
         if self._is_present(event.worker_id, event.incarnation):
             match event:
-                case events.WorkerHeard():
-                    self._fleet.trust(event.worker_id)
+                case events.WorkerRecovered():
+                    self._fleet.clear_suspicion(event.worker_id)
                 case events.DrainWorker():
                     self._fleet.drain(event.worker_id)
                 case events.ResumeWorker():
@@ -313,10 +313,10 @@ class RouterCore:
         attempt = record.running
         if attempt.prefill is None and attempt.state is AttemptState.PREFILLING:
             self._attempts.computed(attempt, worker_id, now)
-        released = record.ledger.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
+        released = record.output.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
         if released.token_ids:
             self._attempts.grew(attempt, len(released.token_ids), now)
-            self._journal.tokens(record.trace, len(released.token_ids), now)
+            self._telemetry.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
 
     def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone, now: float) -> None:
@@ -369,7 +369,7 @@ class RouterCore:
 
     def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
         """A worker's stream holds all tokens of its answer before the end, so that a gap is a fault of that worker."""
-        if record.ledger.has_gap:
+        if record.output.has_gap:
             self.counters["end_before_tokens"] += 1
             self._failed(record, worker_id, end, now)
             return
@@ -423,7 +423,7 @@ class RouterCore:
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
         self._end_attempt(record, now)
         record.advance(RequestEvent.ANSWERED)
-        self._attempts.answered(len(record.ledger.released))
+        self._attempts.answered(len(record.output.released))
         self._out.append(events.Finish(record.request_id, record.completion(reason)))
         self._close(record, reason, now)
 
@@ -455,21 +455,21 @@ class RouterCore:
             if tenant.tokens is not None:
                 self._tenants.give_back(tenant.name, record.cost - record.num_used, 0, now)
             self._waiting.settle(record)
-        self._wakeups.forget(record.request_id)
+        self._timers.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0
-        self._journal.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
-        self.counters.update(record.ledger.dropped)
+        self._telemetry.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
+        self.counters.update(record.output.dropped)
 
     # ---------------------------------------------------------------- queue and time
 
     def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
         until = now + min(pause_s, self._config.max_pause_s)
         record.avoid_until = {**record.avoid_until, worker_id: until}
-        self._wakeups.add(until, record.request_id)
+        self._timers.add(until, record.request_id)
 
     def _wake(self, now: float) -> None:
         """Look at every request whose time has come: its deadline, the end of a pause or of the wait for a worker."""
-        while (request_id := self._wakeups.pop_due(now)) is not None:
+        while (request_id := self._timers.pop_due(now)) is not None:
             record = self._requests.get(request_id)
             if record is None:
                 continue

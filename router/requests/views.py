@@ -12,7 +12,7 @@ from disagg.router.api import STAGES, ClusterView
 from disagg.router.placement.fleet import Fleet
 from disagg.router.requests.record import RequestRecord
 from disagg.router.states import AttemptState
-from disagg.router.telemetry.journal import Journal
+from disagg.router.telemetry.telemetry import Telemetry
 
 _STAGE_OF = {
     AttemptState.PREFILLING: "prefill",
@@ -23,7 +23,7 @@ _STAGE_OF = {
 
 
 def cluster_view(
-    fleet: Fleet, records: Iterable[RequestRecord], journal: Journal, events: Mapping[str, int], now: float
+    fleet: Fleet, records: Iterable[RequestRecord], telemetry: Telemetry, events: Mapping[str, int], now: float
 ) -> ClusterView:
     """The picture. `records` are the requests in flight; `events` is what went wrong or was dropped, by name."""
     stages = Counter(stage_of(record) for record in records)
@@ -33,9 +33,9 @@ def cluster_view(
         num_queued=num_queued,
         num_running=stages.total() - num_queued,
         stages={stage: stages[stage] for stage in STAGES},
-        rates=journal.rates(now),
-        slos=journal.slos(now),
-        tally=journal.tally,
+        rates=telemetry.rates(now),
+        slos=telemetry.slos(now),
+        stats=telemetry.stats,
         counters=fleet.counts.totals(),
         events=dict(events),
     )

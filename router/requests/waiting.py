@@ -30,7 +30,7 @@ from disagg.router.requests.events import Dispatch
 from disagg.router.requests.forecast import work_ms
 from disagg.router.requests.record import RequestRecord
 from disagg.router.requests.reservation import Reservation
-from disagg.router.requests.wakeups import Wakeups
+from disagg.router.requests.timers import Timers
 
 MAX_LOOKS = 16
 """In one event, at requests that are not placed."""
@@ -46,7 +46,7 @@ class Waiting:
         records: the requests that have not ended; read only.
         fleet: the workers.
         attempts: places requests.
-        wakeups: gets the end of the grace.
+        timers: gets the end of the grace.
         tenants: who may have more running.
     """
 
@@ -56,7 +56,7 @@ class Waiting:
         records: Mapping[RequestId, RequestRecord],
         fleet: Fleet,
         attempts: Attempts,
-        wakeups: Wakeups,
+        timers: Timers,
         tenants: Tenants,
     ) -> None:
         self.queue = RequestQueue(config.fair_quantum_tokens, tenants.may_run)
@@ -65,7 +65,7 @@ class Waiting:
         self._records = records
         self._fleet = fleet
         self._attempts = attempts
-        self._wakeups = wakeups
+        self._timers = timers
         self._aside: dict[RequestId, RequestRecord] = {}
         self._reservation = Reservation(fleet, config.bypass_s)
         self._must_look = False
@@ -250,7 +250,7 @@ class Waiting:
             return
         if record.lacks_room_since is None:
             record.lacks_room_since = now
-            self._wakeups.add(now + self._config.bypass_s, record.request_id)
+            self._timers.add(now + self._config.bypass_s, record.request_id)
         if self._reservation.is_for(record, now):
             self._reservation.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
@@ -280,7 +280,7 @@ class Waiting:
             return False
         self._aside[record.request_id] = record
         record.unservable_since = now
-        self._wakeups.add(now + self._config.no_worker_grace_s, record.request_id)
+        self._timers.add(now + self._config.no_worker_grace_s, record.request_id)
         return True
 
     def _could_fit(self, record: RequestRecord) -> bool:
@@ -288,7 +288,7 @@ class Waiting:
         fleet, num_tokens = self._fleet, record.num_tokens
         if num_tokens < fleet.longest_new_sequence:
             return True
-        return bool(record.ledger.released) and num_tokens < fleet.longest_continued_sequence
+        return bool(record.output.released) and num_tokens < fleet.longest_continued_sequence
 
     def _push(self, record: RequestRecord, now: float) -> None:
         cost = 0 if record.is_charged else record.cost

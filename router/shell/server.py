@@ -39,17 +39,17 @@ from disagg.router.requests.events import (
     Submit,
     Tick,
     WatchAgain,
-    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
+    WorkerRecovered,
     WorkerReported,
     WorkerSuspected,
     WorkerUp,
 )
 from disagg.router.requests.router_core import RouterCore
 from disagg.router.shell import wire
+from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.shell.handle import Handle
-from disagg.router.shell.vigil import SWEEP_S, Vigil, limit
 from disagg.router.shell.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RouterServer:
         self._handles: dict[RequestId, Handle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
-        self._vigil: Vigil[tuple[WorkerId, Incarnation]] = Vigil(
+        self._detector: FailureDetector[tuple[WorkerId, Incarnation]] = FailureDetector(
             limit(config.silent_after_s), limit(config.stuck_after_s)
         )
         self._sweeper: asyncio.Task[None] | None = None
@@ -267,24 +267,24 @@ class RouterServer:
         """Whatever a worker sends shows that it lives; a report says whether its engine does."""
         match event:
             case WorkerUp(info=info):
-                self._vigil.watch((info.worker_id, info.incarnation))
+                self._detector.watch((info.worker_id, info.incarnation))
             case WorkerLost(worker_id=worker_id, incarnation=incarnation):
-                self._vigil.forget((worker_id, incarnation))
+                self._detector.forget((worker_id, incarnation))
             case FromWorker(worker_id=worker_id, incarnation=incarnation):
                 self._heard((worker_id, incarnation), None)
             case WorkerReported(report=report):
                 self._heard((report.worker_id, report.incarnation), report.turn_s)
 
     def _heard(self, life: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
-        if self._vigil.heard(life, turn_s):
+        if self._detector.heartbeat(life, turn_s):
             logger.warning("%s speaks again", life[0])
-            self._handle_event(WorkerHeard(*life))
+            self._handle_event(WorkerRecovered(*life))
 
     async def _sweep(self) -> None:
         """Look again and again for workers that hang."""
         while True:
             try:
-                for life, why in self._vigil.sweep(self._clock()):
+                for life, why in self._detector.sweep(self._clock()):
                     logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
                     self._handle_event(WorkerSuspected(*life, why))
             except Exception:

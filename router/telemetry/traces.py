@@ -3,7 +3,7 @@
 Each tenant has a ring of its own. Where there are N in all, the tenant with the most loses its oldest: whoever sends
 many requests does not make those of others vanish.
 
-Owner: the router's journal.
+Owner: the router's telemetry.
 """
 
 from __future__ import annotations

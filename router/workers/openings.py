@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from disagg.router.workers.books import Booking
+from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import Worker
 
 _OUTGROWN = 4
@@ -53,15 +53,15 @@ def wait_ms(opening_ms: Sequence[float], position: int, generation_ms: float) ->
 
 def _ends(worker: Worker, output_tokens: float) -> Iterator[tuple[float, int]]:
     """(Tokens that a sequence still makes, KV blocks that it gives back)."""
-    for booking in worker.account.bookings.values():
-        yield _left(booking, output_tokens), booking.blocks
+    for assignment in worker.assigned.assignments.values():
+        yield _left(assignment, output_tokens), assignment.blocks
     num_others = worker.num_others
     for number in range(num_others):
         yield output_tokens * (number + 1) / (num_others + 1), worker.blocks_beyond // num_others
 
 
-def _left(booking: Booking, output_tokens: float) -> float:
-    num_made = booking.context - booking.known_tokens
-    most = booking.most_output_tokens - num_made
-    left = min(output_tokens, booking.most_output_tokens) - num_made
+def _left(assignment: Assignment, output_tokens: float) -> float:
+    num_made = assignment.context - assignment.known_tokens
+    most = assignment.most_output_tokens - num_made
+    left = min(output_tokens, assignment.most_output_tokens) - num_made
     return max(1.0, left if left > 0 else min(most, num_made / _OUTGROWN))

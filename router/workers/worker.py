@@ -1,4 +1,4 @@
-"""One present life of a worker, as placement sees it: what it is, what is booked on it, what it reported, how fast it
+"""One present life of a worker, as placement sees it: what it is, what is assigned on it, what it reported, how fast it
 is.
 
 The books know of a dispatch at once and of its progress late; the worker's reports know of progress within 20 ms and
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
-from disagg.router.workers.books import Account, Booking, num_left
+from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.cost_model import StepModel
 from disagg.router.workers.prefix_match import WorkerSet
 
@@ -28,7 +28,7 @@ class Worker:
     """See the module docstring."""
 
     info: WorkerInfo
-    account: Account
+    assigned: AssignedLoad
     position: int
     """Counts the workers in the order in which they came; breaks ties of ranks."""
     slot_tokens: int
@@ -84,7 +84,7 @@ class Worker:
     is_full: bool = False
     """Whether it takes no other sequence."""
     is_empty: bool = True
-    """Whether no sequence is booked or reported."""
+    """Whether no sequence is assigned or reported."""
     refused_blocks: float = math.inf
     """A request that takes so many blocks was refused since the latest report; those that take less may fit."""
 
@@ -96,24 +96,24 @@ class Worker:
     context_ms: float = 0.0
 
     blocks_beyond: int = 0
-    """Reported as held, and not booked at the report before."""
+    """Reported as held, and not assigned at the report before."""
     _num_blocks_unseen: int = 0
-    """Blocks booked since the last report, of which it may be that the worker had not heard."""
+    """Blocks assigned since the last report, of which it may be that the worker had not heard."""
     num_others: int = 0
-    """Sequences that were reported, and not booked then."""
+    """Sequences that were reported, and not assigned then."""
     _has_preempted: bool = False
     """Whether sequences that it preempted wait there. A decode worker refuses everything until they run again."""
     _num_computed: int = 0
     """Booked tokens that the worker has computed without saying so per request."""
     _num_unseen: int = 0
-    """Tokens booked since the last report, of which the worker may not have heard when it wrote that."""
+    """Tokens assigned since the last report, of which the worker may not have heard when it wrote that."""
 
     def __post_init__(self) -> None:
         self.model = StepModel(self.info.calibration)
         self.is_measured = bool(self.info.calibration)
-        self.greet(self.info)
+        self.update_info(self.info)
 
-    def greet(self, info: WorkerInfo) -> None:
+    def update_info(self, info: WorkerInfo) -> None:
         """The same life says again what it is."""
         self.info = info
         self.worker_id = info.worker_id
@@ -125,20 +125,20 @@ class Worker:
         self._take_load()
         self.refresh()
 
-    def note_booked(self, num_tokens: int, num_blocks: int) -> None:
-        """Prompt tokens and KV blocks were booked."""
+    def note_assigned(self, num_tokens: int, num_blocks: int) -> None:
+        """Prompt tokens and KV blocks were assigned."""
         self._num_unseen += num_tokens
         self._num_blocks_unseen += num_blocks
 
-    def note_closed(self, booking: Booking) -> None:
-        """A booking was closed. What it shares with others stays in use; the next report shows it anyway."""
-        num_left_blocks = num_left(booking, self.account.held) * HASH_BLOCK_TOKENS // self.info.block_size
-        self.blocks_beyond += max(0, num_left_blocks - booking.shared_blocks)
+    def note_closed(self, assignment: Assignment) -> None:
+        """A assignment was closed. What it shares with others stays in use; the next report shows it anyway."""
+        num_left_blocks = num_left(assignment, self.assigned.held) * HASH_BLOCK_TOKENS // self.info.block_size
+        self.blocks_beyond += max(0, num_left_blocks - assignment.shared_blocks)
 
     def note_returned(self, num_tokens: int) -> None:
         """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
-        self._num_computed = max(0, min(self._num_computed - num_tokens, self.account.tokens))
-        self._num_unseen = min(self._num_unseen, self.account.tokens)
+        self._num_computed = max(0, min(self._num_computed - num_tokens, self.assigned.tokens))
+        self._num_unseen = min(self._num_unseen, self.assigned.tokens)
 
     def takes(self, num_blocks: int, room: int) -> bool:
         """Whether it has a place and, of `room` blocks, these for one more sequence."""
@@ -146,7 +146,7 @@ class Worker:
 
     @property
     def has_others(self) -> bool:
-        """Whether it reported sequences that are not booked here, or preempted ones."""
+        """Whether it reported sequences that are not assigned here, or preempted ones."""
         return self.num_others > 0 or self._has_preempted
 
     def note_refused(self, num_blocks: int) -> None:
@@ -156,12 +156,12 @@ class Worker:
     def take_report(self, report: WorkerReport) -> None:
         """Load and measured steps. Call `refresh` next."""
         self.load = load = report.load
-        self._num_computed = max(0, self.account.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
+        self._num_computed = max(0, self.assigned.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
         self._num_unseen = 0
-        num_seen = max(0, self.account.blocks - self._num_blocks_unseen)
+        num_seen = max(0, self.assigned.blocks - self._num_blocks_unseen)
         self.blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
         self._num_blocks_unseen = 0
-        self.num_others = max(0, load.num_running + load.num_waiting - len(self.account.bookings))
+        self.num_others = max(0, load.num_running + load.num_waiting - len(self.assigned.assignments))
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
         for sample in report.steps:
@@ -171,24 +171,24 @@ class Worker:
 
     def refresh(self) -> None:
         """Bring up to date what follows from the books and the latest report."""
-        account, info = self.account, self.info
-        self.num_sequences = num_sequences = len(account.bookings)
+        assigned, info = self.assigned, self.info
+        self.num_sequences = num_sequences = len(assigned.assignments)
         goes_first = self._has_preempted and not self.is_for_prompts
         self.is_full = num_sequences + self.num_others >= info.max_num_seqs or goes_first
         self.is_empty = not (num_sequences or self.num_others or self._has_preempted)
-        self.used_blocks = account.blocks + self.blocks_beyond
-        self.outstanding_tokens = tokens = account.tokens - self._num_computed
+        self.used_blocks = assigned.blocks + self.blocks_beyond
+        self.outstanding_tokens = tokens = assigned.tokens - self._num_computed
         self.has_slot = tokens < self.slot_tokens
         if self.decodes:
             self.num_decodes = num_sequences
-            self.around_ms = self.base_ms + num_sequences * self.decode_ms + account.context * self.context_ms
+            self.around_ms = self.base_ms + num_sequences * self.decode_ms + assigned.context * self.context_ms
             room = info.token_budget - num_sequences
             self.prompt_room = room if room > 1 else 1
         else:
             self.around_ms = self.base_ms
             self.prompt_room = info.token_budget
         if tokens:
-            self.outstanding_pairs = pairs = account.pairs * tokens / account.tokens
+            self.outstanding_pairs = pairs = assigned.pairs * tokens / assigned.tokens
             compute = tokens * self.prefill_token_ms + pairs * self.attended_ms
             self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
         elif self.backlog_ms:

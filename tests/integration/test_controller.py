@@ -25,7 +25,7 @@ from disagg.proto.control import ControlRefused, ControlState, DrainRequest, Sca
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
-from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
@@ -197,7 +197,7 @@ class HeldGateway:
         self._loop = asyncio.get_running_loop()
         gateway_id, watch = GatewayId("held"), LoopWatch(times)
         link = ControllerLink(gateway_id, lambda: self._address, NoWorkers(), SECRET)
-        beats = BeatLine(gateway_id, lambda: self._address, SECRET, watch.state)
+        beats = HeartbeatConnection(gateway_id, lambda: self._address, SECRET, watch.state)
         watch.start()
         link.start("127.0.0.1:1", os.getpid())
         beats.start()

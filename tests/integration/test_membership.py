@@ -59,7 +59,7 @@ async def test_workers_join_and_leave_by_differences(tmp_path: Path) -> None:
                 await asyncio.to_thread(controller.control, ScaleRequest(sizes={"prefill": side, "decode": side}))
                 await until(lambda: all_ready(controller.state(), 2 * side))  # noqa: B023
                 await until(lambda: known() == [n for n in sorted(names) if int(n[-1]) < side])  # noqa: B023
-            assert (link.counters["whole"], link.counters["gap"]) == (1, 0)
+            assert (link.counters["snapshot"], link.counters["gap"]) == (1, 0)
             assert link.counters["change"] >= 2 * (SIDE - 1) + 2, "one for each that joins or leaves"
             assert router.check_integrity() == []
             assert set(router.holdings().values()) == {0}

@@ -79,7 +79,7 @@ async def test_metrics_agree_with_what_the_clients_counted(cluster: ProcessClust
 def check_logs(path: Path, num_requests: int) -> None:
     """One JSON object a line (but for what libraries in C write), and one line a request."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
-    ended = [line for line in lines if line["logger"] == "disagg.router.telemetry.journal"]
+    ended = [line for line in lines if line["logger"] == "disagg.router.telemetry.telemetry"]
     assert len({line["request_id"] for line in ended}) == len(ended) == num_requests
     assert {line["level"] for line in ended} == {"debug"}
 

@@ -19,24 +19,24 @@ Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 
 def busy_view() -> ClusterView:
     """One prefill and one decode worker at work, a decode worker that is away."""
-    tally = RouterStats()
-    tally.num_output_tokens = 70
-    tally.cached_tokens = 16
-    tally.outcomes.update({"stop": 2, "length": 1, "cancelled": 4, "timeout": 5})
-    tally.slos.update({("ttft", True): 2, ("ttft", False): 1, ("both", True): 2, ("both", False): 1})
-    tally.decisions.update({"pair": 3, "local_fallback": 1})
+    stats = RouterStats()
+    stats.num_output_tokens = 70
+    stats.cached_tokens = 16
+    stats.outcomes.update({"stop": 2, "length": 1, "cancelled": 4, "timeout": 5})
+    stats.slos.update({("ttft", True): 2, ("ttft", False): 1, ("both", True): 2, ("both", False): 1})
+    stats.decisions.update({"pair": 3, "local_fallback": 1})
     for prompt_tokens in (10, 20, 70):
-        tally.prompt_tokens.observe(prompt_tokens)
-        tally.output_tokens.observe(20)
-        tally.e2e.observe(0.5)
-    tally.ttft["pd"].observe(0.25)
-    tally.ttft["pd"].observe(0.05)
-    tally.ttft["local"].observe(0.5)
-    tally.itl.observe(0.01, 57)
-    tally.stages["prefill"].observe(0.125)
-    tally.prediction_ratio["ttft"].observe(1.5)
-    tally.tenants["a"] = TenantUsage(Counter(stop=2, cancelled=4), 90, 60, Counter(queued=3))
-    tally.tenants["b"] = TenantUsage(Counter(length=1), 10, 10)
+        stats.prompt_tokens.observe(prompt_tokens)
+        stats.output_tokens.observe(20)
+        stats.e2e.observe(0.5)
+    stats.ttft["pd"].observe(0.25)
+    stats.ttft["pd"].observe(0.05)
+    stats.ttft["local"].observe(0.5)
+    stats.itl.observe(0.01, 57)
+    stats.stages["prefill"].observe(0.125)
+    stats.prediction_ratio["ttft"].observe(1.5)
+    stats.tenants["a"] = TenantUsage(Counter(stop=2, cancelled=4), 90, 60, Counter(queued=3))
+    stats.tenants["b"] = TenantUsage(Counter(length=1), 10, 10)
     p0 = WorkerView(
         worker_info("p0"),
         Load(num_running=1, blocks_total=100, blocks_active=10),
@@ -68,7 +68,7 @@ def busy_view() -> ClusterView:
         num_running=6,
         unreachable=(worker_info("d1"),),
         stages={"queued": 1, "prefill": 1, "transfer": 2, "decode": 3},
-        tally=tally,
+        stats=stats,
         counters={
             WorkerId("p0"): WorkerMetrics(
                 step_seconds=steps,

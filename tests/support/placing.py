@@ -12,7 +12,7 @@ from disagg.router.placement.draw import in_turn
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Choice, Demand, choose
 from disagg.router.placement.policies import create
-from disagg.router.workers.books import Booking, marks_of
+from disagg.router.workers.assignments import Assignment, marks_of
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 from tests.support.router import routed_request, worker_info, worker_report
@@ -63,11 +63,11 @@ class Placing:
         assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes)), 0.0)
         worker = self.fleet.worker(info.worker_id)
         for number in range(state.seqs):
-            booking = Booking()
+            assignment = Assignment()
             if number == 0:
                 marks = marks_of(hashes[: state.held // 16], state.held // 16)
-                booking = Booking(tokens=state.tokens, blocks=state.used, context=state.context, marks=marks)
-            self.fleet.open(worker, AttemptKey(RequestId(f"{info.worker_id}-{number}"), 0), booking, -1)
+                assignment = Assignment(tokens=state.tokens, blocks=state.used, context=state.context, marks=marks)
+            self.fleet.open(worker, AttemptKey(RequestId(f"{info.worker_id}-{number}"), 0), assignment, -1)
 
     def choose(self, *, without: Sequence[str] = (), **demand: float) -> Choice | None:
         settings: dict[str, object] = {

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from disagg.proto.control import WorkerFailed, WorkerToController, WorkerUnwanted, WorkerWelcome
+from disagg.proto.control import WorkerFailed, WorkerRejected, WorkerToController, WorkerWelcome
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROLLER_SERVICE, REGISTER, SERVER_OPTIONS, service_and_method
 from tests.support.secret import SECRET
@@ -84,7 +84,7 @@ class Registry:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or name in self._dismissed or not context.is_active())
         if name in self._dismissed:
-            yield encode(WorkerUnwanted(reason="the test says so"))
+            yield encode(WorkerRejected(reason="the test says so"))
 
     def _wake(self) -> None:
         with self._changed:

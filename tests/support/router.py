@@ -51,9 +51,9 @@ from disagg.router.requests.events import (
     Submit,
     Tick,
     WatchAgain,
-    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
+    WorkerRecovered,
     WorkerReported,
     WorkerSuspected,
     WorkerUp,
@@ -234,7 +234,7 @@ class Scenario:
 
     def heard(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(WorkerHeard(WorkerId(worker_id), Incarnation(life)))
+        return self.handle(WorkerRecovered(WorkerId(worker_id), Incarnation(life)))
 
     def drain(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation

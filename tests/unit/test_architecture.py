@@ -55,7 +55,7 @@ PURE_FILES = (
     "engine/runner/model/sharding.py",
     "loadtests/generator/fake_timing.py",
     "loadtests/generator/page_guard.py",
-    "router/shell/vigil.py",
+    "router/shell/failure_detector.py",
     "router/gateway/labels.py",
     "router/gateway/auth/audit.py",
     "router/gateway/auth/auth.py",

@@ -24,7 +24,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
-from disagg.router.gateway.answers.mixing import mixed
+from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.requests.charge import Charge, least_tokens
@@ -119,7 +119,7 @@ class Generator:
                 if charge is not None:
                     charge.submitted(least_tokens(given))
             streams = [answer.events() for answer in answers]
-            async with aclosing(streams[0] if len(streams) == 1 else mixed(streams)) as events:
+            async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as events:
                 async for event in events:
                     yield event
         finally:

@@ -17,7 +17,7 @@ import msgspec
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
-from disagg.router.gateway.answers.mixing import mixed
+from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.event_loop.pieces import in_pieces
 from disagg.router.gateway.http.chunks import (
@@ -182,7 +182,7 @@ class Completions:
         ]
         if len(runs) == 1:
             return runs[0]
-        return mixed([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
+        return merge([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
 
     async def _run_one(
         self, given: GenerationInput, checked: CheckedRequest, names: FieldNames, call: Call, charge: Charge | None

@@ -13,7 +13,7 @@ from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.gateway.metrics.families import counter, gauge, histogram, histogram_of_counts
 from disagg.router.statistics import RouterStats
-from disagg.router.telemetry.journal import ANSWERED, SLOS
+from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
@@ -24,7 +24,7 @@ def cluster_families(view: ClusterView) -> Iterator[Metric]:
     """All of them."""
     yield from _requests(view)
     yield from _tenants(view)
-    yield from _latencies(view.tally)
+    yield from _latencies(view.stats)
     yield from _router(view)
     yield from _instances(view)
     yield from _engines(view)
@@ -37,14 +37,14 @@ def role_of(info: WorkerInfo) -> str:
 
 
 def _requests(view: ClusterView) -> Iterator[Metric]:
-    tally = view.tally
+    stats = view.stats
     yield gauge(
         "disagg_requests_in_flight",
         "Requests by what they wait for: queued, prefill, transfer, decode.",
         ("stage",),
         [((stage,), view.stages.get(stage, 0)) for stage in STAGES],
     )
-    outcomes = {**dict.fromkeys(ANSWERED, 0), **tally.outcomes}
+    outcomes = {**dict.fromkeys(ANSWERED, 0), **stats.outcomes}
     yield counter(
         "disagg_requests",
         "Requests that ended, by outcome: stop, length, or the code of an error. Each answer to a prompt is one.",
@@ -55,28 +55,28 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
         "disagg_slo_requests",
         "Requests that ended and had a target (ttft, tpot; both: all that it had), by whether they met it.",
         ("slo", "met"),
-        [((slo, str(met).lower()), tally.slos[slo, met]) for slo in SLOS for met in (True, False)],
+        [((slo, str(met).lower()), stats.slos[slo, met]) for slo in SLOS for met in (True, False)],
     )
     yield counter(
-        "disagg_prompt_tokens", "Prompt tokens of answered requests.", (), [((), int(tally.prompt_tokens.total))]
+        "disagg_prompt_tokens", "Prompt tokens of answered requests.", (), [((), int(stats.prompt_tokens.total))]
     )
     yield counter(
         "disagg_cached_prompt_tokens",
         "Prompt tokens of answered requests that nobody had to compute.",
         (),
-        [((), tally.cached_tokens)],
+        [((), stats.cached_tokens)],
     )
     yield counter(
         "disagg_output_tokens",
         "Output tokens that reached the gateway, of all requests.",
         (),
-        [((), tally.num_output_tokens)],
+        [((), stats.num_output_tokens)],
     )
 
 
 def _tenants(view: ClusterView) -> Iterator[Metric]:
     """The names of tenants come from the file of keys, so there are no more than it has."""
-    usage = sorted(view.tally.tenants.items())
+    usage = sorted(view.stats.tenants.items())
     yield gauge(
         "disagg_tenant_requests_in_flight",
         "Requests of a tenant that wait for a worker (queued), and that have one (running).",
@@ -113,30 +113,30 @@ def _tenants(view: ClusterView) -> Iterator[Metric]:
     )
 
 
-def _latencies(tally: RouterStats) -> Iterator[Metric]:
+def _latencies(stats: RouterStats) -> Iterator[Metric]:
     yield histogram(
         "disagg_time_to_first_token_seconds",
         "From arrival at the gateway to the first token; path: pd (a pair), local (a decode worker alone), colocated.",
         ("path",),
-        [((path,), found) for path, found in tally.ttft.items()],
+        [((path,), found) for path, found in stats.ttft.items()],
     )
     yield histogram(
         "disagg_inter_token_latency_seconds",
         "Between two tokens of an answer; 0 between tokens that came together.",
         (),
-        [((), tally.itl)],
+        [((), stats.itl)],
     )
-    yield histogram("disagg_request_duration_seconds", "From arrival to the end of an answer.", (), [((), tally.e2e)])
+    yield histogram("disagg_request_duration_seconds", "From arrival to the end of an answer.", (), [((), stats.e2e)])
     yield histogram(
         "disagg_request_stage_seconds",
         "Time of a request in each stage; kv_transfer overlaps prefill, kv_transfer_exposed is what follows it.",
         ("stage",),
-        [((stage,), found) for stage, found in tally.stages.items()],
+        [((stage,), found) for stage, found in stats.stages.items()],
     )
 
 
 def _router(view: ClusterView) -> Iterator[Metric]:
-    decisions = {**dict.fromkeys(DECISIONS, 0), **view.tally.decisions}
+    decisions = {**dict.fromkeys(DECISIONS, 0), **view.stats.decisions}
     yield counter(
         "disagg_router_decisions",
         "Placements by what was decided, and looks for a place that found no room or no slot.",
@@ -153,7 +153,7 @@ def _router(view: ClusterView) -> Iterator[Metric]:
         "disagg_router_quarantined",
         "Legs of requests that an instance is left out of, because they failed there again and again.",
         ("instance",),
-        [((worker.info.worker_id,), len(worker.quarantine)) for worker in view.workers],
+        [((worker.info.worker_id,), len(worker.open_breakers)) for worker in view.workers],
     )
     yield gauge(
         "disagg_router_view_age_seconds",
@@ -165,7 +165,7 @@ def _router(view: ClusterView) -> Iterator[Metric]:
         "disagg_router_prediction_error_ratio",
         "Measured over predicted, of answers that took one attempt: 1 is exact. what: ttft, tpot, transfer.",
         ("what",),
-        [((what,), found) for what, found in view.tally.prediction_ratio.items()],
+        [((what,), found) for what, found in view.stats.prediction_ratio.items()],
     )
 
 

@@ -42,14 +42,14 @@ def _gauges(view: ClusterView, model: str) -> Iterator[Metric]:
 
 
 def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
-    tally = view.tally
-    prompt_tokens = int(tally.prompt_tokens.total)
+    stats = view.stats
+    prompt_tokens = int(stats.prompt_tokens.total)
     preemptions = sum(metrics.preemptions for metrics in view.counters.values())
     for name, text, count in (
         ("prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
-        ("generation_tokens", "Output tokens.", tally.num_output_tokens),
+        ("generation_tokens", "Output tokens.", stats.num_output_tokens),
         ("prefix_cache_queries", "Prompt tokens that were looked for in the prefix caches.", prompt_tokens),
-        ("prefix_cache_hits", "Prompt tokens that were found there.", tally.cached_tokens),
+        ("prefix_cache_hits", "Prompt tokens that were found there.", stats.cached_tokens),
         ("num_preemptions", "Preemptions on all workers.", preemptions),
     ):
         yield counter(f"vllm:{name}", text, _LABELS, [((model,), count)])
@@ -57,18 +57,18 @@ def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
         "vllm:request_success",
         "Requests by how they ended.",
         (*_LABELS, "finished_reason"),
-        [((model, reason), tally.outcomes[outcome]) for reason, outcome in _REASONS.items()],
+        [((model, reason), stats.outcomes[outcome]) for reason, outcome in _REASONS.items()],
     )
 
 
 def _histograms(view: ClusterView, model: str) -> Iterator[Metric]:
-    tally = view.tally
+    stats = view.stats
     for name, text, found in (
-        ("time_to_first_token_seconds", "From arrival to the first token.", merged(tally.ttft.values())),
-        ("inter_token_latency_seconds", "Between two tokens.", tally.itl),
-        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", tally.itl),
-        ("e2e_request_latency_seconds", "From arrival to the end.", tally.e2e),
-        ("request_prompt_tokens", "Prompt tokens of a request.", tally.prompt_tokens),
-        ("request_generation_tokens", "Output tokens of a request.", tally.output_tokens),
+        ("time_to_first_token_seconds", "From arrival to the first token.", merged(stats.ttft.values())),
+        ("inter_token_latency_seconds", "Between two tokens.", stats.itl),
+        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", stats.itl),
+        ("e2e_request_latency_seconds", "From arrival to the end.", stats.e2e),
+        ("request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens),
+        ("request_generation_tokens", "Output tokens of a request.", stats.output_tokens),
     ):
         yield histogram(f"vllm:{name}", text, _LABELS, [((model,), found)])

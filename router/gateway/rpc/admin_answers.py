@@ -145,8 +145,8 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: Wo
         state.kv_blocks_total, state.fingerprint = info.num_blocks, info.fingerprint
     if seen is not None:
         load = seen.load
-        if seen.quarantine:
-            state.detail = f"{QUARANTINED}: {'; '.join(seen.quarantine)}"
+        if seen.open_breakers:
+            state.detail = f"{QUARANTINED}: {'; '.join(seen.open_breakers)}"
         state.sequences = load.num_running + load.num_waiting
         state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
         state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved

@@ -43,7 +43,7 @@ class Simple:
         """Nothing speaks against it."""
         return NOTHING
 
-    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+    def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """Nothing speaks against it."""
         return NOTHING
 

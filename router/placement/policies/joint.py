@@ -91,7 +91,7 @@ class Joint:
         weight = candidate.as_decode = Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
         return weight
 
-    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+    def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """All of it. The others wait for the prefill too, but for what a step costs anyway."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached

@@ -28,7 +28,7 @@ class LeastLoaded(Simple):
         """KV utilization after joining."""
         return Weight(utilization(candidate))
 
-    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+    def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """Both."""
         tokens = candidate.worker.outstanding_tokens + demand.num_tokens - candidate.cached_tokens
         return Weight(tokens + utilization(candidate))

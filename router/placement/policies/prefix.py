@@ -23,7 +23,7 @@ class Prefix(LeastLoaded):
         """Uncached tokens, then KV utilization after joining."""
         return Weight(_uncached(demand, candidate) + utilization(candidate) / 2)
 
-    def weigh_alone(self, demand: Demand, candidate: Candidate) -> Weight:
+    def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """Uncached tokens, then tokens in front."""
         return self.weigh_prefill(demand, candidate)
 

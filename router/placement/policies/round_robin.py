@@ -20,7 +20,7 @@ class RoundRobin(Simple):
         """Longest ago."""
         return Weight(self.rank_open(candidate.worker))
 
-    weigh_decode = weigh_alone = weigh_prefill
+    weigh_decode = weigh_colocated = weigh_prefill
 
 
 _NEVER = 1 << 40

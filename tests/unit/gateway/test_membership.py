@@ -12,9 +12,9 @@ from disagg.proto.control import (
     Member,
     Membership,
     MembershipChange,
-    MembershipWanted,
+    MembershipRequest,
     MemberState,
-    WorkerLife,
+    WorkerIncarnation,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder
@@ -107,7 +107,7 @@ async def test_the_next_controller_hears_what_is_draining() -> None:
     hello = GatewayHello(gateway_id=GatewayId("g"), address="", pid=1)
     first = await anext(link._frames(hello))
     found = decoder(GatewayToController).decode(first)
-    assert found.draining == (WorkerLife(worker_id=WorkerId("a"), incarnation=Incarnation("a.1")),)
+    assert found.draining == (WorkerIncarnation(worker_id=WorkerId("a"), incarnation=Incarnation("a.1")),)
 
 
 async def test_what_could_not_be_added_or_removed_is_tried_again_with_the_next_membership() -> None:
@@ -132,7 +132,7 @@ async def test_a_change_is_applied_and_a_missing_one_has_the_whole_sent() -> Non
     await link.take(MembershipChange(source="x", revision=7, changed=(a,)))
     await link.take(MembershipChange(source="x", revision=8, removed=(b.info.worker_id,)))
     assert workers.take() == []
-    assert [link._outbox.get_nowait() for _ in range(link._outbox.qsize())] == [MembershipWanted()]
+    assert [link._outbox.get_nowait() for _ in range(link._outbox.qsize())] == [MembershipRequest()]
     await link.take(Membership(source="x", revision=8, members=(a, c)))
     assert workers.take() == ["remove b", "add a.1"]
-    assert link.counters == {"whole": 2, "change": 3, "gap": 1}
+    assert link.counters == {"snapshot": 2, "change": 3, "gap": 1}

@@ -33,32 +33,32 @@ def test_a_change_names_what_came_what_is_another_and_what_left() -> None:
     assert log.update([member("a"), member("b")]) is None
     assert shown(log.update([member("a"), member("b", state="draining")])) == (2, ["b.1 draining"], [])
     assert shown(log.update([member("a", 2), member("c")])) == (3, ["a.2 ready", "c.1 ready"], ["b"])
-    assert shown(log.whole()) == (3, ["a.2 ready", "c.1 ready"], [])
+    assert shown(log.snapshot()) == (3, ["a.2 ready", "c.1 ready"], [])
 
 
 def test_a_copy_takes_the_whole_and_then_each_change_once() -> None:
     log, copy = MembershipLog("c1"), MembershipCopy()
     log.update([member("a")])
-    assert copy.take(log.whole()) == "new"
+    assert copy.apply(log.snapshot()) == "new"
     change = log.update([member("b")])
     assert change is not None
-    assert (copy.take(change), copy.take(change)) == ("new", "old")
+    assert (copy.apply(change), copy.apply(change)) == ("new", "old")
     assert copy.members == (member("b"),)
 
 
 def test_a_gap_is_said_once_and_ends_with_the_whole() -> None:
     log, copy = MembershipLog("c1"), MembershipCopy()
-    early = log.whole()
-    copy.take(early)
+    early = log.snapshot()
+    copy.apply(early)
     changes = [log.update([member("a", life)]) for life in (1, 2, 3, 4)]
-    assert [copy.take(change) for change in changes[1:] if change is not None] == ["gap", "waiting", "waiting"]
+    assert [copy.apply(change) for change in changes[1:] if change is not None] == ["gap", "waiting", "waiting"]
     assert not copy.members
-    assert copy.take(early) == "gap", "it is behind the changes that were seen"
-    assert copy.take(log.whole()) == "new"
+    assert copy.apply(early) == "gap", "it is behind the changes that were seen"
+    assert copy.apply(log.snapshot()) == "new"
     assert copy.members == (member("a", 4),)
     last = log.update([])
     assert last is not None
-    assert copy.take(last) == "new"
+    assert copy.apply(last) == "new"
     assert not copy.members
 
 
@@ -67,14 +67,14 @@ def test_a_change_before_the_whole_or_of_another_controller_is_a_gap() -> None:
     first, foreign = log.update([member("a")]), other.update([member("b")])
     assert first is not None
     assert foreign is not None
-    assert copy.take(first) == "gap"
-    assert copy.take(log.whole()) == "new"
+    assert copy.apply(first) == "gap"
+    assert copy.apply(log.snapshot()) == "new"
     other.update([])
     third = other.update([member("c")])
     assert third is not None
-    assert copy.take(third) == "gap"
+    assert copy.apply(third) == "gap"
     assert copy.members == (member("a"),)
-    assert copy.take(other.whole()) == "new"
+    assert copy.apply(other.snapshot()) == "new"
     assert copy.members == (member("c"),)
 
 
@@ -118,17 +118,17 @@ def test_whatever_happens_to_changes_the_copy_ends_as_the_list(
 
     def arrive(frame: bytes) -> None:
         nonlocal num_asked
-        if copy.take(decoder(ControllerToGateway).decode(frame)) == "gap":
+        if copy.apply(decoder(ControllerToGateway).decode(frame)) == "gap":
             num_asked += 1
-            arrive(encode(log.whole()))
+            arrive(encode(log.snapshot()))
 
-    arrive(encode(log.whole()))
+    arrive(encode(log.snapshot()))
     for states, fate in steps:
         change = log.update(members_of(states))
         if fate == "the stream breaks":
             copy = MembershipCopy()
             held.clear()
-            arrive(encode(log.whole()))
+            arrive(encode(log.snapshot()))
         elif change is not None:
             num_spoilt += fate in ("is lost", "is late")
             if fate == "is late":
@@ -142,5 +142,5 @@ def test_whatever_happens_to_changes_the_copy_ends_as_the_list(
         change = log.update(members_of(states))
         if change is not None:
             arrive(encode(change))
-    assert by_id(copy.members) == by_id(log.whole().members)
+    assert by_id(copy.members) == by_id(log.snapshot().members)
     assert num_asked <= num_spoilt, "a whole membership is sent for a change that is missing only"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.workers.books import MARK_BLOCKS, Booking, Books, marks_of, num_held
+from disagg.router.workers.assignments import MARK_BLOCKS, Assignment, Assignments, marks_of, num_held
 from tests.support.engine_world import EngineWorld
 from tests.support.router import routed_request
 
@@ -153,15 +153,15 @@ def test_what_the_books_permit_is_accepted(
 )
 def test_marks_show_what_is_held_of_a_chain_and_never_too_much(num_booked: int, num_asked: int, found: int) -> None:
     chain = request("any", shared=320, own=16 * 20).block_hashes
-    books, worker_id, key = Books(), WorkerId("d0"), AttemptKey(RequestId("r0"), 0)
-    account = books.account(worker_id)
-    books.open(worker_id, key, Booking(marks=marks_of(chain[:num_booked], num_booked)))
-    books.open(worker_id, AttemptKey(RequestId("r1"), 0), Booking(marks=marks_of(chain[:MARK_BLOCKS], 0)))
-    books.close(worker_id, AttemptKey(RequestId("r1"), 0))
-    assert num_held(chain, num_asked, account.held) == found
-    assert books.check_integrity() == []
-    books.close(worker_id, key)
-    assert (account.held, books.check_integrity()) == ({}, [])
+    assignments, worker_id, key = Assignments(), WorkerId("d0"), AttemptKey(RequestId("r0"), 0)
+    assigned = assignments.of_worker(worker_id)
+    assignments.open(worker_id, key, Assignment(marks=marks_of(chain[:num_booked], num_booked)))
+    assignments.open(worker_id, AttemptKey(RequestId("r1"), 0), Assignment(marks=marks_of(chain[:MARK_BLOCKS], 0)))
+    assignments.close(worker_id, AttemptKey(RequestId("r1"), 0))
+    assert num_held(chain, num_asked, assigned.held) == found
+    assert assignments.check_integrity() == []
+    assignments.close(worker_id, key)
+    assert (assigned.held, assignments.check_integrity()) == ({}, [])
 
 
 # ---------------------------------------------------------------- waiting for a place to decode

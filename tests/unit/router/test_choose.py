@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.router.placement.placement import MAX_SIDE, Candidate, Demand, Shortlist, Weight, choose
 from disagg.router.placement.policies.base import Simple
-from disagg.router.workers.books import Account, Booking
+from disagg.router.workers.assignments import AssignedLoad, Assignment
 from disagg.router.workers.worker import Worker
 from tests.support.router import worker_info
 
@@ -35,15 +35,15 @@ class Given(Simple):
         cost, num_misses, *_ = self.sides[candidate]
         return Weight(cost, num_misses)
 
-    weigh_prefill = weigh_decode = weigh_alone = weigh
+    weigh_prefill = weigh_decode = weigh_colocated = weigh
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
         return self.sides[decode][4]
 
 
 def candidate(name: str, has_slot: bool, num_sequences: int) -> Candidate:
-    account = Account(bookings={AttemptKey(RequestId(f"r{i}"), 0): Booking() for i in range(num_sequences)})
-    worker = Worker(worker_info(name), account, 0, 256)
+    assigned = AssignedLoad(assignments={AttemptKey(RequestId(f"r{i}"), 0): Assignment() for i in range(num_sequences)})
+    worker = Worker(worker_info(name), assigned, 0, 256)
     worker.has_slot = has_slot
     return Candidate(worker)
 
@@ -66,7 +66,7 @@ def by_definition(policy: Given, shortlist: Shortlist) -> list[Option]:
                 policy.sides[d],
             )
             options.append((p_misses + d_misses, p_cost + d_cost + link, has_slot, p_seqs + d_seqs + 2, (p, d)))
-    for d in best(shortlist.wholes + shortlist.decodes, True):
+    for d in best(shortlist.colocated + shortlist.decodes, True):
         cost, num_misses, has_slot, num_sequences, _ = policy.sides[d]
         options.append((num_misses, cost, has_slot, num_sequences + 1, (None, d)))
     fewest_misses = min(option[0] for option in options)
@@ -80,15 +80,15 @@ def by_definition(policy: Given, shortlist: Shortlist) -> list[Option]:
     return [option[4] for option in options]
 
 
-@given(prefills=st.lists(SIDES, max_size=5), decodes=st.lists(SIDES, max_size=5), wholes=st.lists(SIDES, max_size=3))
+@given(prefills=st.lists(SIDES, max_size=5), decodes=st.lists(SIDES, max_size=5), colocated=st.lists(SIDES, max_size=3))
 def test_it_is_what_looking_at_all_options_gives(
     prefills: list[tuple[float, int, bool, int, float]],
     decodes: list[tuple[float, int, bool, int, float]],
-    wholes: list[tuple[float, int, bool, int, float]],
+    colocated: list[tuple[float, int, bool, int, float]],
 ) -> None:
     policy = Given({})
     roles: list[list[Candidate]] = []
-    for name, sides in (("p", prefills), ("d", decodes), ("c", wholes)):
+    for name, sides in (("p", prefills), ("d", decodes), ("c", colocated)):
         roles.append([candidate(f"{name}{i}", side[2], side[3]) for i, side in enumerate(sides)])
         policy.sides.update(zip(roles[-1], sides, strict=True))
     shortlist = Shortlist(roles[0], roles[1], roles[2], local=True)
@@ -102,7 +102,7 @@ def test_it_is_what_looking_at_all_options_gives(
         choice = choose(policy, Demand(num_tokens=64), [shortlist], take)
         return None if choice is None else (choice.prefill, choice.decode)
 
-    if not decodes and not wholes:
+    if not decodes and not colocated:
         assert draw(0) is None
         return
     expected = by_definition(policy, shortlist)

@@ -11,7 +11,7 @@ from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import Load
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.workers.books import Account, Booking
+from disagg.router.workers.assignments import AssignedLoad, Assignment
 from disagg.router.workers.openings import openings, wait_ms
 from disagg.router.workers.worker import Worker
 from tests.support.engine_world import EngineWorld
@@ -85,21 +85,21 @@ def test_without_a_target_requests_queue() -> None:
 # ---------------------------------------------------------------- openings
 
 
-def busy(*bookings: Booking, load: Load | None = None) -> Worker:
+def busy(*assignments: Assignment, load: Load | None = None) -> Worker:
     """A worker of four places, 64 blocks and steps of 10 ms."""
     info = worker_info("d0", max_num_seqs=4, calibration=samples(base_ms=10, prefill_token_ms=1, decode_ms=0))
-    account = Account()
-    worker = Worker(info, account, 0, 1)
-    for number, booking in enumerate(bookings):
-        account.bookings[AttemptKey(RequestId(f"r{number}"), 0)] = booking
-        account.blocks += booking.blocks
+    assigned = AssignedLoad()
+    worker = Worker(info, assigned, 0, 1)
+    for number, assignment in enumerate(assignments):
+        assigned.assignments[AttemptKey(RequestId(f"r{number}"), 0)] = assignment
+        assigned.blocks += assignment.blocks
     worker.take_report(worker_report("d0", 0, load=load))
     worker.refresh()
     return worker
 
 
-def running(num_made: int, *, most: int = 1000, blocks: int = 8) -> Booking:
-    return Booking(blocks=blocks, context=100 + num_made, known_tokens=100, most_output_tokens=most)
+def running(num_made: int, *, most: int = 1000, blocks: int = 8) -> Assignment:
+    return Assignment(blocks=blocks, context=100 + num_made, known_tokens=100, most_output_tokens=most)
 
 
 def opens(worker: Worker, num_blocks: int = 8, room: int = 64) -> list[int]:

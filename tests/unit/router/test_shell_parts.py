@@ -11,7 +11,7 @@ from disagg.proto.messages import Cancel, SessionHello, StepUpdate, TokenLogprob
 from disagg.router.api import Completion, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import WorkerUp
-from disagg.router.requests.wakeups import Wakeups
+from disagg.router.requests.timers import Timers
 from disagg.router.shell import server as server_module
 from disagg.router.shell import wire
 from disagg.router.shell.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
@@ -48,40 +48,40 @@ def test_values_that_cannot_work_are_named(field: str, value: float, rule: str) 
 
 
 def test_wakeups_come_in_time_order_and_skip_requests_that_ended() -> None:
-    wakeups = Wakeups()
+    timers = Timers()
     for when, name in ((3.0, "c"), (1.0, "gone"), (2.0, "b"), (2.0, "a"), (4.0, "b")):
-        wakeups.add(when, RequestId(name))
-    wakeups.forget(RequestId("gone"))
-    assert wakeups.earliest() == 2.0
-    assert wakeups.pop_due(1.9) is None
-    assert [wakeups.pop_due(2.0) for _ in range(3)] == ["b", "a", None]
-    wakeups.forget(RequestId("c"))
-    assert wakeups.earliest() == 4.0
-    wakeups.forget(RequestId("b"))
-    assert wakeups.earliest() is None
-    assert wakeups.pop_due(99.0) is None
+        timers.add(when, RequestId(name))
+    timers.forget(RequestId("gone"))
+    assert timers.earliest() == 2.0
+    assert timers.pop_due(1.9) is None
+    assert [timers.pop_due(2.0) for _ in range(3)] == ["b", "a", None]
+    timers.forget(RequestId("c"))
+    assert timers.earliest() == 4.0
+    timers.forget(RequestId("b"))
+    assert timers.earliest() is None
+    assert timers.pop_due(99.0) is None
 
 
 def test_an_old_wakeup_is_none_of_a_new_request_with_the_same_id() -> None:
-    wakeups = Wakeups()
-    wakeups.add(1.0, RequestId("a"))
-    wakeups.forget(RequestId("a"))
-    wakeups.add(2.0, RequestId("a"))
-    assert wakeups.earliest() == 2.0
-    assert [wakeups.pop_due(9.0) for _ in range(2)] == ["a", None]
+    timers = Timers()
+    timers.add(1.0, RequestId("a"))
+    timers.forget(RequestId("a"))
+    timers.add(2.0, RequestId("a"))
+    assert timers.earliest() == 2.0
+    assert [timers.pop_due(9.0) for _ in range(2)] == ["a", None]
 
 
 def test_wakeups_take_memory_for_what_is_in_flight_only() -> None:
-    wakeups, alive = Wakeups(), 10
+    timers, alive = Timers(), 10
     for number in range(20_000):
-        wakeups.add(600.0 + number, RequestId(f"r{number}"))
+        timers.add(600.0 + number, RequestId(f"r{number}"))
         if number >= alive:
-            wakeups.forget(RequestId(f"r{number - alive}"))
-        assert len(wakeups) <= 2 * alive + 2 * 64
+            timers.forget(RequestId(f"r{number - alive}"))
+        assert len(timers) <= 2 * alive + 2 * 64
     for number in range(20_000):
-        wakeups.forget(RequestId(f"r{number}"))
-    assert len(wakeups) <= 64
-    assert wakeups.earliest() is None
+        timers.forget(RequestId(f"r{number}"))
+    assert len(timers) <= 64
+    assert timers.earliest() is None
 
 
 # ---------------------------------------------------------------- the handle
@@ -215,7 +215,7 @@ def test_what_a_worker_must_not_say() -> None:
 # ---------------------------------------------------------------- the server
 
 
-class FailingVigil:
+class FailingDetector:
     """Fails at the first looks, as a fault of ours would."""
 
     def __init__(self, num_failures: int) -> None:
@@ -236,10 +236,10 @@ async def test_a_fault_in_one_look_for_workers_that_hang_is_not_the_end_of_looki
 ) -> None:
     monkeypatch.setattr(server_module, "SWEEP_S", 0.0)
     server = RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET)
-    vigil = FailingVigil(2)
-    server._vigil = vigil  # type: ignore[assignment]
+    detector = FailingDetector(2)
+    server._detector = detector  # type: ignore[assignment]
     await server.start()
-    await asyncio.wait_for(vigil.looked.wait(), 20.0)
+    await asyncio.wait_for(detector.looked.wait(), 20.0)
     await server.stop()
     failed = [record for record in caplog.records if record.getMessage().startswith("looking for workers that hang")]
     assert len(failed) == 2

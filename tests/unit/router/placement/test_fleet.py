@@ -3,9 +3,9 @@ import pytest
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, Load
 from disagg.router.placement.fleet import Fleet
-from disagg.router.placement.kinds import longest_of
+from disagg.router.placement.model_groups import longest_of
 from disagg.router.placement.placement import Demand
-from disagg.router.workers.books import Booking
+from disagg.router.workers.assignments import Assignment
 from tests.support.placing import Placing, busy, samples
 from tests.support.router import routed_request, worker_info, worker_report
 
@@ -41,16 +41,16 @@ def test_candidates_join_books_index_and_reports() -> None:
     request = routed_request("r0", 64)
     snapshot = BlocksSnapshot(hashes=request.block_hashes)
     assert it.report(worker_report("p0", 0, snapshot, load=Load(blocks_active=3, blocks_reserved=4)), 0.0)
-    it.open(it.worker(P), K0, Booking(tokens=10, blocks=5), 0)
-    it.open(it.worker(D), K0, Booking(blocks=6), 0)
-    ((p0,), (d0,), wholes, local, _, _) = it.shortlists(Demand(num_tokens=64), request.block_hashes, (), 0.0)[0]
-    assert (wholes, local) == ([], False)
+    it.open(it.worker(P), K0, Assignment(tokens=10, blocks=5), 0)
+    it.open(it.worker(D), K0, Assignment(blocks=6), 0)
+    ((p0,), (d0,), colocated, local, _, _) = it.shortlists(Demand(num_tokens=64), request.block_hashes, (), 0.0)[0]
+    assert (colocated, local) == ([], False)
     # All four blocks match, but the last token is always computed.
     assert (p0.worker.worker_id, p0.cached_tokens, p0.worker.outstanding_tokens, p0.worker.used_blocks) == (
         P,
         48,
         10,
-        12,  # Seven that were held before it was booked there, and its five.
+        12,  # Seven that were held before it was assigned there, and its five.
     )
     assert (d0.worker.worker_id, d0.cached_tokens, d0.worker.outstanding_tokens, d0.worker.used_blocks) == (D, 0, 0, 6)
     assert it.shortlists(Demand(num_tokens=65), request.block_hashes, {D}, 0.0)[0].decodes == []
@@ -61,7 +61,7 @@ def test_a_worker_that_greets_twice_in_one_life_keeps_what_is_known() -> None:
     it = fleet("d0")
     request = routed_request("r0", 32)
     it.report(worker_report("d0", 0, BlocksSnapshot(hashes=request.block_hashes), load=Load(num_running=2)), 0.0)
-    it.open(it.worker(D), K0, Booking(blocks=3), 0)
+    it.open(it.worker(D), K0, Assignment(blocks=3), 0)
     it.up(worker_info("d0", max_model_len=50), 0.0)
     assert it.views(0.0)[0].load.num_running == 2
     assert it.index.match(request.block_hashes) == {D: 2}
@@ -84,8 +84,8 @@ def test_a_lost_worker_is_forgotten_and_the_others_stay() -> None:
 
 def test_integrity_sees_bookings_on_a_stranger() -> None:
     it = fleet("p0")
-    it.books.open(D, K0, Booking())
-    assert it.check_integrity() == ["bookings on d0, which is not present"]
+    it.assignments.open(D, K0, Assignment())
+    assert it.check_integrity() == ["assignments on d0, which is not present"]
 
 
 # ---------------------------------------------------------------- progress within a prompt
@@ -94,19 +94,19 @@ def test_integrity_sees_bookings_on_a_stranger() -> None:
 def test_a_report_tells_how_far_a_prompt_is() -> None:
     it = fleet("p0", "d0")
     worker = it.worker(P)
-    it.open(worker, K0, Booking(tokens=100, pairs=5050), 0)
+    it.open(worker, K0, Assignment(tokens=100, pairs=5050), 0)
     assert worker.outstanding_tokens == 100
     # The worker may not have heard of it when it wrote this.
     it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=0)), 0.0)
     assert worker.outstanding_tokens == 100
     it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=40)), 0.0)
     assert (worker.outstanding_tokens, worker.outstanding_pairs) == (40, 2020.0)
-    it.open(worker, K1, Booking(tokens=50, pairs=1275), 1)
+    it.open(worker, K1, Assignment(tokens=50, pairs=1275), 1)
     assert worker.outstanding_tokens == 90
     it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=20)), 0.0)
     assert worker.outstanding_tokens == 70
     it.computed(P, K0)
-    assert (worker.outstanding_tokens, it.books.account(P).tokens) == (50, 50)
+    assert (worker.outstanding_tokens, it.assignments.of_worker(P).tokens) == (50, 50)
     it.close(P, K1)
     it.close(P, K0)
     assert worker.outstanding_tokens == 0
@@ -116,7 +116,7 @@ def test_openings_are_counted_when_a_slot_frees() -> None:
     it = fleet("p0", "d0")
     worker = it.worker(P)
     before = it.num_openings
-    it.open(worker, K0, Booking(tokens=300), 0)
+    it.open(worker, K0, Assignment(tokens=300), 0)
     assert (it.has_opening, it.num_openings) == (False, before)
     it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=300)), 0.0)
     it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=256)), 0.0)
@@ -130,7 +130,7 @@ def test_the_backlog_of_those_that_compute_prompts() -> None:
     exact = samples(base_ms=0.0, prefill_token_ms=1.0, decode_ms=1.0)
     it = Placing("joint", busy(worker_info("p0", calibration=exact)), busy(worker_info("p1", calibration=exact)), "d0")
     assert it.fleet.backlog() == (0.0, 2)
-    it.fleet.open(it.fleet.worker(P), K0, Booking(tokens=100), 0)
+    it.fleet.open(it.fleet.worker(P), K0, Assignment(tokens=100), 0)
     backlog_ms, num_workers = it.fleet.backlog()
     assert (round(backlog_ms), num_workers) == (100, 2)
     fastest = it.fleet.fastest()

@@ -1,4 +1,4 @@
-"""What all policies share: who fits, who has room, who forms pairs; and what a placement books."""
+"""What all policies share: who fits, who has room, who forms pairs; and what a placement assignments."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.placement.placement import (
     Candidate,
     Demand,
+    decode_assignment,
     decode_blocks,
-    decode_booking,
+    prefill_assignment,
     prefill_blocks,
-    prefill_booking,
 )
 from disagg.router.placement.times import num_pairs
-from disagg.router.workers.books import Booking
+from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import longest_sequence
 from tests.support.placing import Busy, Placing, busy
 from tests.support.router import worker_info
@@ -115,9 +115,9 @@ def test_bookings() -> None:
     assert prefill_blocks(demand, p0.info) == 5
     assert [decode_blocks(demand, worker.info) for worker in (p0, short, large)] == [11, 6, 3]
     candidate = Candidate(p0, 48, 4, 7)
-    assert prefill_booking(demand, candidate) == Booking(tokens=16, pairs=904, blocks=7)
-    assert decode_booking(demand, candidate, computes_prompt=False) == Booking(blocks=7, context=64)
-    assert decode_booking(demand, candidate, computes_prompt=True) == Booking(
+    assert prefill_assignment(demand, candidate) == Assignment(tokens=16, pairs=904, blocks=7)
+    assert decode_assignment(demand, candidate, computes_prompt=False) == Assignment(blocks=7, context=64)
+    assert decode_assignment(demand, candidate, computes_prompt=True) == Assignment(
         tokens=16, pairs=904, blocks=7, context=64
     )
 

@@ -5,7 +5,7 @@ import pytest
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.placement.draw import in_turn, mixed
-from disagg.router.workers.books import Booking
+from disagg.router.workers.assignments import Assignment
 from tests.support.placing import Placing, busy
 
 # ---------------------------------------------------------------- least_loaded
@@ -81,7 +81,7 @@ def place_all(it: Placing, count: int) -> list[str]:
         places.append(it.where(turn=turn))
         for candidate in (choice.prefill, choice.decode):
             if candidate is not None:
-                it.fleet.open(candidate.worker, AttemptKey(RequestId(f"r{turn}"), 0), Booking(tokens=1), turn)
+                it.fleet.open(candidate.worker, AttemptKey(RequestId(f"r{turn}"), 0), Assignment(tokens=1), turn)
     return places
 
 

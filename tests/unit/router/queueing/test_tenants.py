@@ -270,7 +270,7 @@ def test_requests_per_minute() -> None:
     assert it.core.admit(call(4, limits=limits), 40.0) is not None
     it.now = 40.0
     assert it.submit(of("a", "a0", limits=limits, prepaid_tokens=0)) == ["dispatch p0 a0/0 -> d0"]
-    usage = it.core.view(40.0).tally.tenants["a"]
+    usage = it.core.view(40.0).stats.tenants["a"]
     assert usage.refused == {"requests_per_minute": 3}
 
 
@@ -292,7 +292,7 @@ def test_tokens_per_minute_are_charged_whole_and_what_was_not_taken_is_given_bac
     assert it.submit(of("a", "a4", 1, max_tokens=600, limits=limits)) == ["fail a4 LimitError"]
     assert limit_error(it, "a4").retry_after_s is None
     it.cancel("a2")
-    usage = it.core.view(0.0).tally.tenants["a"]
+    usage = it.core.view(0.0).stats.tenants["a"]
     assert usage == TenantUsage(
         Counter(stop=1, cancelled=1, rate_limit_exceeded=3), 198, 2, Counter(tokens_per_minute=3)
     )

@@ -26,7 +26,7 @@ class SoonestFirst:
     def soonest_decode(self, demand: Demand, output_tokens: float) -> NamedWorker:
         return NamedWorker(next(name for name in self.names if name not in self.left_out))
 
-    def is_left_out(self, worker_id: WorkerId) -> bool:
+    def is_excluded(self, worker_id: WorkerId) -> bool:
         return worker_id in self.left_out
 
     def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:

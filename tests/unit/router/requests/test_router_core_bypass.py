@@ -66,7 +66,7 @@ def test_after_a_while_a_worker_is_kept_for_the_large_one() -> None:
     assert it.core.next_wakeup() == BYPASS_S
     it.start(routed_request("s0", 60), "p0", "d1")
     assert it.at(BYPASS_S) == []
-    # D1 has 54 blocks booked, D0 55: d1 is kept free of new ones, though it is the less loaded.
+    # D1 has 54 blocks assigned, D0 55: d1 is kept free of new ones, though it is the less loaded.
     for number in range(1, 6):
         it.start(routed_request(f"s{number}", 60), "p0", "d0")
     # The large one may not pass itself by: its room is on d1 once f1 has ended.

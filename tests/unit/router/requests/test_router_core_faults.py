@@ -465,5 +465,5 @@ def test_a_deadline_of_a_request_that_ended_is_not_kept() -> None:
         it.handle(Submit(routed_request(name, [1], deadline=600.0), 0.0), 0.0)
         it.handle(CancelRequest(RequestId(name)), 0.0)
     assert it.holdings() == EMPTY
-    assert len(it._wakeups) <= 65
+    assert len(it._timers) <= 65
     assert it.next_wakeup() is None

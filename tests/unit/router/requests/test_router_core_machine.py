@@ -36,9 +36,9 @@ from disagg.router.requests.events import (
     ResumeWorker,
     Submit,
     Tick,
-    WorkerHeard,
     WorkerIsDrained,
     WorkerLost,
+    WorkerRecovered,
     WorkerReported,
     WorkerSuspected,
     WorkerUp,
@@ -315,7 +315,7 @@ class RouterMachine(RuleBasedStateMachine):
             return
         life = (WorkerId(name), Incarnation(str(worker.life)))
         worker.is_suspected = not worker.is_suspected
-        self.handle(WorkerSuspected(*life, "was silent") if worker.is_suspected else WorkerHeard(*life))
+        self.handle(WorkerSuspected(*life, "was silent") if worker.is_suspected else WorkerRecovered(*life))
         assert not (worker.is_suspected and worker.parts)
 
     @rule(name=st.sampled_from(NAMES))
@@ -362,14 +362,14 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def workers_run_only_what_the_books_know(self) -> None:
         """So a worker that is given up on was told, and one that still runs was not forgotten."""
-        assert {(WorkerId(name), key) for name, key in self.parts()} <= set(self.core._fleet.books.entries())
+        assert {(WorkerId(name), key) for name, key in self.parts()} <= set(self.core._fleet.assignments.entries())
 
     @invariant()
     def a_draining_worker_is_drained_when_nothing_is_booked_on_it(self) -> None:
-        booked = {worker_id for worker_id, _ in self.core._fleet.books.entries()}
+        assigned = {worker_id for worker_id, _ in self.core._fleet.assignments.entries()}
         for name, worker in self.workers.items():
             if worker.is_up and worker.is_draining:
-                assert worker.is_drained == (name not in booked)
+                assert worker.is_drained == (name not in assigned)
 
     @invariant()
     def places_are_kept_as_counted(self) -> None:

@@ -100,7 +100,7 @@ def test_the_spans_of_a_request_over_a_pair() -> None:
         ("decode", "d0", 13.125, 14.0),
         ("detokenize", None, 13.5, 14.0),
     ]
-    stages = {stage: found.total for stage, found in view(it).tally.stages.items()}
+    stages = {stage: found.total for stage, found in view(it).stats.stages.items()}
     assert stages == {
         "tokenize_queue": 0.0,
         "tokenize": 0.5,
@@ -206,7 +206,7 @@ def test_the_longest_gap_is_noted() -> None:
     it = alone()
     answer(it, routed_request("r0", 64), 1.0, 1.5, 4.0, 4.25)
     assert trace_of(it, "r0").max_itl_s == 2.5
-    itl = view(it).tally.itl
+    itl = view(it).stats.itl
     assert (itl.num_observed, itl.total) == (3, 3.25)
 
 
@@ -217,10 +217,10 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
     it.update("d0", tokens_update("r0", 0, 0, 5, 6, 7))
     it.now = 3.0
     it.update("d0", tokens_update("r0", 0, 3, 8, 9))
-    tally = view(it).tally
-    assert (tally.itl.counts[0], tally.itl.num_observed, tally.itl.total) == (3, 4, 2.0)
-    assert (tally.ttft["colocated"].num_observed, tally.ttft["colocated"].total) == (1, 1.0)
-    assert tally.num_output_tokens == 5
+    stats = view(it).stats
+    assert (stats.itl.counts[0], stats.itl.num_observed, stats.itl.total) == (3, 4, 2.0)
+    assert (stats.ttft["colocated"].num_observed, stats.ttft["colocated"].total) == (1, 1.0)
+    assert stats.num_output_tokens == 5
 
 
 def test_the_ring_keeps_the_latest() -> None:
@@ -272,7 +272,7 @@ def test_a_trace_knows_whose_the_request_is_and_where_it_came_from() -> None:
 
 def test_a_line_for_each_request_says_nothing_of_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
     it = alone()
-    with caplog.at_level(logging.DEBUG, "disagg.router.telemetry.journal"):
+    with caplog.at_level(logging.DEBUG, "disagg.router.telemetry.telemetry"):
         answer(
             it,
             msgspec.structs.replace(routed_request("r0", 64), trace_parent=f"00-{'a' * 32}-{'b' * 16}-01"),
@@ -293,12 +293,12 @@ def test_an_answered_request_is_summed_up() -> None:
     it.update("p0", tokens_update("r0", 0, 0, 7), prefilled_update("r0", 0, 16))
     it.now = 2.0
     it.update("d0", handed_over_update("r0", 0), tokens_update("r0", 0, 0, 7, 8), end_update("r0", 0, "length"))
-    tally = view(it).tally
-    assert tally.outcomes == {"length": 1}
-    assert (tally.prompt_tokens.total, tally.cached_tokens, tally.output_tokens.total) == (64, 16, 2)
-    assert (tally.ttft["pd"].total, tally.e2e.total) == (1.0, 2.0)
-    assert tally.decisions == {"pair": 1}
-    assert tally.slos == {}
+    stats = view(it).stats
+    assert stats.outcomes == {"length": 1}
+    assert (stats.prompt_tokens.total, stats.cached_tokens, stats.output_tokens.total) == (64, 16, 2)
+    assert (stats.ttft["pd"].total, stats.e2e.total) == (1.0, 2.0)
+    assert stats.decisions == {"pair": 1}
+    assert stats.slos == {}
 
 
 def test_an_answer_cut_by_a_stop_string_is_an_answer() -> None:
@@ -306,10 +306,10 @@ def test_an_answer_cut_by_a_stop_string_is_an_answer() -> None:
     it.submit(routed_request("r0", 64, max_tokens=100))
     it.update("d0", tokens_update("r0", 0, 0, 7, 8, 9))
     assert it.handle(CancelRequest(RequestId("r0"), num_answered=2))[-1] == "fail r0 RequestCancelledError"
-    trace, tally = trace_of(it, "r0"), view(it).tally
+    trace, stats = trace_of(it, "r0"), view(it).stats
     assert (trace.outcome, trace.num_output_tokens) == ("stop", 2)
-    assert tally.outcomes == {"stop": 1}
-    assert (tally.output_tokens.total, tally.num_output_tokens) == (2, 3)
+    assert stats.outcomes == {"stop": 1}
+    assert (stats.output_tokens.total, stats.num_output_tokens) == (2, 3)
 
 
 def test_a_probe_is_traced_and_not_counted() -> None:
@@ -318,9 +318,9 @@ def test_a_probe_is_traced_and_not_counted() -> None:
     it.update("p0", tokens_update("r0", 0, 0, 7), end_update("r0", 0, "stop"))
     assert trace_of(it, "r0").outcome == "stop"
     assert "first_token" in trace_of(it, "r0").stages
-    tally = view(it).tally
-    assert (tally.outcomes, tally.slos, tally.num_output_tokens) == ({}, {}, 0)
-    assert tally.decisions == {"probe": 1}
+    stats = view(it).stats
+    assert (stats.outcomes, stats.slos, stats.num_output_tokens) == ({}, {}, 0)
+    assert stats.decisions == {"probe": 1}
 
 
 def test_decisions_are_counted() -> None:
@@ -328,9 +328,9 @@ def test_decisions_are_counted() -> None:
     it = Scenario("p0", "d0", config=config)
     it.start(routed_request("r0", 128), "p0", "d0")
     it.submit(routed_request("r1", 64))
-    assert view(it).tally.decisions == {"pair": 1, "no_room": 1}
+    assert view(it).stats.decisions == {"pair": 1, "no_room": 1}
     assert it.lost("p0") == ["cancel d0 r0/0", "dispatch d0 r0/1 alone"]
-    assert view(it).tally.decisions == {"pair": 1, "no_room": 1, "local_fallback": 1}
+    assert view(it).stats.decisions == {"pair": 1, "no_room": 1, "local_fallback": 1}
 
 
 def test_rates_are_of_the_last_ten_seconds() -> None:
@@ -367,7 +367,7 @@ def test_targets_of_an_answer(
 ) -> None:
     it = alone()
     answer(it, aimed("r0", ttft_s, tpot_s), *times)
-    assert view(it).tally.slos == dict.fromkeys(met.items(), 1)
+    assert view(it).stats.slos == dict.fromkeys(met.items(), 1)
     counts = {slo: (int(met[slo]), 1) if slo in met else (0, 0) for slo in ("ttft", "tpot", "both")}
     assert view(it).slos == counts
 
@@ -377,7 +377,7 @@ def test_configured_targets_count_for_requests_without_their_own() -> None:
     answer(it, aimed("r0"), 0.5)
     it.now = 10.0
     answer(it, aimed("r1", ttft_s=0.25), 10.5)
-    assert view(it).tally.slos == {("ttft", True): 1, ("both", True): 1, ("ttft", False): 1, ("both", False): 1}
+    assert view(it).stats.slos == {("ttft", True): 1, ("both", True): 1, ("ttft", False): 1, ("both", False): 1}
 
 
 def test_a_failed_request_missed_all_of_its_targets() -> None:
@@ -386,15 +386,15 @@ def test_a_failed_request_missed_all_of_its_targets() -> None:
     it.now = 1.0
     it.update("d0", tokens_update("r0", 0, 0, 7))
     it.at(2.0)
-    assert view(it).tally.slos == {("ttft", False): 1, ("tpot", False): 1, ("both", False): 1}
+    assert view(it).stats.slos == {("ttft", False): 1, ("tpot", False): 1, ("both", False): 1}
 
 
 def test_a_refused_request_missed_its_targets() -> None:
     it = Scenario("p0", "d0")
     it.now = 1.0
     it.submit(msgspec.structs.replace(aimed("r0", 5.0), deadline=1.0))
-    assert view(it).tally.slos == {("ttft", False): 1, ("both", False): 1}
-    assert view(it).tally.outcomes == {"timeout": 1}
+    assert view(it).stats.slos == {("ttft", False): 1, ("both", False): 1}
+    assert view(it).stats.outcomes == {"timeout": 1}
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_a_client_that_leaves_missed_what_was_missed_by_then(
         it.update("d0", tokens_update("r0", 0, index, 7))
     it.now = left_at
     it.cancel("r0")
-    assert view(it).tally.slos == dict.fromkeys(met.items(), 1)
+    assert view(it).stats.slos == dict.fromkeys(met.items(), 1)
 
 
 def test_attainment_is_that_of_the_last_minute() -> None:

@@ -17,7 +17,7 @@ import grpc
 
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_blocking_channel
-from disagg.proto.control import BEAT_S, GatewayBeat
+from disagg.proto.control import HEARTBEAT_S, GatewayHeartbeat
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import encode
 from disagg.proto.services import FOLLOW
@@ -29,7 +29,7 @@ MAX_PAUSE_S = 2.0
 JOIN_TIMEOUT_S = 5.0
 
 
-class BeatLine:
+class HeartbeatConnection:
     """Owner of its thread and channel.
 
     Args:
@@ -102,7 +102,7 @@ class BeatLine:
         """Read by gRPC, one ahead, until the line breaks."""
         while True:
             turn_s, doing = self._state()
-            yield encode(GatewayBeat(gateway_id=self._gateway_id, pid=os.getpid(), turn_s=turn_s, doing=doing))
-            if self._stopped.wait(BEAT_S):
+            yield encode(GatewayHeartbeat(gateway_id=self._gateway_id, pid=os.getpid(), turn_s=turn_s, doing=doing))
+            if self._stopped.wait(HEARTBEAT_S):
                 return
             self._stood = True

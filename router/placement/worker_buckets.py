@@ -1,7 +1,7 @@
-"""The present workers, grouped so that a placement looks at a few of them: by kind (whose KV means the same), role and
+"""The present workers, grouped so that a placement looks at a few of them: by group (whose KV means the same), role and
 shape.
 
-Within a pool all workers have one shape. So the one with the most free blocks tells whether anybody in the pool has
+Within a bucket all workers have one shape. So the one with the most free blocks tells whether anybody in the bucket has
 room, and the least rank who is worth a look.
 
 Owner: the router's fleet.
@@ -16,25 +16,25 @@ from itertools import islice
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
-from disagg.router.placement.order import Order
+from disagg.router.placement.lazy_ranking import LazyRanking
 from disagg.router.placement.placement import Candidate, Demand, Policy
-from disagg.router.workers.books import num_held
+from disagg.router.workers.assignments import num_held
 from disagg.router.workers.openings import openings
 from disagg.router.workers.prefix_match import PrefixMatch, WorkerSet
 from disagg.router.workers.worker import Worker, longest_sequence
 
 NUM_LOOKS = 3
-"""Workers of a pool that are looked at because of their rank."""
+"""Workers of a bucket that are looked at because of their rank."""
 NUM_HOLDERS = 2
-"""Workers of a pool that are looked at because of their prefixes."""
+"""Workers of a bucket that are looked at because of their prefixes."""
 NUM_TURNS = 1024
 """Where among equal holders to begin goes round in this many placements."""
 
 _Blocks = Callable[[Demand, WorkerInfo], int]
 
 
-class Pool:
-    """Workers of one kind, role and shape.
+class WorkerBucket:
+    """Workers of one group, role and shape.
 
     Args:
         info: of the first worker; gives the shape.
@@ -60,8 +60,8 @@ class Pool:
         self._decodes = "decode" in info.roles
         self._shape = info
         self._num_blocks = num_blocks
-        self._by_rank = Order(self._rank)
-        self._by_room = Order(self._used)
+        self._by_rank = LazyRanking(self._rank)
+        self._by_room = LazyRanking(self._used)
 
     def add(self, worker: Worker) -> None:
         """A worker came."""
@@ -102,7 +102,7 @@ class Pool:
         """What does not add up; empty when all is well."""
         workers = self.members.values()
         if self.num_open != sum(worker.has_slot and not worker.is_full for worker in workers):
-            return [f"pool of {', '.join(self.members)}: {self.num_open} workers are said to be open"]
+            return [f"bucket of {', '.join(self.members)}: {self.num_open} workers are said to be open"]
         return []
 
     def candidates(self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
@@ -154,12 +154,12 @@ class Pool:
             shared = cached
             if cached and self._decodes:
                 assert matched is not None
-                shared = num_held(matched.hashes, cached // HASH_BLOCK_TOKENS, worker.account.held) * HASH_BLOCK_TOKENS
+                shared = num_held(matched.hashes, cached // HASH_BLOCK_TOKENS, worker.assigned.held) * HASH_BLOCK_TOKENS
             shared_blocks = shared // block_size
-            booked_blocks = all_blocks - shared_blocks
-            if worker.takes(booked_blocks, room) or worker.is_empty:
+            assigned_blocks = all_blocks - shared_blocks
+            if worker.takes(assigned_blocks, room) or worker.is_empty:
                 num_blocks = all_blocks - cached // block_size
-                found.append(Candidate(worker, cached, num_blocks, booked_blocks, shared_blocks))
+                found.append(Candidate(worker, cached, num_blocks, assigned_blocks, shared_blocks))
         return found
 
     def _rank(self, worker: Worker) -> float:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import TokenBatch
-from disagg.router.requests.ledger import TokenLedger
+from disagg.router.requests.output_buffer import OutputBuffer
 
 
-def ledger(max_tokens: int = 8, attempt: int = 0) -> TokenLedger:
-    made = TokenLedger(max_tokens)
+def ledger(max_tokens: int = 8, attempt: int = 0) -> OutputBuffer:
+    made = OutputBuffer(max_tokens)
     made.begin(attempt)
     return made
 
@@ -80,8 +80,8 @@ def of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(-token_id / 8, (token_id,), (-token_id / 8,))
 
 
-def asking() -> TokenLedger:
-    made = TokenLedger(8, wants_logprobs=True)
+def asking() -> OutputBuffer:
+    made = OutputBuffer(8, wants_logprobs=True)
     made.begin(0)
     return made
 

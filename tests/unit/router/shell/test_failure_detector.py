@@ -6,64 +6,64 @@ import math
 
 import pytest
 
-from disagg.router.shell.vigil import SWEEP_S, Vigil, limit
+from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
 
 
 class Driver:
-    """A vigil, and a clock that goes from sweep to sweep."""
+    """A detector, and a clock that goes from sweep to sweep."""
 
     def __init__(self, silent_after_s: float = 2.0, stuck_after_s: float = 10.0) -> None:
-        self.vigil: Vigil[str] = Vigil(silent_after_s, stuck_after_s)
+        self.detector: FailureDetector[str] = FailureDetector(silent_after_s, stuck_after_s)
         self.now = 100.0
-        assert self.vigil.sweep(self.now) == []
+        assert self.detector.sweep(self.now) == []
 
     def pass_time(self, seconds: float) -> list[tuple[float, str, str]]:
         """Sweep as often as one should; (seconds from now, who, why) of those who are suspected."""
         found = []
         for step in range(1, round(seconds / SWEEP_S) + 1):
             self.now += SWEEP_S
-            found += [(step * SWEEP_S, key, why) for key, why in self.vigil.sweep(self.now)]
+            found += [(step * SWEEP_S, key, why) for key, why in self.detector.sweep(self.now)]
         return found
 
 
 def test_silence_is_noticed_in_time_and_once() -> None:
     it = Driver()
-    it.vigil.watch("w")
+    it.detector.watch("w")
     assert it.pass_time(10.0) == [(2.0, "w", "was silent for 2.0 s")]
 
 
 def test_who_speaks_is_not_suspected() -> None:
     it = Driver()
-    it.vigil.watch("speaks")
-    it.vigil.watch("silent")
+    it.detector.watch("speaks")
+    it.detector.watch("silent")
     found = []
     for _ in range(8):
         found += it.pass_time(0.5)
-        assert it.vigil.heard("speaks") is False
+        assert it.detector.heartbeat("speaks") is False
     assert [key for _, key, _ in found] == ["silent"]
 
 
 def test_who_speaks_again_is_trusted_and_may_be_suspected_again() -> None:
     it = Driver()
-    it.vigil.watch("w")
+    it.detector.watch("w")
     it.pass_time(5.0)
-    assert it.vigil.heard("w") is True
-    assert it.vigil.heard("w") is False
+    assert it.detector.heartbeat("w") is True
+    assert it.detector.heartbeat("w") is False
     assert it.pass_time(1.75) == []
     assert it.pass_time(0.25) == [(0.25, "w", "was silent for 2.0 s")]
 
 
 def test_one_with_a_limit_of_its_own_is_stuck_after_that() -> None:
     it = Driver()
-    it.vigil.watch("gateway", 30.0)
-    it.vigil.watch("worker")
+    it.detector.watch("gateway", 30.0)
+    it.detector.watch("worker")
     found = []
     for half_seconds in range(61):  # beats come from a thread
-        it.vigil.heard("gateway", half_seconds / 2, "request r1 in encode (text.py:7)")
-        it.vigil.heard("worker", half_seconds / 2)
+        it.detector.heartbeat("gateway", half_seconds / 2, "request r1 in encode (text.py:7)")
+        it.detector.heartbeat("worker", half_seconds / 2)
         found += it.pass_time(0.5)
     assert [(key, why) for _, key, why in found] == [("worker", "has been in one step for 10 s")]
-    it.vigil.heard("gateway", 30.5, "request r1 in encode (text.py:7)")
+    it.detector.heartbeat("gateway", 30.5, "request r1 in encode (text.py:7)")
     assert [(key, why) for _, key, why in it.pass_time(0.5)] == [
         ("gateway", "has been in one step for 30 s (request r1 in encode (text.py:7))")
     ]
@@ -71,10 +71,10 @@ def test_one_with_a_limit_of_its_own_is_stuck_after_that() -> None:
 
 def test_one_that_is_busy_for_longer_than_the_silence_that_counts_is_not_suspected() -> None:
     it = Driver(silent_after_s=4.0, stuck_after_s=30.0)
-    it.vigil.watch("gateway")
+    it.detector.watch("gateway")
     found = []
     for half_seconds in range(10):  # 4.6 s in one piece of work, then it waits
-        it.vigil.heard("gateway", half_seconds / 2 if half_seconds / 2 < 4.6 else 0.0)
+        it.detector.heartbeat("gateway", half_seconds / 2 if half_seconds / 2 < 4.6 else 0.0)
         found += it.pass_time(0.5)
     assert found == []
     assert it.pass_time(4.0) == [(3.5, "gateway", "was silent for 4.0 s")]
@@ -82,48 +82,48 @@ def test_one_that_is_busy_for_longer_than_the_silence_that_counts_is_not_suspect
 
 def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
     it = Driver()
-    it.vigil.watch("w")
+    it.detector.watch("w")
     for turn_s in (9.0, 9.5, 10.0):
-        it.vigil.heard("w", turn_s)
+        it.detector.heartbeat("w", turn_s)
         assert it.pass_time(0.5) == []
-    assert it.vigil.heard("w", 10.5) is False
+    assert it.detector.heartbeat("w", 10.5) is False
     assert it.pass_time(0.25) == [(0.25, "w", "has been in one step for 10 s")]
-    assert it.vigil.heard("w", 11.0) is False
-    assert it.vigil.heard("w") is False  # tokens of earlier steps that were on their way
-    assert it.vigil.heard("w", 0.0) is True
+    assert it.detector.heartbeat("w", 11.0) is False
+    assert it.detector.heartbeat("w") is False  # tokens of earlier steps that were on their way
+    assert it.detector.heartbeat("w", 0.0) is True
 
 
 def test_a_listener_that_slept_suspects_nobody() -> None:
     """Its machine was suspended, or it was stopped: nobody could be heard in that time."""
     it = Driver()
-    it.vigil.watch("w")
+    it.detector.watch("w")
     it.now += 3600.0
-    assert it.vigil.sweep(it.now) == []
+    assert it.detector.sweep(it.now) == []
     assert it.pass_time(1.25) == []
     assert it.pass_time(0.25) == [(0.25, "w", "was silent for 2.0 s")]
 
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
     it = Driver()
-    it.vigil.watch("w")
+    it.detector.watch("w")
     it.now -= 50.0
-    assert it.vigil.sweep(it.now) == []
+    assert it.detector.sweep(it.now) == []
     assert it.pass_time(2.0) == [(2.0, "w", "was silent for 2.0 s")]
 
 
 def test_who_left_or_is_unknown_is_not_suspected() -> None:
     it = Driver()
-    it.vigil.watch("w")
-    it.vigil.forget("w")
-    it.vigil.forget("nobody")
-    assert it.vigil.heard("nobody", 1e9) is False
-    assert ("w" in it.vigil, it.pass_time(5.0)) == (False, [])
+    it.detector.watch("w")
+    it.detector.forget("w")
+    it.detector.forget("nobody")
+    assert it.detector.heartbeat("nobody", 1e9) is False
+    assert ("w" in it.detector, it.pass_time(5.0)) == (False, [])
 
 
 @pytest.mark.parametrize("turn_s", [0.0, 1e9])
 def test_limits_may_be_off(turn_s: float) -> None:
     it = Driver(limit(None), limit(None))
-    it.vigil.watch("w")
-    it.vigil.heard("w", turn_s)
+    it.detector.watch("w")
+    it.detector.heartbeat("w", turn_s)
     assert it.pass_time(100.0) == []
     assert (limit(None), limit(2.5)) == (math.inf, 2.5)

@@ -93,8 +93,8 @@ class BreakerLimits:
 
 
 @dataclass(slots=True)
-class Breaker:
-    """See the module docstring. Owner: the router's quarantine."""
+class CircuitBreaker:
+    """See the module docstring. Owner: the router's breakers."""
 
     limits: BreakerLimits
     state: BreakerState = BreakerState.CLOSED
@@ -113,7 +113,7 @@ class Breaker:
     """The latest results: with whom it failed, None for a success."""
 
     @property
-    def is_shut(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether it takes no new work, not even a trial."""
         return self.state is BreakerState.OPEN or self.state is BreakerState.TRIAL
 

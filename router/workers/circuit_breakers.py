@@ -1,6 +1,6 @@
 """Which workers, and which pairs of them, are left out because a leg of requests fails there again and again.
 
-    failed, passed ──> one breaker per worker and leg, one per pair ──> left_out(): what placement does not look at
+    failed, passed ──> one breaker per worker and leg, one per pair ──> excluded(): what placement does not look at
     placed ──> an attempt on what is half-open is its trial             over: a trial without a result is withdrawn
 
 A transfer has two ends. Its failure counts against the pair, and against both workers; a worker is left out only once
@@ -10,7 +10,7 @@ itself.
 Only the first failure of a request counts. Else a request that fails wherever it runs would have all workers left out.
 
 There is a breaker from the first failure on, until all that it knows is good. So a cluster without failures pays for
-none of this. Where every worker of a role is shut, those with the shortest pause are used all the same.
+none of this. Where every worker of a role is blocked, those with the shortest pause are used all the same.
 
 Owner: the router's fleet.
 """
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from disagg.proto.ids import AttemptKey, WorkerId
 from disagg.router.config import RouterConfig
-from disagg.router.workers.breaker import Breaker, BreakerLimits, BreakerState
+from disagg.router.workers.circuit_breaker import BreakerLimits, BreakerState, CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -49,37 +49,37 @@ class Subject(NamedTuple):
         return self.worker_id if self.peer is None else f"{self.worker_id} -> {self.peer}"
 
 
-class LeftOut(NamedTuple):
+class Exclusions(NamedTuple):
     """What a placement must not use."""
 
     prefills: frozenset[WorkerId]
     """As the P of a pair."""
     decodes: frozenset[WorkerId]
     """As the D of a pair."""
-    alone: frozenset[WorkerId]
+    colocated: frozenset[WorkerId]
     """As the one that does all of it."""
     pairs: frozenset[Pair]
     """Each with two workers that may be used otherwise."""
 
 
-NOTHING_LEFT_OUT = LeftOut(frozenset(), frozenset(), frozenset(), frozenset())
+NO_EXCLUSIONS = Exclusions(frozenset(), frozenset(), frozenset(), frozenset())
 
 
-class Quarantine:
+class CircuitBreakers:
     """See the module docstring."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.changes: Counter[str] = Counter()
         """breaker_opened, breaker_closed."""
         self.version = 0
-        """Counts what may have changed `left_out`."""
+        """Counts what may have changed `excluded`."""
         self._limits = BreakerLimits(
             failures=config.breaker_failures,
             share=config.breaker_share,
             pause_s=config.breaker_pause_s,
             max_pause_s=config.breaker_max_pause_s,
         )
-        self._breakers: dict[Subject, Breaker] = {}
+        self._breakers: dict[Subject, CircuitBreaker] = {}
         self._due = _NEVER
         """End of the first pause."""
         self._unformed: dict[Pair, tuple[float, float]] = {}
@@ -140,23 +140,23 @@ class Quarantine:
         Returns:
             Whether one of those to blame is left out now.
         """
-        shut = False
+        blocked = False
         for subject in _blamed(leg, prefill, decode):
             breaker = self._breakers.get(subject)
             if breaker is None:
                 if not is_first:
                     continue
-                breaker = self._breakers[subject] = Breaker(_limits_of(subject, self._limits))
+                breaker = self._breakers[subject] = CircuitBreaker(_limits_of(subject, self._limits))
             if is_first or breaker.state is not BreakerState.CLOSED:
                 peer = _peer_in(subject, prefill, decode)
                 is_pair = subject.peer is not None
                 was_closed = breaker.state is BreakerState.CLOSED
                 if breaker.failed(placed_at, now, peer, detail, at_once=at_once and is_pair):
                     self._opened(subject, breaker, now, was_closed=was_closed)
-            shut = shut or breaker.is_shut
-        return shut
+            blocked = blocked or breaker.is_blocked
+        return blocked
 
-    def waited_in_vain(
+    def pair_timed_out(
         self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, patience_s: float
     ) -> bool:
         """An attempt gave up to wait for its pair, because its request is in a hurry. Returns whether that counts as a
@@ -216,31 +216,31 @@ class Quarantine:
 
     # ---------------------------------------------------------------- questions
 
-    def left_out(
-        self, prefills: frozenset[WorkerId], decodes: frozenset[WorkerId], wholes: frozenset[WorkerId]
-    ) -> LeftOut:
+    def excluded(
+        self, prefills: frozenset[WorkerId], decodes: frozenset[WorkerId], colocated: frozenset[WorkerId]
+    ) -> Exclusions:
         """What not to use of these workers: P, D, and those with both roles."""
-        shut: dict[Leg, dict[WorkerId, float]] = {"prefill": {}, "transfer": {}, "decode": {}}
+        blocked: dict[Leg, dict[WorkerId, float]] = {"prefill": {}, "transfer": {}, "decode": {}}
         pairs: dict[Pair, float] = {}
         for subject, breaker in self._breakers.items():
-            if not breaker.is_shut:
+            if not breaker.is_blocked:
                 continue
             if subject.peer is None:
-                shut[subject.leg][subject.worker_id] = breaker.pause_s
+                blocked[subject.leg][subject.worker_id] = breaker.pause_s
             else:
                 pairs[subject.worker_id, subject.peer] = breaker.pause_s
-        no_prefill = _worst(prefills, shut["prefill"], shut["transfer"])
-        no_decode = _worst(decodes, shut["decode"], shut["transfer"])
-        alone = _worst(decodes, shut["decode"]) | _worst(wholes, shut["decode"])
+        no_prefill = _worst(prefills, blocked["prefill"], blocked["transfer"])
+        no_decode = _worst(decodes, blocked["decode"], blocked["transfer"])
+        no_colocated = _worst(decodes, blocked["decode"]) | _worst(colocated, blocked["decode"])
         reachable = _reachable(decodes - no_decode, prefills - no_prefill, pairs)
         if reachable:
             no_decode = decodes - reachable
             no_prefill = prefills - _reachable(
                 prefills - no_prefill, reachable, {(decode, prefill) for prefill, decode in pairs}
             )
-        return LeftOut(no_prefill, no_decode, alone, frozenset(pairs))
+        return Exclusions(no_prefill, no_decode, no_colocated, frozenset(pairs))
 
-    def states(self) -> dict[Subject, Breaker]:
+    def states(self) -> dict[Subject, CircuitBreaker]:
         """What is not closed."""
         return {
             subject: breaker
@@ -278,7 +278,7 @@ class Quarantine:
 
     # ---------------------------------------------------------------- inside
 
-    def _opened(self, subject: Subject, breaker: Breaker, now: float, *, was_closed: bool) -> None:
+    def _opened(self, subject: Subject, breaker: CircuitBreaker, now: float, *, was_closed: bool) -> None:
         self._set_due()
         if was_closed:
             self._changed("breaker_opened")
@@ -332,16 +332,18 @@ def _peer_in(subject: Subject, prefill: WorkerId | None, decode: WorkerId) -> st
     return decode if subject.worker_id == prefill else prefill or ""
 
 
-def _worst(workers: frozenset[WorkerId], *shut: Mapping[WorkerId, float]) -> frozenset[WorkerId]:
-    """Those that are shut, by the pauses of their breakers. Where all are, those with the shortest pause stay."""
-    pauses = {worker_id: max(each.get(worker_id, 0.0) for each in shut) for worker_id in workers}
+def _worst(workers: frozenset[WorkerId], *blocked: Mapping[WorkerId, float]) -> frozenset[WorkerId]:
+    """Those that are blocked, by the pauses of their breakers. Where all are, those with the shortest pause stay."""
+    pauses = {worker_id: max(each.get(worker_id, 0.0) for each in blocked) for worker_id in workers}
     least = min(pauses.values(), default=0.0)
     return frozenset(worker_id for worker_id, pause_s in pauses.items() if pause_s > least)
 
 
-def _reachable(workers: frozenset[WorkerId], peers: frozenset[WorkerId], shut: Iterable[Pair]) -> frozenset[WorkerId]:
-    """Of the workers (second in a pair) those that have a pair with one of the peers (first) that is not shut; all
+def _reachable(
+    workers: frozenset[WorkerId], peers: frozenset[WorkerId], blocked: Iterable[Pair]
+) -> frozenset[WorkerId]:
+    """Of the workers (second in a pair) those that have a pair with one of the peers (first) that is not blocked; all
     where none has."""
-    shut_peers = Counter(worker for peer, worker in shut if peer in peers)
-    found = frozenset(worker_id for worker_id in workers if shut_peers[worker_id] < len(peers))
+    blocked_peers = Counter(worker for peer, worker in blocked if peer in peers)
+    found = frozenset(worker_id for worker_id in workers if blocked_peers[worker_id] < len(peers))
     return found or workers

@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def mixed(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all `streams` as they come, each stream's in its order. Ends after the last stream, or with the
     first error; then, and when it is closed early, every stream is closed. Close it (`contextlib.aclosing`)."""
     reading: dict[asyncio.Task[tuple[T, ...]], AsyncGenerator[T, None]] = {}

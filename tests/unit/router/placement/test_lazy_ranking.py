@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.proto.ids import WorkerId
-from disagg.router.placement.order import Order
-from disagg.router.workers.books import Account
+from disagg.router.placement.lazy_ranking import LazyRanking
+from disagg.router.workers.assignments import AssignedLoad
 from disagg.router.workers.worker import Worker
 from tests.support.router import worker_info
 
@@ -15,7 +15,7 @@ RANKS = st.sampled_from([0.0, 1.0, 2.0, 2.0, 5.5, math.inf])
 
 
 def workers(count: int) -> list[Worker]:
-    return [Worker(worker_info(f"d{i}"), Account(), i, 256) for i in range(count)]
+    return [Worker(worker_info(f"d{i}"), AssignedLoad(), i, 256) for i in range(count)]
 
 
 @given(
@@ -28,7 +28,7 @@ def test_it_is_sorted_after_any_changes(
     steps: list[tuple[int, float, bool]], count: int, without: set[int], begin: int
 ) -> None:
     ranks: dict[Worker, float] = {}
-    order = Order(ranks.__getitem__)
+    order = LazyRanking(ranks.__getitem__)
     everybody = workers(6)
     for number, rank, leaves in steps:
         worker = everybody[number]
@@ -48,7 +48,7 @@ def test_it_is_sorted_after_any_changes(
 
 
 def test_workers_of_one_rank_stay_in_the_order_in_which_they_came() -> None:
-    order = Order(lambda _: 1.0)
+    order = LazyRanking(lambda _: 1.0)
     first, second, third = workers(3)
     for worker in (third, first, second):
         order.touch(worker)

@@ -25,7 +25,7 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import TokenBatch
 
 
-class TokenLedger(msgspec.Struct, gc=False):
+class OutputBuffer(msgspec.Struct, gc=False):
     """See the module docstring."""
 
     max_tokens: int

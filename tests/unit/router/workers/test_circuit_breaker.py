@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.router.states import IllegalTransitionError
-from disagg.router.workers.breaker import (
+from disagg.router.workers.circuit_breaker import (
     BREAKER_TABLE,
-    Breaker,
     BreakerEvent,
     BreakerLimits,
     BreakerState,
+    CircuitBreaker,
     next_breaker_state,
 )
 
@@ -23,8 +23,8 @@ LIMITS = BreakerLimits(failures=3, share=0.5, pause_s=0.5, max_pause_s=4.0)
 KEY = AttemptKey(RequestId("r"), 0)
 
 
-def opened(now: float = 0.0) -> Breaker:
-    breaker = Breaker(LIMITS)
+def opened(now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(LIMITS)
     assert [breaker.failed(now, now) for _ in range(3)] == [False, False, True]
     return breaker
 
@@ -39,16 +39,16 @@ def test_every_pair_that_is_not_listed_raises() -> None:
 
 
 def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = CircuitBreaker(LIMITS)
     assert [breaker.failed(0, 0), breaker.failed(0, 0)] == [False, False]
     assert not breaker.passed(0, 0)
     assert [breaker.failed(0, 0), breaker.failed(0, 0)] == [False, False]
     assert breaker.failed(0, 0)
-    assert (breaker.state, breaker.is_shut, breaker.trial_at) == (BreakerState.OPEN, True, 0.5)
+    assert (breaker.state, breaker.is_blocked, breaker.trial_at) == (BreakerState.OPEN, True, 0.5)
 
 
 def test_half_of_the_latest_results_open_it() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = CircuitBreaker(LIMITS)
     for _ in range(4):
         assert not breaker.failed(0, 0)
         assert not breaker.passed(0, 0)
@@ -58,7 +58,7 @@ def test_half_of_the_latest_results_open_it() -> None:
 
 
 def test_a_failure_now_and_then_does_not() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = CircuitBreaker(LIMITS)
     for _ in range(100):
         assert not breaker.failed(0, 0)
         assert not breaker.passed(0, 0)
@@ -66,7 +66,7 @@ def test_a_failure_now_and_then_does_not() -> None:
 
 
 def test_failures_with_one_peer_only_do_not_open_what_needs_two() -> None:
-    breaker = Breaker(BreakerLimits(failures=3, share=0.5, pause_s=0.5, max_pause_s=4.0, peers=2))
+    breaker = CircuitBreaker(BreakerLimits(failures=3, share=0.5, pause_s=0.5, max_pause_s=4.0, peers=2))
     assert not any(breaker.failed(0, 0, "d0") for _ in range(30))
     assert breaker.failed(0, 0, "d1")
 
@@ -79,7 +79,7 @@ def test_the_pause_doubles_with_each_trial_that_fails_up_to_a_limit() -> None:
         now = breaker.trial_at
         assert breaker.tick(now)
         breaker.begin_trial(KEY)
-        assert breaker.is_shut
+        assert breaker.is_blocked
         assert breaker.failed(now, now + 1)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 4.0]
     assert breaker.opened_at == 0.0
@@ -106,7 +106,7 @@ def test_a_trial_without_a_result_makes_way_for_another() -> None:
     breaker.begin_trial(KEY)
     assert not breaker.withdraw(AttemptKey(RequestId("other"), 0))
     assert breaker.withdraw(KEY)
-    assert (breaker.state, breaker.is_shut) == (BreakerState.HALF_OPEN, False)
+    assert (breaker.state, breaker.is_blocked) == (BreakerState.HALF_OPEN, False)
 
 
 def test_what_was_placed_before_it_opened_says_nothing() -> None:
@@ -120,7 +120,7 @@ def test_what_was_placed_before_it_opened_says_nothing() -> None:
 def test_a_success_where_it_was_used_for_want_of_others_closes_it() -> None:
     breaker = opened(now=1.0)
     assert breaker.passed(1.1, 1.2)
-    assert not breaker.is_shut
+    assert not breaker.is_blocked
 
 
 @given(
@@ -131,7 +131,7 @@ def test_a_success_where_it_was_used_for_want_of_others_closes_it() -> None:
 )
 def test_a_worker_that_is_healthy_from_now_on_is_used_again(steps: list[str], gaps: list[float]) -> None:
     """Whatever came before: one pause, one trial, and it is closed; and all is forgotten in the end."""
-    breaker, now, num_trials = Breaker(LIMITS), 0.0, 0
+    breaker, now, num_trials = CircuitBreaker(LIMITS), 0.0, 0
     for step, gap in zip(steps, gaps, strict=False):
         now += gap
         match step:

@@ -3,7 +3,7 @@
 A changed worker is only noted; it is moved when somebody looks. So a worker that changes often between two looks costs
 one move, and a look costs the workers that changed, not all there are.
 
-Owner: a pool of the router's fleet.
+Owner: a bucket of the router's fleet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disagg.router.workers.worker import Worker
 _position_of = attrgetter("position")
 
 
-class Order:
+class LazyRanking:
     """See the module docstring. A worker whose rank is infinite is not to be had.
 
     Args:

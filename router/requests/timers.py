@@ -18,7 +18,7 @@ _MIN_HUSKS = 64
 
 
 @dataclass(slots=True)
-class Wakeups:
+class Timers:
     """A heap of (time, serial number, request)."""
 
     _heap: list[tuple[float, int, RequestId]] = field(default_factory=list)

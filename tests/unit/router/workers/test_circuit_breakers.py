@@ -9,7 +9,7 @@ import pytest
 
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
-from disagg.router.workers.quarantine import Subject
+from disagg.router.workers.circuit_breakers import Subject
 from tests.support.failing_fleet import FailingFleet, Fault, Leg
 from tests.support.router import (
     EMPTY,
@@ -54,12 +54,12 @@ def test_it_is_used_like_the_others_again_once_it_works(leg: Leg, worker: str) -
     other = worker[0] + "1"
     assert late.count(worker) == pytest.approx(late.count(other), rel=0.6)
     assert fleet.core.counters["worker_lost"] == 0
-    quarantine = fleet.core._fleet.quarantine
-    assert quarantine.states() == {}
-    assert (quarantine.changes["breaker_opened"] > 0, quarantine.trials()) == (True, {})
+    breakers = fleet.core._fleet.breakers
+    assert breakers.states() == {}
+    assert (breakers.changes["breaker_opened"] > 0, breakers.trials()) == (True, {})
     fleet.now += 100.0
     fleet.run(400)
-    assert len(quarantine) == 0
+    assert len(breakers) == 0
 
 
 def test_a_pair_that_fails_is_left_out_and_its_workers_are_not() -> None:
@@ -67,8 +67,8 @@ def test_a_pair_that_fails_is_left_out_and_its_workers_are_not() -> None:
     fleet = FailingFleet(["p0", "p1", "d0", "d1"], [Fault("transfer", "p0", "d0")], config=config)
     fleet.run(800)
     assert fleet.outcomes == {"length": 800}
-    quarantine = fleet.core._fleet.quarantine
-    assert set(quarantine.states()) == {PAIR}
+    breakers = fleet.core._fleet.breakers
+    assert set(breakers.states()) == {PAIR}
     assert min(fleet.dispatches.values()) > 200
     assert 3 <= fleet.core.counters["kv_transfer_failed"] < 20
 
@@ -84,7 +84,7 @@ def test_a_pair_that_cannot_be_formed_costs_the_requests_that_found_it_half_thei
         assert 0.4 < max(slow) < longest_s
         # Those that came before the first of them was refused, which is a third of what comes; then a trial at a time.
         assert len(slow) < 80
-        assert set(fleet.core._fleet.quarantine.states()) == {PAIR}
+        assert set(fleet.core._fleet.breakers.states()) == {PAIR}
         assert fleet.core.counters["kv_transfer_failed"] == 0
 
 
@@ -98,7 +98,7 @@ def test_where_every_worker_of_a_role_fails_it_is_as_without_breakers(leg: Leg) 
     assert set(fleet.outcomes) <= {"length", f"{leg}_failed", "retry_budget"}
     assert fleet.outcomes["length"] >= 300
     assert fleet.core.holdings() == EMPTY
-    assert fleet.core._fleet.quarantine.states() == {}
+    assert fleet.core._fleet.breakers.states() == {}
 
 
 def test_a_request_that_fails_wherever_it_runs_leaves_no_worker_out() -> None:
@@ -114,7 +114,7 @@ def test_a_request_that_fails_wherever_it_runs_leaves_no_worker_out() -> None:
             lines = it.at(it.now + 0.1)
     # Five that count, and five that did not because others were healthy.
     assert attempts == 10
-    assert it.core._fleet.quarantine.states() == {}
+    assert it.core._fleet.breakers.states() == {}
 
 
 # ---------------------------------------------------------------- word for word
@@ -138,7 +138,7 @@ def test_what_waited_for_a_pair_goes_elsewhere_and_the_pair_is_left_out_at_once(
     it.now = 2.0
     refused = end_update("r0", 0, "refused", detail="pair with d0: not formed after 2.0 s", in_transfer=True)
     assert it.update("p0", refused) == ["cancel d0 r0/0", "dispatch p1 r0/1 -> d1"]
-    assert set(it.core._fleet.quarantine.states()) == {PAIR}
+    assert set(it.core._fleet.breakers.states()) == {PAIR}
     assert (it.core.counters["pair_refused"], it.core.counters["kv_transfer_failed"]) == (1, 0)
     it.cancel("r0")
     placed = {line.replace(f" {name}/0", "") for name in ("r1", "r2", "r3", "r4", "r5") for line in it.submit(name)}
@@ -192,7 +192,7 @@ def test_the_view_says_what_a_worker_is_left_out_of() -> None:
     fail_prefills(it, "r1")
     it.now = 0.2
     [p0] = [view for view in it.core.view(it.now).workers if view.info.worker_id == "p0"]
-    assert p0.quarantine == ("prefill fails since 0 s (no luck), next trial in 0.3 s",)
+    assert p0.open_breakers == ("prefill fails since 0 s (no luck), next trial in 0.3 s",)
 
 
 def test_a_trial_that_is_cancelled_makes_way_for_another() -> None:
@@ -218,11 +218,11 @@ def test_a_decode_worker_has_passed_its_trial_after_some_tokens() -> None:
     it.at(0.5)
     it.start(routed_request("r2", max_tokens=50), "p0", "d0")
     it.update("d0", handed_over_update("r2", 0), tokens_update("r2", 0, 0, *range(31)))
-    assert set(it.core._fleet.quarantine.trials()) == {Subject("decode", WorkerId("d0"))}
+    assert set(it.core._fleet.breakers.trials()) == {Subject("decode", WorkerId("d0"))}
     it.update("d0", tokens_update("r2", 0, 31, 31))
-    assert it.core._fleet.quarantine.states() == {}
+    assert it.core._fleet.breakers.states() == {}
     it.cancel("r2")
-    assert it.core._fleet.quarantine.trials() == {}
+    assert it.core._fleet.breakers.trials() == {}
 
 
 def test_a_request_that_only_a_worker_that_is_left_out_can_hold_goes_there() -> None:
@@ -238,10 +238,10 @@ def test_a_request_that_only_a_worker_that_is_left_out_can_hold_goes_there() -> 
 def test_a_lost_worker_begins_anew() -> None:
     it = Scenario("p0", "d0", config=TRIPS)
     fail_prefills(it, "r0", "r1")
-    quarantine = it.core._fleet.quarantine
-    assert (len(quarantine), quarantine.next_of(None)) == (1, 0.5)
+    breakers = it.core._fleet.breakers
+    assert (len(breakers), breakers.next_of(None)) == (1, 0.5)
     it.lost("p0")
-    assert (len(quarantine), quarantine.next_of(None)) == (0, None)
+    assert (len(breakers), breakers.next_of(None)) == (0, None)
 
 
 def refused_by_its_target(it: Scenario, name: str, at: float) -> None:
@@ -260,7 +260,7 @@ def test_a_tight_target_is_no_fault_of_a_pair_that_is_being_formed() -> None:
     it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
     for number in range(5):
         refused_by_its_target(it, f"r{number}", 0.25 + 0.3 * number)
-    assert it.core._fleet.quarantine.states() == {}
+    assert it.core._fleet.breakers.states() == {}
     assert it.core.counters["pair_refused"] == 5
 
 
@@ -269,9 +269,9 @@ def test_a_pair_that_is_not_formed_for_as_long_as_any_request_waits_is_left_out(
     it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
     for number in range(3):
         refused_by_its_target(it, f"r{number}", 0.25 + 0.8 * number)
-        assert it.core._fleet.quarantine.states() == {}
+        assert it.core._fleet.breakers.states() == {}
     refused_by_its_target(it, "r3", 2.0)
-    assert set(it.core._fleet.quarantine.states()) == {PAIR}
+    assert set(it.core._fleet.breakers.states()) == {PAIR}
 
 
 @pytest.mark.parametrize("how", ["formed", "long ago", "new life"])
@@ -289,7 +289,7 @@ def test_waits_in_vain_are_forgotten(how: str) -> None:
     else:
         it.now = 9.0
     refused_by_its_target(it, "r2", max(it.now, 2.0) + 0.3)
-    assert it.core._fleet.quarantine.states() == {}
+    assert it.core._fleet.breakers.states() == {}
 
 
 def test_a_pair_that_cannot_be_formed_is_left_out_at_once_whatever_the_target() -> None:
@@ -297,4 +297,4 @@ def test_a_pair_that_cannot_be_formed_is_left_out_at_once_whatever_the_target() 
     it.start(msgspec.structs.replace(routed_request("r0"), ttft_slo_s=0.3), "p0", "d0")
     it.now = 0.1
     it.update("p0", end_update("r0", 0, "refused", detail="pair with d0: connection refused", in_transfer=True))
-    assert set(it.core._fleet.quarantine.states()) == {PAIR}
+    assert set(it.core._fleet.breakers.states()) == {PAIR}

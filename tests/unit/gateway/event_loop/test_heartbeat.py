@@ -5,7 +5,7 @@ import threading
 import grpc
 
 from disagg.proto.ids import GatewayId
-from disagg.router.gateway.event_loop.beat_line import BeatLine
+from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from tests.support.secret import SECRET
 
 
@@ -24,7 +24,7 @@ class Stopped(threading.Event):
         return self.is_set()
 
 
-class Line(BeatLine):
+class Line(HeartbeatConnection):
     """Its calls break with an error, each after so many beats."""
 
     def __init__(self, *num_beats: int) -> None:

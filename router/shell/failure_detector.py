@@ -20,14 +20,14 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 
 SWEEP_S = 0.25
-"""How often `Vigil.sweep` is to be called."""
+"""How often `FailureDetector.sweep` is to be called."""
 _LONGEST_SWEEP_S = 2 * SWEEP_S
 """What one sweep counts for at most, however late it comes."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    heard_at: float
+    last_seen: float
     """In awake time."""
     stuck_after_s: float
     turn_s: float = 0.0
@@ -35,7 +35,7 @@ class _Watched:
     is_suspected: bool = False
 
 
-class Vigil(Generic[K]):
+class FailureDetector(Generic[K]):
     """See the module docstring. One owner, one clock.
 
     Args:
@@ -66,7 +66,7 @@ class Vigil(Generic[K]):
         """Nobody waits for it any more. Does nothing for an unknown one."""
         self._watched.pop(key, None)
 
-    def heard(self, key: K, turn_s: float | None = None, doing: str = "") -> bool:
+    def heartbeat(self, key: K, turn_s: float | None = None, doing: str = "") -> bool:
         """It spoke. Returns whether that ends a suspicion. Unknown ones are ignored.
 
         Args:
@@ -76,7 +76,7 @@ class Vigil(Generic[K]):
         watched = self._watched.get(key)
         if watched is None:
             return False
-        watched.heard_at = self._awake_s
+        watched.last_seen = self._awake_s
         if turn_s is not None:
             watched.turn_s, watched.doing = turn_s, doing
         if not watched.is_suspected or watched.turn_s > watched.stuck_after_s:
@@ -97,7 +97,7 @@ class Vigil(Generic[K]):
         return found
 
     def _why(self, watched: _Watched) -> str:
-        silence_s = self._awake_s - watched.heard_at
+        silence_s = self._awake_s - watched.last_seen
         if silence_s >= self._silent_after_s:
             return f"was silent for {silence_s:.1f} s"
         if watched.turn_s > watched.stuck_after_s:

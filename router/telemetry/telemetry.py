@@ -31,7 +31,7 @@ _TRACE_ID_PART = 1
 """Of a `traceparent`, between dashes."""
 
 
-class Journal:
+class Telemetry:
     """See the module docstring.
 
     Args:
@@ -40,7 +40,7 @@ class Journal:
     """
 
     def __init__(self, num_traces: int, decisions: Counter[str]) -> None:
-        self.tally = RouterStats(decisions=decisions)
+        self.stats = RouterStats(decisions=decisions)
         self.traces = TraceRing(num_traces)
         self._recent = SlidingWindowCounter(SLO_WINDOW_S)
 
@@ -57,19 +57,19 @@ class Journal:
         if trace.is_probe:
             trace.stages.setdefault("first_token", now)
             return
-        tally = self.tally
-        tally.num_output_tokens += num_tokens
+        stats = self.stats
+        stats.num_output_tokens += num_tokens
         self._recent.add(now, "tokens", num_tokens)
         if before is None:
             trace.stages["first_token"] = now
-            tally.ttft[trace.marks[-1].path].observe(now - trace.arrival)
+            stats.ttft[trace.marks[-1].path].observe(now - trace.arrival)
         else:
             gap = now - before
-            tally.itl.observe(gap)
+            stats.itl.observe(gap)
             if gap > trace.max_itl_s:
                 trace.max_itl_s = gap
         if num_tokens > 1:
-            tally.itl.observe(0.0, num_tokens - 1)
+            stats.itl.observe(0.0, num_tokens - 1)
 
     def ended(
         self, trace: RequestTrace, outcome: str, now: float, *, cached_tokens: int = 0, num_answered: int | None = None
@@ -112,14 +112,14 @@ class Journal:
     # ---------------------------------------------------------------- inside
 
     def _usage(self, tenant: str) -> TenantUsage:
-        usage = self.tally.tenants.get(tenant)
+        usage = self.stats.tenants.get(tenant)
         if usage is None:
-            usage = self.tally.tenants[tenant] = TenantUsage()
+            usage = self.stats.tenants[tenant] = TenantUsage()
         return usage
 
     def _count(self, trace: RequestTrace, cached_tokens: int, now: float) -> None:
-        tally = self.tally
-        tally.outcomes[trace.outcome] += 1
+        stats = self.stats
+        stats.outcomes[trace.outcome] += 1
         usage = self._usage(trace.tenant)
         usage.outcomes[trace.outcome] += 1
         usage.output_tokens += trace.num_output_tokens
@@ -127,18 +127,18 @@ class Journal:
             usage.prompt_tokens += trace.num_prompt_tokens
         self._recent.add(now, "requests")
         for slo, met in slos_met(trace, now).items():
-            tally.slos[slo, met] += 1
+            stats.slos[slo, met] += 1
             self._recent.add(now, f"{slo} {'met' if met else 'missed'}")
         for stage, duration_s in durations_of(trace).items():
-            tally.stages[stage].observe(duration_s)
+            stats.stages[stage].observe(duration_s)
         if trace.outcome not in ANSWERED:
             return
-        tally.e2e.observe(now - trace.arrival)
-        tally.prompt_tokens.observe(trace.num_prompt_tokens)
-        tally.output_tokens.observe(trace.num_output_tokens)
-        tally.cached_tokens += cached_tokens
+        stats.e2e.observe(now - trace.arrival)
+        stats.prompt_tokens.observe(trace.num_prompt_tokens)
+        stats.output_tokens.observe(trace.num_output_tokens)
+        stats.cached_tokens += cached_tokens
         for what, ratio in prediction_ratios(trace).items():
-            tally.prediction_ratio[what].observe(ratio)
+            stats.prediction_ratio[what].observe(ratio)
 
 
 def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:

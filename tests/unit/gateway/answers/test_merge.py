@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from disagg.router.gateway.answers.mixing import mixed
+from disagg.router.gateway.answers.merge import merge
 
 
 class Source:
@@ -35,7 +35,7 @@ class Source:
 
 
 def of(*sources: Source) -> AsyncGenerator[str, None]:
-    return mixed([source.stream() for source in sources])
+    return merge([source.stream() for source in sources])
 
 
 async def settle() -> None:

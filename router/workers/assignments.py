@@ -1,0 +1,201 @@
+"""What the router has promised of each worker and not got back: prompt tokens to compute, sequences, KV blocks.
+
+One entry per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
+Closing an entry that is not open is a fault of ours and raises. When nothing runs, every total is zero.
+
+A cached prefix costs a worker nothing only while a sequence there holds it. Blocks that are cached and held by no
+sequence count as free, and are in use as soon as a sequence refers to them. So an load knows, by marks along their
+chains of hashes, which prefixes its assignments hold, and a assignment leaves out no more than those.
+
+A assignment, like every record that lives as long as a request, is nothing that the garbage collector walks through: it
+holds no other objects, or none that lead back to it, and a router has thousands of them.
+
+Owner: the router's fleet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from disagg.proto.ids import AttemptKey, BlockHash, WorkerId
+
+MARK_BLOCKS = 16
+"""A chain of hashes is marked after every so many blocks: few enough marks for the rate of placements. Of a prefix that
+is shared up to a block between two marks, the blocks behind the last mark count as not shared."""
+
+
+class Assignment(msgspec.Struct, gc=False):
+    """What one attempt takes of one worker (besides a sequence slot)."""
+
+    tokens: int = 0
+    """Prompt tokens that the worker must compute and has not reported as done."""
+    pairs: int = 0
+    """Query-key pairs of these tokens: the sum over them of the tokens that each one attends to."""
+    blocks: int = 0
+    """KV blocks, in the worker's own block size."""
+    context: int = 0
+    """Tokens that each decode step of the sequence attends to; grows with the answer. 0 where it does not decode."""
+    known_tokens: int = 0
+    """Where it decodes: what `context` was at first."""
+    most_output_tokens: int = 0
+    """Where it decodes: output tokens that there can be."""
+    marks: tuple[BlockHash, ...] = ()
+    """Of the chain that the sequence holds; see `marks_of`."""
+    num_matched: int = 0
+    """Blocks of that chain that the worker had: where the last mark is, unless that is behind `MARK_BLOCKS` others."""
+    shared_blocks: int = 0
+    """KV blocks that are left out of `blocks`: other assignments held them."""
+
+
+class AssignedLoad(msgspec.Struct, gc=False):
+    """All assignments of one worker and their sums."""
+
+    tokens: int = 0
+    pairs: int = 0
+    blocks: int = 0
+    context: int = 0
+    held: dict[BlockHash, int] = {}
+    """Mark -> assignments that have it."""
+    assignments: dict[AttemptKey, Assignment] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Attempts on the worker."""
+        return len(self.assignments)
+
+
+class Assignments:
+    """Accounts of all workers; see the module docstring."""
+
+    def __init__(self) -> None:
+        self._loads: dict[WorkerId, AssignedLoad] = {}
+
+    def of_worker(self, worker_id: WorkerId) -> AssignedLoad:
+        """The load of a worker, read only; the same object until `forget`."""
+        load = self._loads.get(worker_id)
+        if load is None:
+            load = self._loads[worker_id] = AssignedLoad()
+        return load
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drop the load of a worker that is gone; its assignments must have been closed."""
+        load = self._loads.pop(worker_id, None)
+        assert load is None or not load.assignments, f"assignments on {worker_id} are still open"
+
+    def open(self, worker_id: WorkerId, key: AttemptKey, assignment: Assignment) -> None:
+        """Add `assignment`, which this object owns from now on. Raises `ValueError` if the attempt has one on this
+        worker."""
+        load = self.of_worker(worker_id)
+        if key in load.assignments:
+            raise ValueError(f"{key} is assigned on {worker_id} already")
+        load.assignments[key] = assignment
+        load.tokens += assignment.tokens
+        load.pairs += assignment.pairs
+        load.blocks += assignment.blocks
+        load.context += assignment.context
+        held = load.held
+        for mark in assignment.marks:
+            held[mark] = held.get(mark, 0) + 1
+
+    def computed(self, worker_id: WorkerId, key: AttemptKey) -> int:
+        """The prompt is computed: give back the assignment's tokens, keep the rest. Returns how many these were; 0 the
+        second time."""
+        load = self._loads[worker_id]
+        assignment = load.assignments[key]
+        num_tokens = assignment.tokens
+        load.tokens -= num_tokens
+        load.pairs -= assignment.pairs
+        assignment.tokens = assignment.pairs = 0
+        return num_tokens
+
+    def grow(self, worker_id: WorkerId, key: AttemptKey, num_tokens: int) -> None:
+        """The answer got longer by `num_tokens`, which later steps attend to as well."""
+        load = self._loads[worker_id]
+        load.assignments[key].context += num_tokens
+        load.context += num_tokens
+
+    def close(self, worker_id: WorkerId, key: AttemptKey) -> Assignment:
+        """Give back all of the assignment; returns it. Raises `KeyError` if it is not open."""
+        load = self._loads[worker_id]
+        assignment = load.assignments.pop(key)
+        load.tokens -= assignment.tokens
+        load.pairs -= assignment.pairs
+        load.blocks -= assignment.blocks
+        load.context -= assignment.context
+        held = load.held
+        for mark in assignment.marks:
+            if held[mark] == 1:
+                del held[mark]
+            else:
+                held[mark] -= 1
+        return assignment
+
+    def entries(self) -> Iterator[tuple[WorkerId, AttemptKey]]:
+        """All open assignments."""
+        for worker_id, load in self._loads.items():
+            for key in load.assignments:
+                yield worker_id, key
+
+    def holdings(self) -> dict[str, int]:
+        """The sums over all workers; all zero when nothing runs."""
+        loads = self._loads.values()
+        return {
+            "tokens": sum(load.tokens for load in loads),
+            "sequences": sum(load.sequences for load in loads),
+            "blocks": sum(load.blocks for load in loads),
+        }
+
+    def check_integrity(self) -> list[str]:
+        """What does not add up; empty when all is well."""
+        problems = []
+        for worker_id, load in self._loads.items():
+            for name in ("tokens", "pairs", "blocks", "context"):
+                total = sum(getattr(assignment, name) for assignment in load.assignments.values())
+                if total != getattr(load, name):
+                    problems.append(
+                        f"books of {worker_id}: {getattr(load, name)} {name}, but its assignments say {total}"
+                    )
+            marks = Counter(mark for assignment in load.assignments.values() for mark in assignment.marks)
+            if marks != load.held:
+                problems.append(f"books of {worker_id}: the marks are not those of its assignments")
+        return problems
+
+
+def marks_of(hashes: Sequence[BlockHash], num_matched: int) -> tuple[BlockHash, ...]:
+    """The marks of a chain of which a worker has `num_matched` blocks: where that prefix ends, and every
+    `MARK_BLOCKS`."""
+    marks = tuple(hashes[MARK_BLOCKS - 1 :: MARK_BLOCKS])
+    return (*marks, hashes[num_matched - 1]) if num_matched % MARK_BLOCKS else marks
+
+
+def num_left(assignment: Assignment, held: Mapping[BlockHash, int]) -> int:
+    """Of the chain of a assignment that was closed how many blocks other assignments still hold."""
+    if not held:
+        return 0
+    marks, num_regular = assignment.marks, len(assignment.marks)
+    left = 0
+    if assignment.num_matched % MARK_BLOCKS:
+        num_regular -= 1
+        left = assignment.num_matched if marks[-1] in held else 0
+    while num_regular and num_regular * MARK_BLOCKS > left and marks[num_regular - 1] not in held:
+        num_regular -= 1
+    return max(left, num_regular * MARK_BLOCKS)
+
+
+def num_held(hashes: Sequence[BlockHash], num_matched: int, held: Mapping[BlockHash, int]) -> int:
+    """How many of the first `num_matched` blocks of a chain assignments hold, as far as their marks show it."""
+    if not num_matched or not held:
+        return 0
+    if hashes[num_matched - 1] in held:
+        return num_matched
+    low, high = 0, num_matched // MARK_BLOCKS
+    while low < high:  # A assignment that has a mark has all before it.
+        middle = (low + high + 1) // 2
+        if hashes[middle * MARK_BLOCKS - 1] in held:
+            low = middle
+        else:
+            high = middle - 1
+    return low * MARK_BLOCKS
