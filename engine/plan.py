@@ -97,7 +97,7 @@ class StepResult:
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
 
 
-class Launched(Protocol):
+class QueuedStep(Protocol):
     """A step that was queued, and may not be computed yet."""
 
     def result(self) -> StepResult:
@@ -105,7 +105,7 @@ class Launched(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class StepQueue(Protocol):
     """Queues decode steps on a device and returns before they are computed. What the runner does later, whatever it is,
     happens behind them."""
 
@@ -114,7 +114,7 @@ class Launcher(Protocol):
         """The largest step that it takes."""
         ...
 
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
         """Queue a step of decodes only. `after` is the last one that was launched, where its result was not asked for
         yet: the ids that it samples are inputs of this step.
 
@@ -137,7 +137,7 @@ class ModelRunner(Protocol):
     """Ranks that compute together."""
 
     @property
-    def launcher(self) -> Launcher | None:
+    def step_queue(self) -> StepQueue | None:
         """Where steps can be queued; None where each is computed when it is called for."""
         ...
 

@@ -99,11 +99,11 @@ class Sequence:
         return max(0, self.num_given_tokens - num_computed)
 
 
-def stand_in(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:
+def dummy_sequence(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:
     """A sequence of equal tokens in consecutive blocks, for steps that serve nobody: warm-up, calibration. It is greedy
     unless `sampling`, fields of `Sampling`, says otherwise."""
     spec = SequenceSpec(
-        request_id=RequestId("stand-in"),
+        request_id=RequestId("dummy"),
         attempt=0,
         gateway_id=GatewayId(""),
         prompt_token_ids=pack_token_ids([0] * num_tokens),

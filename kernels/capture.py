@@ -1,6 +1,6 @@
 """Computations that are captured once and replayed: what a decode step costs without Python between its ops.
 
-On a CPU the calls of the compiled kernels are recorded (`kernels/cpu/tape.py`), on a GPU they are a CUDA graph
+On a CPU the calls of the compiled kernels are recorded (`kernels/cpu/program.py`), on a GPU they are a CUDA graph
 (`kernels/cuda_graph.py`).
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from disagg.kernels import dispatch
 from disagg.kernels.captured import Captured, CaptureError, Capturer
-from disagg.kernels.cpu.tape import TapeCapturer
+from disagg.kernels.cpu.program import ProgramCapturer
 from disagg.kernels.cuda_graph import GraphCapturer
 
 __all__ = ["CaptureError", "Captured", "Capturer", "capturer"]
@@ -22,7 +22,7 @@ def capturer(device: torch.device) -> Capturer:
         library = dispatch.native_library()
         if library is None:
             raise CaptureError("the C++ kernels are not in use")
-        return TapeCapturer(library)
+        return ProgramCapturer(library)
     if device.type == "cuda":
         return GraphCapturer(device)
     raise CaptureError(f"nothing captures what runs on a {device.type} device")

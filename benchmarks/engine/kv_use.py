@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import positive, print_table, report, write_json
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.intake import new_sequence
+from disagg.engine.core.admission import new_sequence
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.request import SequenceState

@@ -25,8 +25,8 @@ from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
-from disagg.engine.plan import Launched, Launcher, ScheduledSequence, StepPlan, StepResult
-from disagg.engine.request import Sequence, stand_in
+from disagg.engine.plan import QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import model_runner
 from disagg.engine.runner.model.parameters import ModelParameters, allocate_parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -153,13 +153,13 @@ def measure_decode(
     """Steps of `batch` sequences, each of `context_len` tokens at first; their KV is whatever the cache holds. Launched
     as the engine launches them; beside that one by one, and drawn (random weights give flat distributions, which need
     the search behind the ranked tokens more often than a model's)."""
-    launcher = runner.launcher
+    step_queue = runner.step_queue
     ways: dict[str, Callable[[], object]] = {label: OneByOne(shape, runner, batch).step}
-    if launcher is not None:
+    if step_queue is not None:
         ways = {
-            label: Ahead(shape, launcher, batch).step,
+            label: Ahead(shape, step_queue, batch).step,
             f"{label}, one by one": ways[label],
-            f"{label}, drawn": Ahead(shape, launcher, batch, temperature=1.0).step,
+            f"{label}, drawn": Ahead(shape, step_queue, batch, temperature=1.0).step,
         }
     kv_bytes = batch * (shape.context_len + shape.num_steps // 2) * runner.layout.bytes_per_token
     limit_ms = (weight_bytes(shape) * weight_share + kv_bytes) / ceilings.read_gb_s / 1e6
@@ -178,7 +178,7 @@ def measure_decode(
 def decoding(shape: Shape, batch: int, **sampling: Any) -> list[Sequence]:
     """Sequences with blocks for all their tokens, greedy unless `sampling` says otherwise."""
     blocks_each = -(-(shape.context_len + shape.num_steps + 3) // BLOCK_SIZE)
-    sequences = [stand_in(shape.context_len, 0, BLOCK_SIZE, **sampling) for _ in range(batch)]
+    sequences = [dummy_sequence(shape.context_len, 0, BLOCK_SIZE, **sampling) for _ in range(batch)]
     for row, sequence in enumerate(sequences):
         sequence.block_table = list(range(row * blocks_each, (row + 1) * blocks_each))
     return sequences
@@ -200,16 +200,16 @@ class OneByOne:
 class Ahead:
     """The next step is queued before the tokens of the last one are read."""
 
-    def __init__(self, shape: Shape, launcher: Launcher, batch: int, **sampling: Any) -> None:
-        self._launcher = launcher
+    def __init__(self, shape: Shape, step_queue: StepQueue, batch: int, **sampling: Any) -> None:
+        self._step_queue = step_queue
         self._sequences = decoding(shape, batch, **sampling)
-        self._under_way: Launched | None = None
+        self._under_way: QueuedStep | None = None
 
     def step(self) -> None:
         """Queue one, and read the one before it."""
         before = self._under_way
         plan = next_step(self._sequences, 0 if before is None else 1)
-        self._under_way = self._launcher.launch(plan, before)
+        self._under_way = self._step_queue.enqueue(plan, before)
         if before is not None:
             append(self._sequences, before.result())
 
@@ -229,7 +229,7 @@ def append(sequences: list[Sequence], result: StepResult) -> None:
 
 def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_tokens: int, ceilings: Ceilings) -> None:
     """One prompt in one step."""
-    sequence = stand_in(num_tokens, 0, BLOCK_SIZE)
+    sequence = dummy_sequence(num_tokens, 0, BLOCK_SIZE)
     plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, samples=True),))
     ms = wall_ms(lambda: runner.run(plan), repeats=5)
     head_numbers = shape.hidden_size * shape.vocab_size

@@ -50,8 +50,8 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.config import WorkerConfig
+from disagg.engine.core.admission import new_sequence
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.core.intake import new_sequence
 from disagg.engine.plan import ModelRunner
 from disagg.engine.request import SequenceState
 from disagg.engine.sampling_rules import edits_logits
@@ -63,7 +63,7 @@ from disagg.proto.token_ids import num_token_ids, pack_token_ids
 from disagg.router.gateway.text.tokenizer import ModelInfo
 from tests.support.captured import CapturedRunner, captured_steps
 from tests.support.engine import VOCAB_SIZE
-from tests.support.rank_lines import fake_group
+from tests.support.rank_connections import fake_group
 from tests.support.sampling import SampledRunner
 
 GUESTS = 24

@@ -24,7 +24,7 @@ from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
 from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.engine.request import stand_in
+from disagg.engine.request import dummy_sequence
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
@@ -62,7 +62,7 @@ class Scorer:
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
         """[T, V] in fp32: of what follows each token."""
-        sequence = stand_in(len(token_ids), 0, BLOCK_SIZE)
+        sequence = dummy_sequence(len(token_ids), 0, BLOCK_SIZE)
         sequence.token_ids[:] = token_ids
         sequence.block_table[:] = range(-(-len(token_ids) // BLOCK_SIZE))
         plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, len(token_ids), True),))

@@ -69,9 +69,9 @@ class BlockManager:
         return len(self._free)
 
     @property
-    def num_apart(self) -> int:
+    def num_fragmented(self) -> int:
         """Of the free blocks, those in extents where others have blocks."""
-        return self._free.num_apart
+        return self._free.num_fragmented
 
     @property
     def num_cached(self) -> int:

@@ -39,7 +39,7 @@ class FreeBlocks:
         return bool(self._whole)
 
     @property
-    def num_apart(self) -> int:
+    def num_fragmented(self) -> int:
         """Those in extents where others have blocks."""
         return self._num_free - self._num_in_whole
 

@@ -16,7 +16,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_to
 from disagg.proto.token_ids import pack_token_ids
 
 
-class Room:
+class KVCacheManager:
     """Gives the blocks of a worker to sequences and takes them back. Owner: the scheduler.
 
     Args:
@@ -30,22 +30,22 @@ class Room:
         self.max_model_len = max_model_len
         self.decode_reserve_tokens = decode_reserve_tokens
 
-    def has_room(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """Whether `place` would place the sequence."""
-        return self._num_to_promise(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
+    def can_admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
+        """Whether `admit` would place the sequence."""
+        return self._num_to_reserve(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
 
-    def place(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
+    def admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
         """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits. One whose KV is in
         host memory, in pieces of `piece_tokens` tokens, gets blocks for all of that; what is cached need not be copied
         back."""
         matched = self._match(sequence, piece_tokens)
-        num_promised = self._num_to_promise(sequence, matched, alone=alone)
-        if num_promised is None:
+        num_reserved_now = self._num_to_reserve(sequence, matched, alone=alone)
+        if num_reserved_now is None:
             return False
         self.blocks.lock(matched)
-        self.blocks.reserve(num_promised)
+        self.blocks.reserve(num_reserved_now)
         sequence.block_table = matched
-        sequence.reserved_blocks = num_promised
+        sequence.reserved_blocks = num_reserved_now
         sequence.num_computed_tokens = len(matched) * self.blocks.block_size
         self.extend(sequence, sequence.swapped_tokens)
         return True
@@ -62,9 +62,9 @@ class Room:
         num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
         if num_missing <= 0:
             return
-        num_promised = min(num_missing, sequence.reserved_blocks)
-        sequence.reserved_blocks -= num_promised
-        for num_blocks, reserved in ((num_promised, True), (num_missing - num_promised, False)):
+        num_reserved_now = min(num_missing, sequence.reserved_blocks)
+        sequence.reserved_blocks -= num_reserved_now
+        for num_blocks, reserved in ((num_reserved_now, True), (num_missing - num_reserved_now, False)):
             table = sequence.block_table
             table += self.blocks.allocate(num_blocks, reserved=reserved, after=table[-1] if table else None)
 
@@ -86,7 +86,7 @@ class Room:
             after = table[index - 1] if index else None
             table[index] = self.blocks.publish(table[index], block_hashes, sequence.spec.tenant_tag, after)
 
-    def let_go(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds and was promised."""
         self.blocks.release(sequence.block_table)
         self.blocks.unreserve(sequence.reserved_blocks)
@@ -106,7 +106,7 @@ class Room:
             del matched[pieces * piece_tokens // block_size :]
         return matched
 
-    def _num_to_promise(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
+    def _num_to_reserve(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
         """Blocks beside the matched ones; None where there is no room."""
         blocks = self.blocks
         room = blocks.available_after_lock(matched)

@@ -26,7 +26,7 @@ from disagg.engine.sampling_rules import edits_logits
 NOTHING = StepPlan()
 
 
-def may_launch(plan: StepPlan, max_decodes: int) -> bool:
+def can_enqueue(plan: StepPlan, max_decodes: int) -> bool:
     """Whether a step needs nothing but its decodes' own last tokens."""
     if plan.prefills or not 0 < len(plan.decodes) <= max_decodes:
         return False
@@ -47,9 +47,9 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
         if sequence.num_uncomputed_tokens != 1 or not _needs_ids_alone(sequence):
             return NOTHING
         end = sequence.num_tokens + num_pending
-        if not scheduler.room.can_extend(sequence, end):
+        if not scheduler.kv_cache.can_extend(sequence, end):
             return NOTHING
-        scheduler.room.extend(sequence, end)
+        scheduler.kv_cache.extend(sequence, end)
         planned.append(ScheduledSequence(sequence, end - 1, 1, samples=True))
     plan = StepPlan(decodes=tuple(planned))
     check_plan(scheduler, plan, pending)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from disagg.engine.core.lazy_heap import Order
+from disagg.engine.core.lazy_heap import SortKey
 from disagg.engine.request import Sequence
 
 
@@ -31,7 +31,7 @@ PASS_S = 1.0
 it. Else they would wait for all of its steps."""
 
 
-def queue_order(sequence: Sequence, token_budget: int) -> Order:
+def queue_order(sequence: Sequence, token_budget: int) -> SortKey:
     """Who goes first: larger priority, then preempted ones, then the earlier arrival, where a prompt that is
     computed for another worker and has more than `token_budget` tokens counts as if it had come `PASS_S` later. What
     comes after that time goes behind it, so that it does not starve."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
-from disagg.engine.request import stand_in
+from disagg.engine.request import dummy_sequence
 from disagg.engine.sharding.routes import plan_pair
 from disagg.proto.messages import StepSample
 
@@ -58,7 +58,7 @@ def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:
 def _prefill(runner: ModelRunner, config: WorkerConfig, num_tokens: int, start: int) -> Iterator[StepPlan]:
     longest_chunk = config.token_budget if "prefill" in config.roles else LONGEST_LOCAL_PREFILL
     if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= _longest(runner):
-        sequence = stand_in(start + num_tokens, 0, runner.block_size)
+        sequence = dummy_sequence(start + num_tokens, 0, runner.block_size)
         yield StepPlan(prefills=(ScheduledSequence(sequence, start, num_tokens, samples=True),))
 
 
@@ -66,7 +66,7 @@ def _decode(runner: ModelRunner, config: WorkerConfig, batch: int, num_tokens: i
     num_blocks = -(-num_tokens // runner.block_size)
     fits = batch * num_blocks <= runner.num_blocks and num_tokens <= _longest(runner)
     if fits and batch <= min(config.max_num_seqs, config.token_budget):
-        sequences = [stand_in(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
+        sequences = [dummy_sequence(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
         yield StepPlan(decodes=tuple(ScheduledSequence(s, num_tokens - 1, 1, samples=True) for s in sequences))
 
 

@@ -45,8 +45,8 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.config import WorkerConfig
+from disagg.engine.core.admission import covered_until, new_sequence, refusal
 from disagg.engine.core.counters import EngineTotals
-from disagg.engine.core.intake import covered_until, new_sequence, refusal
 from disagg.engine.core.lazy_heap import LazyHeap
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
@@ -336,7 +336,7 @@ class EngineCore:
             blocks_cached=self._blocks.num_cached,
             blocks_reserved=self._blocks.num_reserved,
             steps=self._steps.num_done,
-            blocks_apart=self._blocks.num_apart,
+            blocks_apart=self._blocks.num_fragmented,
             num_preempted=scheduler.num_preempted,
         )
 

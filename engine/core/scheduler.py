@@ -14,7 +14,7 @@ the budget. The others are there to be compared with, on workers that have both 
     static          a batch forms from all that waits when the engine is empty, and as far as there is room; nobody
                     joins it until its last answer has ended; its prompts are computed before it decodes
 
-Order is first come, first served within a priority, but that in the prefill role a prompt of several steps lets those
+SortKey is first come, first served within a priority, but that in the prefill role a prompt of several steps lets those
 of one step pass for a while, also when it has begun (`batching.queue_order`). A preempted sequence goes before those of
 its priority that never ran. While one waits, nothing new is reserved.
 
@@ -40,12 +40,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from disagg.engine.blocks.block_manager import BlockManager
-from disagg.engine.blocks.kv_cache_manager import Room
+from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.batching import before_tail, chunk_length, finish_reason, queue_order
-from disagg.engine.core.lazy_heap import LazyHeap, Order
+from disagg.engine.core.lazy_heap import LazyHeap, SortKey
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -106,7 +106,9 @@ class Scheduler:
         self.totals: Counter[str] = Counter()
         """Since the start: preemptions, cached_tokens."""
         self.tail_tokens = tail_tokens
-        self.room = Room(blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens)
+        self.kv_cache = KVCacheManager(
+            blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens
+        )
         self._effects: list[Effect] = []
 
     # ------------------------------------------------------------ life of a sequence
@@ -131,7 +133,7 @@ class Scheduler:
     def extend_reserved(self, sequence: Sequence, end: int) -> None:
         """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
         assert sequence.state is SequenceState.RESERVED
-        self.room.extend(sequence, end)
+        self.kv_cache.extend(sequence, end)
 
     def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
         """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
@@ -140,7 +142,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
-        self.room.publish(sequence, start)
+        self.kv_cache.publish(sequence, start)
         return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
 
     def drop(self, sequence: Sequence) -> None:
@@ -153,7 +155,7 @@ class Scheduler:
             self.num_reserved -= 1
         self.resuming.pop(sequence.key, None)
         self.swap.free_slots(sequence.key)
-        self.room.let_go(sequence)
+        self.kv_cache.free(sequence)
         del self.sequences[sequence.key]
         sequence.state = SequenceState.ENDED
 
@@ -178,7 +180,7 @@ class Scheduler:
         self._forget_copy(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
-        self.room.publish(sequence, start)
+        self.kv_cache.publish(sequence, start)
 
     def not_kept(self, sequence: Sequence) -> list[Event]:
         """The copy of a `SwapOut` failed: the sequence is computed again, here or elsewhere."""
@@ -229,12 +231,14 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if sequence.num_uncomputed_tokens != 1:
                 continue
-            while sequence.state is SequenceState.RUNNING and not self.room.can_extend(sequence, sequence.num_tokens):
+            while sequence.state is SequenceState.RUNNING and not self.kv_cache.can_extend(
+                sequence, sequence.num_tokens
+            ):
                 victim = next(victims)
                 self._preempt(victim)
                 planned.pop(victim, None)
             if sequence.state is SequenceState.RUNNING:
-                self.room.extend(sequence, sequence.num_tokens)
+                self.kv_cache.extend(sequence, sequence.num_tokens)
                 planned[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
         return tuple(planned.values())
 
@@ -256,7 +260,7 @@ class Scheduler:
             sequence.swapped_tokens = num_computed
             self._effects.append(SwapOut(sequence, tuple(sequence.block_table), pieces))
         del self.running[sequence.key]
-        self.room.let_go(sequence)
+        self.kv_cache.free(sequence)
         sequence.num_preemptions += 1
         self.num_preempted += 1
         self.waiting.push(self._order(sequence), sequence)
@@ -301,7 +305,7 @@ class Scheduler:
             num_tokens = before_tail(start, num_tokens, self.tail_tokens, self.blocks.block_size)
         if num_tokens == 0:
             return None
-        self.room.extend(sequence, start + num_tokens)
+        self.kv_cache.extend(sequence, start + num_tokens)
         return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
 
     # ------------------------------------------------------------ apply
@@ -322,7 +326,7 @@ class Scheduler:
                 events.append(self._end_faulty(sequence, fault))
                 continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens
-            self.room.publish(sequence, entry.start)
+            self.kv_cache.publish(sequence, entry.start)
             if entry.samples:
                 sampled = self._append(sequence, token_id, result.logprobs.get(place))
                 events.append(sampled)
@@ -379,13 +383,13 @@ class Scheduler:
         head = self.waiting.peek()
         if head is None or self.num_places() < 1:
             return False
-        return self.room.has_room(head[1], self.swap.slot_tokens, alone=self._is_alone())
+        return self.kv_cache.can_admit(head[1], self.swap.slot_tokens, alone=self._is_alone())
 
     def _is_alone(self) -> bool:
         return len(self.sequences) <= len(self.waiting)
 
     def _place(self, sequence: Sequence) -> bool:
-        if not self.room.place(sequence, self.swap.slot_tokens, alone=self._is_alone()):
+        if not self.kv_cache.admit(sequence, self.swap.slot_tokens, alone=self._is_alone()):
             return False
         if sequence.num_preemptions == 0:
             sequence.cached_tokens = sequence.num_computed_tokens
@@ -396,5 +400,5 @@ class Scheduler:
         self.waiting.discard(sequence)
         self.num_preempted -= sequence.num_preemptions > 0
 
-    def _order(self, sequence: Sequence) -> Order:
+    def _order(self, sequence: Sequence) -> SortKey:
         return queue_order(sequence, self.token_budget)

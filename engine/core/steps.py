@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.engine.commands import Ended, Event, TokenSampled
-from disagg.engine.core.ahead import NOTHING, may_launch, plan_ahead
+from disagg.engine.core.ahead import NOTHING, can_enqueue, plan_ahead
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.core.scheduler_audit import check_plan
-from disagg.engine.plan import BadLogitsError, Launched, Launcher, ModelRunner, StepPlan, StepResult
+from disagg.engine.plan import BadLogitsError, ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, SequenceState
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     plan: StepPlan
-    launched: Launched
+    launched: QueuedStep
     began: float
 
 
@@ -56,28 +56,28 @@ class Steps:
             plan = self._scheduler.schedule()
             check_plan(self._scheduler, plan)
             return plan
-        launcher = self._runner.launcher
-        if launcher is None:  # Its captures do not work any more.
+        step_queue = self._runner.step_queue
+        if step_queue is None:  # Its captures do not work any more.
             return NOTHING
-        return plan_ahead(self._scheduler, self._under_way.plan, launcher.max_decodes)
+        return plan_ahead(self._scheduler, self._under_way.plan, step_queue.max_decodes)
 
     def run(self, plan: StepPlan, now: float) -> list[Event]:
         """Compute or launch a plan, and finish the step that was under way; what came of the finished ones."""
         self.last_plan = NOTHING
         before, self._under_way = self._under_way, None
-        launcher = self._runner.launcher
-        if launcher is not None and may_launch(plan, launcher.max_decodes):
-            return self._launch(launcher, plan, before, now)
+        step_queue = self._runner.step_queue
+        if step_queue is not None and can_enqueue(plan, step_queue.max_decodes):
+            return self._launch(step_queue, plan, before, now)
         if before is not None:
             assert not plan.entries, "a step is run while another one is under way"
             return self._finish(before.plan, before.launched.result, before.began)
         return self._finish(plan, lambda: self._runner.run(plan), now) if plan.entries else []
 
-    def _launch(self, launcher: Launcher, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
+    def _launch(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
         """The tokens of the step before come first, also where this one cannot be launched."""
         error: Exception | None = None
         try:
-            launched = launcher.launch(plan, before.launched if before else None)
+            launched = step_queue.enqueue(plan, before.launched if before else None)
             self._under_way = _UnderWay(plan, launched, now)
         except Exception as failure:
             error = failure

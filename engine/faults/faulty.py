@@ -26,7 +26,7 @@ from disagg.engine.faults.failpoints import Failpoint, Plan, Tamper, Trigger, pa
 from disagg.engine.faults.faulty_transport import FaultyTransport
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, TransportError
-from disagg.engine.plan import Launched, Launcher, ModelRunner, StepPlan, StepResult
+from disagg.engine.plan import ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -239,10 +239,10 @@ class _FaultyRunner:
         self._before_step = before_step
 
     @property
-    def launcher(self) -> Launcher | None:
-        """See `ModelRunner.launcher`."""
-        launcher = self._inner.launcher
-        return None if launcher is None else _FaultyLauncher(launcher, self._before_step)
+    def step_queue(self) -> StepQueue | None:
+        """See `ModelRunner.step_queue`."""
+        step_queue = self._inner.step_queue
+        return None if step_queue is None else _FaultyLauncher(step_queue, self._before_step)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -254,21 +254,21 @@ class _FaultyRunner:
 
 
 class _FaultyLauncher:
-    """A `Launcher` that does something before each step."""
+    """A `StepQueue` that does something before each step."""
 
-    def __init__(self, inner: Launcher, before_step: Callable[[], None]) -> None:
+    def __init__(self, inner: StepQueue, before_step: Callable[[], None]) -> None:
         self._inner = inner
         self._before_step = before_step
 
     @property
     def max_decodes(self) -> int:
-        """See `Launcher.max_decodes`."""
+        """See `StepQueue.max_decodes`."""
         return self._inner.max_decodes
 
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
-        """See `Launcher.launch`."""
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
+        """See `StepQueue.enqueue`."""
         self._before_step()
-        return self._inner.launch(plan, after)
+        return self._inner.enqueue(plan, after)
 
 
 class _BreakingMailbox(Mailbox[M]):

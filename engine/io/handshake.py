@@ -1,12 +1,12 @@
-"""How two processes of a cluster recognise each other on a line, before anything else goes over it.
+"""How two processes of a cluster recognise each other on a connection, before anything else goes over it.
 
     listener    Challenge(nonce) ─────────────────────────> joiner
     listener    <── Introduction(name, rank, nonce, proof) ── joiner
     listener    Welcome(proof) ───────────────────────────> joiner
 
-A proof is an HMAC, keyed with the cluster's secret, over the purpose of the line, who gives it, both nonces, the name
-of what is joined and the rank in it. So each side knows that the other one has the secret and answers now, for this
-rank of this worker or pair; the secret itself never travels. A wrong proof gets no answer.
+A proof is an HMAC, keyed with the cluster's secret, over the purpose of the connection, who gives it, both nonces, the
+name of what is joined and the rank in it. So each side knows that the other one has the secret and answers now, for
+this rank of this worker or pair; the secret itself never travels. A wrong proof gets no answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
-from disagg.engine.io.line import Line, LineError
+from disagg.engine.io.connection import Connection, ConnectionFailedError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import Message, decoder
 
@@ -28,8 +28,9 @@ TIMEOUT_S: Final = 10.0
 """How long each side waits for the other, in all."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 
-Purpose = Literal["rank line", "meeting"]
-"""What the line is for: a follower's line to rank 0 of its worker, or a member's line to a `MeetingPoint`."""
+Purpose = Literal["rank connection", "rendezvous"]
+"""What the connection is for: a follower's connection to rank 0 of its worker, or a member's connection to a
+`RendezvousServer`."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 M = TypeVar("M", bound=Message)
 
@@ -56,7 +57,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     proof: bytes
 
 
-class HandshakeError(LineError):
+class HandshakeError(ConnectionFailedError):
     """The other side is not who it should be, or did not answer."""
 
 
@@ -73,45 +74,47 @@ def proof(
 
 
 def challenge(
-    line: Line, secret: ClusterSecret, purpose: Purpose, nonce: bytes, takes: Callable[[str, int], bool]
+    connection: Connection, secret: ClusterSecret, purpose: Purpose, nonce: bytes, takes: Callable[[str, int], bool]
 ) -> tuple[str, int]:
     """The listener's part; returns the name and the rank that the other side proved to be, if the listener `takes` it.
 
     Raises:
-        LineError: it proved nothing, is not wanted, or the line broke.
+        ConnectionFailedError: it proved nothing, is not wanted, or the connection broke.
     """
-    with closed_after(line, TIMEOUT_S):
-        line.send(Challenge(nonce=nonce))
-        said = _receive(line, Introduction)
+    with closed_after(connection, TIMEOUT_S):
+        connection.send(Challenge(nonce=nonce))
+        said = _receive(connection, Introduction)
     nonces, who = nonce + said.nonce, (said.name, said.rank)
     if not hmac.compare_digest(said.proof, proof(secret, purpose, "joiner", nonces, *who)):
         raise HandshakeError("it does not know the cluster's secret")
     if not takes(*who):
         raise HandshakeError(f"rank {said.rank} of {said.name!r} is here already, or is not expected")
-    with suppress(LineError):  # it is taken now: who gets the line notices that it broke, and gives it back
-        line.send(Welcome(proof=proof(secret, purpose, "listener", nonces, *who)))
+    with suppress(
+        ConnectionFailedError
+    ):  # it is taken now: who gets the connection notices that it broke, and gives it back
+        connection.send(Welcome(proof=proof(secret, purpose, "listener", nonces, *who)))
     return who
 
 
-def answer(line: Line, secret: ClusterSecret, purpose: Purpose, name: str, rank: int, nonce: bytes) -> None:
+def answer(connection: Connection, secret: ClusterSecret, purpose: Purpose, name: str, rank: int, nonce: bytes) -> None:
     """The joiner's part.
 
     Raises:
-        LineError: the listener refused, or does not know the secret itself, or the line broke.
+        ConnectionFailedError: the listener refused, or does not know the secret itself, or the connection broke.
     """
-    with closed_after(line, TIMEOUT_S):
-        nonces = _receive(line, Challenge).nonce + nonce
+    with closed_after(connection, TIMEOUT_S):
+        nonces = _receive(connection, Challenge).nonce + nonce
         shown = proof(secret, purpose, "joiner", nonces, name, rank)
-        line.send(Introduction(name=name, rank=rank, nonce=nonce, proof=shown))
-        welcome = _receive(line, Welcome)
+        connection.send(Introduction(name=name, rank=rank, nonce=nonce, proof=shown))
+        welcome = _receive(connection, Welcome)
     if not hmac.compare_digest(welcome.proof, proof(secret, purpose, "listener", nonces, name, rank)):
         raise HandshakeError("the listener does not know the cluster's secret")
 
 
 @contextmanager
-def closed_after(line: Line, timeout_s: float) -> Iterator[None]:
-    """Closes the line if the body takes longer: its reader then ends with a `LineError`."""
-    timer = threading.Timer(timeout_s, line.close)
+def closed_after(connection: Connection, timeout_s: float) -> Iterator[None]:
+    """Closes the connection if the body takes longer: its reader then ends with a `ConnectionFailedError`."""
+    timer = threading.Timer(timeout_s, connection.close)
     timer.daemon = True
     timer.start()
     try:
@@ -120,10 +123,10 @@ def closed_after(line: Line, timeout_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _receive(line: Line, kind: type[M]) -> M:
-    frame = line.receive(MAX_HANDSHAKE_BYTES)
+def _receive(connection: Connection, kind: type[M]) -> M:
+    frame = connection.receive(MAX_HANDSHAKE_BYTES)
     if frame is None:
-        raise HandshakeError("the other side refused: it ended the line")
+        raise HandshakeError("the other side refused: it ended the connection")
     try:
         return decoder(kind).decode(frame)
     except msgspec.MsgspecError as error:

@@ -12,8 +12,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from disagg.engine.io.connection import Connection, ConnectionFailedError, SocketConnection
 from disagg.engine.io.handshake import NONCE_BYTES, Purpose, challenge
-from disagg.engine.io.line import Line, LineError, SocketLine
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -26,12 +26,12 @@ RETRY_S = 0.1
 
 
 class AuthenticatedListener:
-    """Accepts lines at `address`.
+    """Accepts connections at `address`.
 
     Args:
         host: the address to listen on; nothing else is listened on.
         takes: (name, rank) -> whether a joiner that proved to be this may come in. Any thread.
-        on_line: called with (name, rank, line) on the line's own thread, which may stay there.
+        on_connection: called with (name, rank, connection) on the connection's own thread, which may stay there.
 
     Raises:
         OSError: if it cannot listen on `host`.
@@ -43,14 +43,14 @@ class AuthenticatedListener:
         secret: ClusterSecret,
         purpose: Purpose,
         takes: Callable[[str, int], bool],
-        on_line: Callable[[str, int, Line], None],
+        on_connection: Callable[[str, int, Connection], None],
     ) -> None:
         self._secret = secret
         self._purpose: Purpose = purpose
         self._takes = takes
-        self._on_line = on_line
+        self._on_connection = on_connection
         self._lock = threading.Lock()
-        self._lines: dict[Line, None] = {}
+        self._connections: dict[Connection, None] = {}
         """Of handshakes under way, the oldest first."""
         self._threads: list[threading.Thread] = []
         """Of connections; also some that have ended."""
@@ -70,23 +70,23 @@ class AuthenticatedListener:
         """Listen no more, and end the handshakes under way. Idempotent."""
         with self._lock:
             self._is_over.set()
-            lines, self._lines = self._lines, {}
+            connections, self._connections = self._connections, {}
         with contextlib.suppress(OSError):  # it was never connected; this wakes `accept` all the same
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for line in lines:
-            line.close()
+        for connection in connections:
+            connection.close()
         self._thread.join()
 
     def join(self) -> None:
-        """After `close`: wait until `on_line` has returned for every line."""
+        """After `close`: wait until `on_connection` has returned for every connection."""
         for thread in self._threads:
             thread.join()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, peer = self._listener.accept()
+                sock, peer = self._listener.accept()
             except OSError as error:
                 if self._is_over.is_set():
                     return
@@ -94,38 +94,40 @@ class AuthenticatedListener:
                 logger.error("%s cannot take a connection, tries again in %g s: %s", self.address, RETRY_S, error)
                 self._is_over.wait(RETRY_S)
                 continue
-            line = SocketLine(connection)
-            if not self._begin(line):
-                line.close()
+            connection = SocketConnection(sock)
+            if not self._begin(connection):
+                connection.close()
                 continue
             name = f"{self._purpose} joins"
-            thread = threading.Thread(target=self._greet, args=(line, peer[0]), name=name, daemon=True)
+            thread = threading.Thread(target=self._greet, args=(connection, peer[0]), name=name, daemon=True)
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
             thread.start()
 
-    def _begin(self, line: Line) -> bool:
+    def _begin(self, connection: Connection) -> bool:
         with self._lock:
             if self._is_over.is_set():
                 return False
-            oldest = next(iter(self._lines)) if len(self._lines) >= MAX_HANDSHAKES else None
+            oldest = next(iter(self._connections)) if len(self._connections) >= MAX_HANDSHAKES else None
             if oldest is not None:
-                del self._lines[oldest]
-            self._lines[line] = None
+                del self._connections[oldest]
+            self._connections[connection] = None
         if oldest is not None:
             oldest.close()
         return True
 
-    def _greet(self, line: Line, host: str) -> None:
+    def _greet(self, connection: Connection, host: str) -> None:
         try:
-            name, rank = challenge(line, self._secret, self._purpose, secrets.token_bytes(NONCE_BYTES), self._takes)
-        except LineError as error:
+            name, rank = challenge(
+                connection, self._secret, self._purpose, secrets.token_bytes(NONCE_BYTES), self._takes
+            )
+        except ConnectionFailedError as error:
             logger.warning("%s refused a connection from %s: %s", self.address, host, error)
-            self._end(line)
-            line.close()
+            self._end(connection)
+            connection.close()
             return
-        self._end(line)
-        self._on_line(name, rank, line)
+        self._end(connection)
+        self._on_connection(name, rank, connection)
 
-    def _end(self, line: Line) -> None:
+    def _end(self, connection: Connection) -> None:
         with self._lock:
-            self._lines.pop(line, None)
+            self._connections.pop(connection, None)

@@ -1,7 +1,7 @@
 """Process groups of torch without a world: some processes meet, and are a group of their own.
 
-one of them   point = MeetingPoint(...)      gives the others `point.address`
-all           with meet(...) as store:       blocks until all are there
+one of them   point = RendezvousServer(...)      gives the others `point.address`
+all           with member_store(...) as store:       blocks until all are there
                   group = gloo_group(...)    or NCCL's, by whoever needs that
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from disagg.engine.io.meeting_point import MemberStore, join_meeting
+from disagg.engine.io.rendezvous import MemberStore, join_rendezvous
 from disagg.proto.cluster_secret import ClusterSecret
 
 _dist: Any = torch.distributed
@@ -28,16 +28,16 @@ _PROOF_BYTES: Final = 32
 
 
 @contextlib.contextmanager
-def meet(
+def member_store(
     name: str, address: str, secret: ClusterSecret, rank: int, size: int, timeout_s: float
 ) -> Iterator[MemberStore]:
-    """Wait at the `MeetingPoint` at `address` until all `size` ranks of the group `name` are there; their store, until
-    the group is made.
+    """Wait at the `RendezvousServer` at `address` until all `size` ranks of the group `name` are there; their store,
+    until the group is made.
 
     Raises:
-        OSError, RuntimeError, ValueError: if they do not all come in time, or there is no meeting point.
+        OSError, RuntimeError, ValueError: if they do not all come in time, or there is no rendezvous server.
     """
-    store = join_meeting(address, secret, name, rank, timeout_s)
+    store = join_rendezvous(address, secret, name, rank, timeout_s)
     try:
         store.set(f"here/{rank}", b"1")
         store.wait([f"here/{other}" for other in range(size)], datetime.timedelta(seconds=timeout_s))

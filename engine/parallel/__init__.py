@@ -4,7 +4,7 @@
     slices.py       pure: which rank of P sends which KV heads to which rank of D
     collective.py   what the ranks of a worker tell each other inside a step
     link.py         rank 0, which leads, and its followers, as interfaces
-    messages.py     what they tell each other; line.py, handshake.py: over which connection, and who may
+    messages.py     what they tell each other; connection.py, handshake.py: over which connection, and who may
     group.py        rank 0: how the ranks come together and end; muster.py takes them in, followers.py talks to them
     leader.py       rank 0: a `ModelRunner` over all ranks; staging.py: its buffers, of which each rank has a part
     follower.py     ranks 1 and up: carry out what rank 0 says, in its order

@@ -1,12 +1,12 @@
 """Ranks 1 and up of a worker: each carries out what rank 0 says.
 
     serve_rank()   connect and prove itself -> load its part of the model -> `Join` -> `Begin`: meet the other ranks
-                   -> orders, one after the other -> `Stop`
+                   -> commands, one after the other -> `Stop`
 
-One thread reads the line. It hands the orders of the engine to the engine thread (the one that called `serve_rank`),
-and those of the transport to the rank's transports, which have threads of their own.
+One thread reads the connection. It hands the commands of the engine to the engine thread (the one that called
+`serve_rank`), and those of the transport to the rank's transports, which have threads of their own.
 
-A follower has no life of its own. When its line ends without `Stop`, rank 0 is gone, and the process ends with
+A follower has no life of its own. When its connection ends without `Stop`, rank 0 is gone, and the process ends with
 `EXIT_LOST`. It ends in order if its engine thread comes back soon, and else, because that one loads a model or waits
 for the other ranks inside a step, the hard way; also after `Stop`.
 """
@@ -24,27 +24,27 @@ from typing import Final
 import numpy as np
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
 from disagg.engine.io.handshake import NONCE_BYTES, answer
-from disagg.engine.io.line import Line, LineError, connect
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.parallel.link import RankTransports
-from disagg.engine.parallel.meeting import meet_ranks
+from disagg.engine.parallel.meeting import join_collective
 from disagg.engine.parallel.messages import (
     Answer,
     Begin,
     ClearBuffer,
     Done,
-    EngineOrder,
+    EngineCommand,
     Failed,
     FreeBuffer,
     GatherPart,
     Join,
-    Order,
     Posted,
+    RankCommand,
     ScatterPart,
     Step,
     Stop,
-    TransportOrder,
+    TransportCommand,
 )
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.runners import make_runner
@@ -83,17 +83,17 @@ def serve_rank(
     ended if rank 0 is lost and the engine does not notice."""
     name = f"{config.worker_id} rank {shard.rank}"
     try:
-        line = connect(leader_address, CONNECT_TIMEOUT_S)
-    except LineError as error:
+        connection = connect(leader_address, CONNECT_TIMEOUT_S)
+    except ConnectionFailedError as error:
         logger.error("%s: %s", name, error)
         return EXIT_LOST
     try:
-        answer(line, secret, "rank line", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
-    except LineError as error:
+        answer(connection, secret, "rank connection", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
+    except ConnectionFailedError as error:
         logger.error("%s: rank 0 at %s did not take it: %s", name, leader_address, error)
-        line.close()
+        connection.close()
         return EXIT_LOST
-    return Follower(config, shard, line, secret, load).serve()
+    return Follower(config, shard, connection, secret, load).serve()
 
 
 def shard_transports(
@@ -112,7 +112,7 @@ class Follower:
         self,
         config: WorkerConfig,
         shard: Shard,
-        line: Line,
+        connection: Connection,
         secret: ClusterSecret,
         make_runner: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
         make_transports: MakeTransports = shard_transports,
@@ -122,7 +122,7 @@ class Follower:
     ) -> None:
         self._config = config
         self._shard = shard
-        self._line = line
+        self._connection = connection
         self._secret = secret
         self._make_runner = make_runner
         self._make_transports = make_transports
@@ -130,27 +130,27 @@ class Follower:
         self._grace_s = grace_s
         self._stop_grace_s = stop_grace_s
         self._name = f"{config.worker_id} rank {shard.rank}"
-        self._orders: queue.SimpleQueue[EngineOrder | Begin | Stop | None] = queue.SimpleQueue()
-        """For the engine thread; None when the line has ended."""
+        self._commands: queue.SimpleQueue[EngineCommand | Begin | Stop | None] = queue.SimpleQueue()
+        """For the engine thread; None when the connection has ended."""
         self._returned = threading.Event()
         self._staging: StagingParts | None = None
         self._transports: RankTransports | None = None
 
     def serve(self) -> int:
-        """Load, join, and carry out orders until the worker ends; the exit status."""
+        """Load, join, and carry out commands until the worker ends; the exit status."""
         reader = threading.Thread(target=self._read, name="rank-0", daemon=True)
         reader.start()
         try:
             return self._serve()
         except Exception as error:
             logger.exception("%s cannot go on", self._name)
-            self._tell_failed(error)
+            self._send_failed(error)
             return EXIT_LOST
         finally:
             self._returned.set()
             if self._transports is not None:
                 self._transports.close()
-            self._line.close()
+            self._connection.close()
             reader.join()
 
     def _serve(self) -> int:
@@ -161,39 +161,39 @@ class Follower:
         join = Join(
             rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
-        self._line.send(join)
-        while (order := self._orders.get()) is not None:
-            match order:
+        self._connection.send(join)
+        while (command := self._commands.get()) is not None:
+            match command:
                 case Begin():
-                    address = order.collective_address
-                    runner.join(meet_ranks(self._config, self._secret, self._shard, address), order.num_blocks)
+                    address = command.collective_address
+                    runner.join(join_collective(self._config, self._secret, self._shard, address), command.num_blocks)
                     logger.info("%s computes", self._name)
                 case Step():
-                    runner.compute(decode_step(order))
+                    runner.compute(decode_step(command))
                 case ClearBuffer():
-                    self._staging(order.buffer, order.buffer_bytes)[:] = 0
+                    self._staging(command.buffer, command.buffer_bytes)[:] = 0
                 case GatherPart() | ScatterPart():
-                    self._answer(_copy(runner, self._staging, order))
+                    self._answer(_copy(runner, self._staging, command))
                 case Stop():
                     return EXIT_STOPPED
         return EXIT_LOST
 
-    def _tell_failed(self, error: Exception) -> None:
+    def _send_failed(self, error: Exception) -> None:
         try:
-            self._line.send(Failed(error=f"{type(error).__name__}: {error}"))
-        except LineError:
+            self._connection.send(Failed(error=f"{type(error).__name__}: {error}"))
+        except ConnectionFailedError:
             logger.info("%s: nobody is left to be told", self._name)
 
     # ------------------------------------------------------------ the reader
 
     def _read(self) -> None:
-        decode = decoder(Order).decode
-        why = "it ended the line"
+        decode = decoder(RankCommand).decode
+        why = "it ended the connection"
         try:
-            while (frame := self._line.receive()) is not None:
-                order: Order = decode(frame)
-                self._on_order(order)
-                if isinstance(order, Stop):
+            while (frame := self._connection.receive()) is not None:
+                command: RankCommand = decode(frame)
+                self._on_command(command)
+                if isinstance(command, Stop):
                     self._see_off(EXIT_STOPPED, self._stop_grace_s)
                     return
         except Exception as error:
@@ -201,32 +201,32 @@ class Follower:
         if not self._returned.is_set():
             self._on_lost(why)
 
-    def _on_order(self, order: Order) -> None:
-        match order:
+    def _on_command(self, command: RankCommand) -> None:
+        match command:
             case FreeBuffer():
                 if self._staging is not None:
-                    self._staging.free(order.buffer)
+                    self._staging.free(command.buffer)
             case Begin() | Stop() | Step() | GatherPart() | ScatterPart() | ClearBuffer():
-                self._orders.put(order)
+                self._commands.put(command)
             case _:
-                self._on_transport_order(order)
+                self._on_transport_command(command)
 
-    def _on_transport_order(self, order: TransportOrder) -> None:
+    def _on_transport_command(self, command: TransportCommand) -> None:
         if self._transports is None:
-            raise ValueError("an order for the transport came before this rank has joined")
-        self._transports.handle(order, self._answer, lambda: self._answer(Posted(call=order.call)))
+            raise ValueError("an command for the transport came before this rank has joined")
+        self._transports.handle(command, self._answer, lambda: self._answer(Posted(call=command.call)))
 
     def _answer(self, answer: Answer) -> None:
-        """Any thread. A line that cannot be written to is about to end for the reader, too."""
+        """Any thread. A connection that cannot be written to is about to end for the reader, too."""
         try:
-            self._line.send(answer)
-        except LineError as error:
+            self._connection.send(answer)
+        except ConnectionFailedError as error:
             logger.warning("%s: cannot answer: %s", self._name, error)
-            self._line.close()
+            self._connection.close()
 
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: rank 0 is lost, and so this rank ends: %s", self._name, why)
-        self._orders.put(None)
+        self._commands.put(None)
         self._see_off(EXIT_LOST, self._grace_s)
 
     def _see_off(self, status: int, grace_s: float) -> None:
@@ -236,14 +236,14 @@ class Follower:
             self._end_process(status)
 
 
-def _copy(runner: ShardRunner, staging: StagingParts, order: GatherPart | ScatterPart) -> Done:
-    table = np.frombuffer(order.block_table, dtype="<i4").tolist()
+def _copy(runner: ShardRunner, staging: StagingParts, command: GatherPart | ScatterPart) -> Done:
+    table = np.frombuffer(command.block_table, dtype="<i4").tolist()
     try:
-        part = staging(order.buffer, order.buffer_bytes)
-        if isinstance(order, GatherPart):
-            checksums = tuple(runner.gather_part(table, order.start, order.end, part, order.peer_tp))
-            return Done(call=order.call, ok=True, checksums=checksums)
-        runner.scatter_part(table, order.start, order.end, part, order.peer_tp)
-        return Done(call=order.call, ok=True)
+        part = staging(command.buffer, command.buffer_bytes)
+        if isinstance(command, GatherPart):
+            checksums = tuple(runner.gather_part(table, command.start, command.end, part, command.peer_tp))
+            return Done(call=command.call, ok=True, checksums=checksums)
+        runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
+        return Done(call=command.call, ok=True)
     except (ValueError, RuntimeError) as error:
-        return Done(call=order.call, ok=False, error=f"{type(error).__name__}: {error}")
+        return Done(call=command.call, ok=False, error=f"{type(error).__name__}: {error}")

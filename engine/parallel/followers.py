@@ -1,12 +1,13 @@
-"""Rank 0's lines to its followers: orders out, answers in.
+"""Rank 0's connections to its followers: commands out, answers in.
 
-    attach(rank, line)      as each follower comes, before it has loaded its model
+    attach(rank, connection)      as each follower comes, before it has loaded its model
     wait_joined()           all are there, and have loaded
     tell, ask ...           one thread for each follower reads its answers
     close()                 `Stop` to all; they end
 
-The ranks live and die together: when one is lost (its line ends, it says that it failed or something that makes no
-sense) all lines are closed, which ends the others, every open question is answered not ok, and `on_lost` is called.
+The ranks live and die together: when one is lost (its connection ends, it says that it failed or something that makes
+no sense) all connections are closed, which ends the others, every open call is answered not ok, and `on_lost` is
+called.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg.engine.io.line import Line, LineError
+from disagg.engine.io.connection import Connection, ConnectionFailedError
 from disagg.engine.parallel.link import Reply
-from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Order, Posted, Question, Stop
+from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
 from disagg.proto.messages import decoder
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
-"""How long followers may take to end after `Stop`; then their lines are closed, which ends them at once."""
+"""How long followers may take to end after `Stop`; then their connections are closed, which ends them at once."""
 
 
 class RankLostError(RuntimeError):
@@ -42,14 +43,14 @@ class _OpenCall:
     on_posted: Callable[[], None] | None
 
 
-class LineFollowers:
+class ConnectedFollowers:
     """See `link.Followers`. `on_lost` is called at most once, on any thread, and not before `wait_joined` returned."""
 
     def __init__(self, size: int, on_lost: Callable[[BaseException], None]) -> None:
         self.size = size
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, Connection] = {}
         self._readers: list[threading.Thread] = []
         self._joins: dict[int, Join] = {}
         self._calls: dict[int, _OpenCall] = {}
@@ -60,18 +61,18 @@ class LineFollowers:
 
     # ------------------------------------------------------------ life
 
-    def attach(self, rank: int, line: Line) -> None:
+    def attach(self, rank: int, connection: Connection) -> None:
         """A follower has come."""
-        reader = threading.Thread(target=self._read, args=(rank, line), name=f"rank-{rank}", daemon=True)
+        reader = threading.Thread(target=self._read, args=(rank, connection), name=f"rank-{rank}", daemon=True)
         with self._changed:
             is_late = self._is_closing or self._lost is not None
             if not is_late:
-                self._lines[rank] = line
+                self._connections[rank] = connection
                 self._readers.append(reader)
                 reader.start()
                 self._changed.notify_all()
         if is_late:
-            line.close()
+            connection.close()
 
     def wait_joined(self, come_timeout_s: float, load_timeout_s: float) -> tuple[Join, ...]:
         """Wait until all followers have come and then until they have loaded; their `Join`s by rank.
@@ -80,7 +81,7 @@ class LineFollowers:
             RankLostError: one was lost, or it takes longer than so many seconds.
         """
         with self._changed:
-            self._wait_for_all(self._lines, come_timeout_s, "come")
+            self._wait_for_all(self._connections, come_timeout_s, "come")
             self._wait_for_all(self._joins, load_timeout_s, "loaded its model")
             self._is_complete = True
             return tuple(self._joins[rank] for rank in range(1, self.size))
@@ -94,12 +95,12 @@ class LineFollowers:
             raise RankLostError(f"rank {', '.join(missing)} has not {what} after {timeout_s:.0f} s")
 
     def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Tell all to stop, wait until they have, and end their lines. Idempotent."""
+        """Tell all to stop, wait until they have, and end their connections. Idempotent."""
         with self._changed:
             first, self._is_closing = not self._is_closing, True
             readers = list(self._readers)
         if first:
-            self.tell(Stop())
+            self.broadcast(Stop())
         deadline = time.monotonic() + timeout_s
         for reader in readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -107,43 +108,43 @@ class LineFollowers:
         for reader in readers:
             reader.join()
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ commands
 
-    def tell(self, order: Order) -> None:
-        """See `Followers.tell`."""
+    def broadcast(self, command: RankCommand) -> None:
+        """See `Followers.broadcast`."""
         with self._changed:
-            lines = [] if self._lost is not None else list(self._lines.items())
-        for rank, line in lines:
-            self._send(rank, line, order)
+            connections = [] if self._lost is not None else list(self._connections.items())
+        for rank, connection in connections:
+            self._send(rank, connection, command)
 
-    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """See `Followers.ask`."""
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """See `Followers.call`."""
         number = next(self._numbers)
         call = _OpenCall(rank, reply, on_posted)
         with self._changed:
             lost = self._lost
             if lost is None:
                 self._calls[number] = call
-                line = self._lines[rank]
+                connection = self._connections[rank]
         if lost is not None:
             reply(Done(call=number, ok=False, error=str(lost)))
         else:
-            self._send(rank, line, msgspec.structs.replace(order, call=number))
+            self._send(rank, connection, msgspec.structs.replace(command, call=number))
 
-    def _send(self, rank: int, line: Line, order: Order) -> None:
+    def _send(self, rank: int, connection: Connection, command: RankCommand) -> None:
         try:
-            line.send(order)
-        except LineError as error:
+            connection.send(command)
+        except ConnectionFailedError as error:
             self._lose(rank, str(error))
 
     # ------------------------------------------------------------ answers
 
-    def _read(self, rank: int, line: Line) -> None:
+    def _read(self, rank: int, connection: Connection) -> None:
         decode = decoder(Answer).decode
         try:
-            while (frame := line.receive()) is not None:
+            while (frame := connection.receive()) is not None:
                 self._on_answer(rank, decode(frame))
-            self._lose(rank, "it ended its line")
+            self._lose(rank, "it ended its connection")
         except Exception as error:
             self._lose(rank, f"{type(error).__name__}: {error}")
 
@@ -189,7 +190,7 @@ class LineFollowers:
             return call
         if self._lost is not None:
             return None
-        raise ValueError(f"it answers question {number}, which it was not asked")
+        raise ValueError(f"it answers call {number}, which was not made")
 
     # ------------------------------------------------------------ loss
 
@@ -203,15 +204,15 @@ class LineFollowers:
             self._on_lost(error)
 
     def _end(self, error: RankLostError) -> bool:
-        """Close all lines and answer all calls; whether there was something to end."""
+        """Close all connections and answer all calls; whether there was something to end."""
         with self._changed:
             if self._lost is not None:
                 return False
             self._lost = error
             calls, self._calls = self._calls, {}
             self._changed.notify_all()
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
         for number, call in calls.items():
             call.reply(Done(call=number, ok=False, error=str(error)))
         return True

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.parallel.followers import STOP_TIMEOUT_S, LineFollowers, RankLostError
+from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Ranks, StartRanks
-from disagg.engine.parallel.meeting import NOWHERE, MeetingPlace, meet_ranks, open_meeting_place
+from disagg.engine.parallel.meeting import NO_RENDEZVOUS, MeetingPlace, join_collective, open_rendezvous
 from disagg.engine.parallel.messages import Begin, Join
-from disagg.engine.parallel.muster import Muster
+from disagg.engine.parallel.muster import RankRendezvous
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.runners import make_runner
 from disagg.engine.sharding.shards import Shard
@@ -53,7 +53,7 @@ class Group:
         self._secret = secret
         self._start_ranks = start_ranks
         self._on_fault = on_fault
-        self.followers = LineFollowers(config.tp, on_fault)
+        self.followers = ConnectedFollowers(config.tp, on_fault)
         self._ranks: Ranks | None = None
         self._place: MeetingPlace | None = None
         self._collective: Collective | None = None
@@ -67,14 +67,14 @@ class Group:
             OSError: rank 0 cannot listen.
         """
         config = self._config
-        muster = Muster(config.host, config.worker_id, config.tp, self._secret, self.followers.attach)
+        rendezvous = RankRendezvous(config.host, config.worker_id, config.tp, self._secret, self.followers.attach)
         try:
-            self._ranks = self._start_ranks(muster.address)
+            self._ranks = self._start_ranks(rendezvous.address)
             local = make_runner(config, Shard(0, config.tp))
             local.checksum = Checksum.of_secret(self._secret)
             joins = self.followers.wait_joined(COME_TIMEOUT_S, LOAD_TIMEOUT_S)
         finally:
-            muster.close()
+            rendezvous.close()
         self._begin(local, joins)
         for join in joins:
             logger.info("%s: rank %d is process %d", config.worker_id, join.rank, join.pid)
@@ -85,10 +85,10 @@ class Group:
             if join.fingerprint != local.fingerprint:
                 raise RankLostError(f"rank {join.rank} has loaded another model: {join.fingerprint}")
         num_blocks = min(local.num_blocks, *(join.num_blocks for join in joins))
-        self._place = open_meeting_place(self._config, self._secret)
-        address = NOWHERE if self._place is None else self._place.address
-        self.followers.tell(Begin(num_blocks=num_blocks, collective_address=address))
-        self._collective = meet_ranks(self._config, self._secret, local.shard, address)
+        self._place = open_rendezvous(self._config, self._secret)
+        address = NO_RENDEZVOUS if self._place is None else self._place.address
+        self.followers.broadcast(Begin(num_blocks=num_blocks, collective_address=address))
+        self._collective = join_collective(self._config, self._secret, local.shard, address)
         local.join(self._collective, num_blocks)
 
     def close(self) -> None:

@@ -22,14 +22,14 @@ import numpy as np
 
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Followers
-from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Question, ScatterPart
+from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, RankCall, ScatterPart
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.steps import encode_step
-from disagg.engine.plan import Launcher, StepPlan, StepResult
+from disagg.engine.plan import StepPlan, StepQueue, StepResult
 from disagg.engine.sharding.routes import PairPlan, plan_pair
 
-_CopyOrder = TypeVar("_CopyOrder", GatherPart, ScatterPart)
+_CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 
 COPY_TIMEOUT_S = 60.0
 """How long a follower may take for one copy; it may be in the middle of the step before."""
@@ -39,7 +39,7 @@ class GroupRunner:
     """See `ModelRunner`. `local` is rank 0's, joined already; it has as many blocks as every other rank. Steps are not
     queued: ranks meet inside the layers."""
 
-    launcher: Launcher | None = None
+    step_queue: StepQueue | None = None
 
     def __init__(self, local: ShardRunner, followers: Followers, on_fault: Callable[[BaseException], None]) -> None:
         self._local = local
@@ -56,17 +56,17 @@ class GroupRunner:
         self._numbers = itertools.count(1)
         self._freed: deque[int] = deque()
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
-        lock and writes to no line."""
+        lock and writes to no connection."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """See `ModelRunner.run`."""
         if not plan.entries:
             return StepResult([])
-        self._tell_freed()
+        self._broadcast_freed()
         arrays = self._local.arrays(plan)
-        order = encode_step(arrays)
+        command = encode_step(arrays)
         try:
-            self._followers.tell(order)
+            self._followers.broadcast(command)
             return self._local.step(plan, arrays)
         except Exception as error:
             self._on_fault(error)
@@ -88,11 +88,11 @@ class GroupRunner:
         return -(-nbytes // min(self.tp, self.layout.num_kv_heads))
 
     def _clear(self, number: int, part_bytes: int) -> None:
-        self._followers.tell(ClearBuffer(buffer=number, buffer_bytes=part_bytes))
+        self._followers.broadcast(ClearBuffer(buffer=number, buffer_bytes=part_bytes))
 
-    def _tell_freed(self) -> None:
+    def _broadcast_freed(self) -> None:
         while self._freed:
-            self._followers.tell(FreeBuffer(buffer=self._freed.popleft()))
+            self._followers.broadcast(FreeBuffer(buffer=self._freed.popleft()))
 
     # ------------------------------------------------------------ copies
 
@@ -105,11 +105,11 @@ class GroupRunner:
             RankLostError: a follower could not do its part, or is gone.
         """
         plan = plan_pair(self.layout, self.tp, peer_tp)
-        order = self._order(GatherPart, plan, block_table, start, end, out, peer_tp)
+        command = self._command(GatherPart, plan, block_table, start, end, out, peer_tp)
         senders = plan.ranks("sender")
         checksums = self._copy(
             [rank for rank in senders if rank != 0],
-            order,
+            command,
             lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp) if 0 in senders else (),
         )
         return self.checksum.combined(plan.in_order("sender", checksums))
@@ -122,24 +122,24 @@ class GroupRunner:
             RankLostError: a follower could not do its part, or is gone.
         """
         plan = plan_pair(self.layout, peer_tp, self.tp)
-        order = self._order(ScatterPart, plan, block_table, start, end, data, peer_tp)
+        command = self._command(ScatterPart, plan, block_table, start, end, data, peer_tp)
 
         def scatter_own() -> Seq[int]:
             self._local.scatter_part(block_table, start, end, data.local, peer_tp)
             return ()
 
-        self._copy(list(range(1, self.tp)), order, scatter_own)
+        self._copy(list(range(1, self.tp)), command, scatter_own)
 
-    def _order(
+    def _command(
         self,
-        kind: type[_CopyOrder],
+        kind: type[_CopyCommand],
         plan: PairPlan,
         block_table: Seq[int],
         start: int,
         end: int,
         buffer: GroupBuffer,
         peer_tp: int,
-    ) -> _CopyOrder:
+    ) -> _CopyCommand:
         """What is wrong on every rank is refused before any of them is told: a copy that fails there is no fault of
         one request's."""
         nbytes = plan.bytes_per_token * (end - start)
@@ -157,13 +157,13 @@ class GroupRunner:
             peer_tp=peer_tp,
         )
 
-    def _copy(self, ranks: list[int], order: Question, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
-        """Have `ranks` carry out `order` while rank 0 does its `own` part; the checksums of each rank. Returns, or
+    def _copy(self, ranks: list[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
+        """Have `ranks` carry out `command` while rank 0 does its `own` part; the checksums of each rank. Returns, or
         raises, when nobody copies any more, unless a rank is lost."""
-        self._tell_freed()
+        self._broadcast_freed()
         answers = _Answers(ranks)
         for rank in ranks:
-            self._followers.ask(rank, order, answers.reply_of(rank))
+            self._followers.call(rank, command, answers.reply_of(rank))
         try:
             own_checksums = own()
         finally:
@@ -182,7 +182,7 @@ class GroupRunner:
 
 
 class _Answers:
-    """The answers to one order that several ranks were given."""
+    """The answers to one command that several ranks were given."""
 
     def __init__(self, ranks: list[int]) -> None:
         self._changed = threading.Condition()

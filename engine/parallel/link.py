@@ -1,27 +1,27 @@
-"""The line between rank 0 and its followers, as both ends see it."""
+"""The connection between rank 0 and its followers, as both ends see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from disagg.engine.parallel.messages import Done, Order, Question, TransportOrder
+from disagg.engine.parallel.messages import Done, RankCall, RankCommand, TransportCommand
 
 Reply = Callable[[Done], None]
 """Called once, on any thread; also, not ok, when the follower is lost. Must neither raise nor block."""
 
 
 class Followers(Protocol):
-    """Rank 0's view. Thread-safe; orders to one rank arrive in the order given."""
+    """Rank 0's view. Thread-safe; commands to one rank arrive in the order given."""
 
     size: int
     """Ranks of the worker, rank 0 included."""
 
-    def tell(self, order: Order) -> None:
+    def broadcast(self, command: RankCommand) -> None:
         """To every follower; not answered."""
         ...
 
-    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
         """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted`, which
         it does at most once, before its answer."""
         ...
@@ -32,12 +32,12 @@ class NoFollowers:
 
     size = 1
 
-    def tell(self, order: Order) -> None:
+    def broadcast(self, command: RankCommand) -> None:
         """Nobody listens."""
 
-    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
         """There is nobody to ask."""
-        raise AssertionError(f"{type(order).__name__} for rank {rank} of a worker of one")
+        raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")
 
 
 class Ranks(Protocol):
@@ -55,8 +55,8 @@ StartRanks = Callable[[str], Ranks]
 class RankTransports(Protocol):
     """What a rank (also rank 0) does for the transport: all pairs' channels of this rank. Thread-safe."""
 
-    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
-        """Carry out an order; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
+    def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
+        """Carry out an command; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from disagg.proto.cluster_secret import ClusterSecret
 if TYPE_CHECKING:
     from disagg.engine.runner.collectives.collective import Collective
 
-NOWHERE = ""
+NO_RENDEZVOUS = ""
 """The address where nobody meets."""
 
 
@@ -26,7 +26,7 @@ class MeetingPlace(Protocol):
         ...
 
 
-def open_meeting_place(config: WorkerConfig, secret: ClusterSecret) -> MeetingPlace | None:
+def open_rendezvous(config: WorkerConfig, secret: ClusterSecret) -> MeetingPlace | None:
     """Rank 0's meeting point, which listens on `config.host` only; None where no rank needs to meet another.
 
     Raises:
@@ -34,18 +34,18 @@ def open_meeting_place(config: WorkerConfig, secret: ClusterSecret) -> MeetingPl
     """
     if config.is_fake:
         return None
-    from disagg.engine.io.meeting_point import MeetingPoint
+    from disagg.engine.io.rendezvous import RendezvousServer
 
-    return MeetingPoint(config.host, secret)
+    return RendezvousServer(config.host, secret)
 
 
-def meet_ranks(config: WorkerConfig, secret: ClusterSecret, shard: Shard, address: str) -> Collective | None:
-    """Wait for all other ranks; None at `NOWHERE`.
+def join_collective(config: WorkerConfig, secret: ClusterSecret, shard: Shard, address: str) -> Collective | None:
+    """Wait for all other ranks; None at `NO_RENDEZVOUS`.
 
     Raises:
         RuntimeError: if they do not all come in time.
     """
-    if address == NOWHERE:
+    if address == NO_RENDEZVOUS:
         return None
     from disagg.engine.runner.collectives.factory import make_collective
 

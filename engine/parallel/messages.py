@@ -1,6 +1,6 @@
 """What rank 0 tells the other ranks of its worker, and what they answer. Frames on one stream for each follower.
 
-Orders with a `call` are answered by exactly one `Done`, in any order; the others are not answered. Orders of the
+Commands with a `call` are answered by exactly one `Done`, in any order; the others are not answered. Commands of the
 engine (`Step`, `GatherPart`, `ScatterPart`, `ClearBuffer`) are carried out one after the other, in the order sent, on
 the follower's engine thread; those of the transport (`OpenPair`, `SendPart`, `ReceivePart`, `ClosePair`) on its own
 threads, each pair's in the order sent; `FreeBuffer` at once. What a follower cannot do for its peer's fault is a `Done`
@@ -134,13 +134,13 @@ class ClosePair(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Posted(Message, frozen=True, kw_only=True, tag=True):
-    """Follower -> rank 0: the receives of this order are posted, so the peer may send."""
+    """Follower -> rank 0: the receives of this command are posted, so the peer may send."""
 
     call: int
 
 
 class Done(Message, frozen=True, kw_only=True, tag=True):
-    """Follower -> rank 0: the answer to one order."""
+    """Follower -> rank 0: the answer to one command."""
 
     call: int
     ok: bool
@@ -158,9 +158,9 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-EngineOrder = Step | GatherPart | ScatterPart | ClearBuffer
-TransportOrder = OpenPair | SendPart | ReceivePart | ClosePair
-Question = GatherPart | ScatterPart | TransportOrder
-"""Orders that are answered."""
-Order = Begin | EngineOrder | TransportOrder | FreeBuffer | Stop
+EngineCommand = Step | GatherPart | ScatterPart | ClearBuffer
+TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
+RankCall = GatherPart | ScatterPart | TransportCommand
+"""Commands that are answered."""
+RankCommand = Begin | EngineCommand | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed

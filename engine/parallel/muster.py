@@ -8,27 +8,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from disagg.engine.io.line import Line
+from disagg.engine.io.connection import Connection
 from disagg.engine.io.listener import AuthenticatedListener
 from disagg.proto.cluster_secret import ClusterSecret
 
 
-class Muster:
-    """Takes one line for each of the ranks 1 .. size - 1 and hands it to `on_line`, on any thread.
+class RankRendezvous:
+    """Takes one connection for each of the ranks 1 .. size - 1 and hands it to `on_connection`, on any thread.
 
     Raises:
         OSError: if it cannot listen on `host`.
     """
 
     def __init__(
-        self, host: str, worker_id: str, size: int, secret: ClusterSecret, on_line: Callable[[int, Line], None]
+        self,
+        host: str,
+        worker_id: str,
+        size: int,
+        secret: ClusterSecret,
+        on_connection: Callable[[int, Connection], None],
     ) -> None:
         self._worker_id = worker_id
         self._lock = threading.Lock()
         self._wanted = set(range(1, size))
         """Ranks that have not come."""
         self._listener = AuthenticatedListener(
-            host, secret, "rank line", self._take, lambda _, rank, line: on_line(rank, line)
+            host, secret, "rank connection", self._take, lambda _, rank, connection: on_connection(rank, connection)
         )
         self.address = self._listener.address
 

@@ -1,7 +1,7 @@
 """Staging memory of several ranks: each has a part of every buffer, under the buffer's number.
 
 Rank 0 hands out `GroupBuffer`s, which look like a flat buffer of the whole payload. The others make their part when an
-order first names it, and drop it when rank 0 has let go of the buffer. Numbers are never used twice.
+command first names it, and drop it when rank 0 has let go of the buffer. Numbers are never used twice.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _I32, _I64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 def encode_step(arrays: BatchArrays) -> Step:
-    """The order to compute a batch."""
+    """The command to compute a batch."""
     tables_SM, lens_S = arrays.block_tables_SM, _used_columns(arrays.block_tables_SM)
     return Step(
         token_ids=arrays.token_ids_T.astype(_I64).tobytes(),
@@ -31,7 +31,7 @@ def encode_step(arrays: BatchArrays) -> Step:
 
 
 def decode_step(step: Step) -> BatchArrays:
-    """The batch of an order; its arrays are writable and nobody else's.
+    """The batch of an command; its arrays are writable and nobody else's.
 
     Raises:
         ValueError: an array is not a whole number of elements, or the tables do not have what their rows should.

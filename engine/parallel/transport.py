@@ -1,8 +1,8 @@
 """KV between workers of different width: a pair's byte channel over all ranks of a worker.
 
     rank 0      GroupTransport    what a link uses as the pair's `PairTransport`; has rank 0's channels itself, and
-                                  gives orders to the other ranks
-    ranks 1..   ShardTransports   carries those orders out
+                                  gives commands to the other ranks
+    ranks 1..   ShardTransports   carries those commands out
     all ranks   RankChannels      `channels.py`: a channel for each rank of the other worker with a common slice
 
     open    every rank forms its channels; the pair stands when all do
@@ -36,7 +36,7 @@ from disagg.engine.kv_transfer.transports.transport import (
 from disagg.engine.parallel import messages
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
 from disagg.engine.parallel.link import Followers, Reply
-from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportOrder
+from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.routes import PairPlan, plan_pair
 from disagg.engine.sharding.shards import Shard
@@ -124,7 +124,7 @@ class GroupTransport:
             answered.set()
 
         others = AllOf(len(self._others), over, nobody_waits, nobody_waits)
-        order = OpenPair(
+        command = OpenPair(
             call=0,
             pair_name=end.pair_name,
             side=end.side,
@@ -134,7 +134,7 @@ class GroupTransport:
             store_address=end.store_address,
         )
         for index, rank in enumerate(self._others):
-            self._followers.ask(rank, order, _answer(others, index, rank))
+            self._followers.call(rank, command, _answer(others, index, rank))
         try:
             self._channels.open()
             if not answered.wait(OPEN_TIMEOUT_S):
@@ -154,8 +154,8 @@ class GroupTransport:
         if is_first:
             others = AllOf(len(self._others), lambda *_: self._gone.set(), nobody_waits, nobody_waits)
             for index, rank in enumerate(self._others):
-                order = ClosePair(call=0, pair_name=self._end.pair_name)
-                self._followers.ask(rank, order, _answer(others, index, rank))
+                command = ClosePair(call=0, pair_name=self._end.pair_name)
+                self._followers.call(rank, command, _answer(others, index, rank))
         self._channels.close()
         self._gone.wait()
 
@@ -177,8 +177,8 @@ class GroupTransport:
         whole = self._new_operation(lambda ok, error, _: done(ok, error), nobody_waits)
         num_tokens = self._num_tokens(nbytes)
         for index, rank in enumerate(self._others, start=1):
-            order = SendPart(call=0, pair_name=self._end.pair_name, buffer=buffer.number, num_tokens=num_tokens)
-            self._followers.ask(rank, order, _answer(whole, index, rank))
+            command = SendPart(call=0, pair_name=self._end.pair_name, buffer=buffer.number, num_tokens=num_tokens)
+            self._followers.call(rank, command, _answer(whole, index, rank))
         self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
 
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
@@ -191,14 +191,14 @@ class GroupTransport:
         whole = self._new_operation(over, posted)
         num_tokens = self._num_tokens(nbytes)
         for index, rank in enumerate(self._others, start=1):
-            order = ReceivePart(
+            command = ReceivePart(
                 call=0,
                 pair_name=self._end.pair_name,
                 buffer=buffer.number,
                 buffer_bytes=buffer.local.nbytes,
                 num_tokens=num_tokens,
             )
-            self._followers.ask(rank, order, _answer(whole, index, rank), whole.one_posted)
+            self._followers.call(rank, command, _answer(whole, index, rank), whole.one_posted)
         self._channels.receive(self._local(buffer), num_tokens, _local_answer(whole), whole.one_posted)
 
     def _received(self, ok: bool, error: str, checksums: list[Checksums]) -> tuple[bool, str, int]:
@@ -238,7 +238,7 @@ def _local_answer(whole: AllOf) -> Callable[[bool, str, Checksums], None]:
 
 
 class _OpenReply:
-    """The answer to an `OpenPair`, by whoever is first: its thread, or the order to close."""
+    """The answer to an `OpenPair`, by whoever is first: its thread, or the command to close."""
 
     def __init__(self, call: int, reply: Reply) -> None:
         self._call = call
@@ -277,21 +277,21 @@ class ShardTransports:
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
 
-    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
+    def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
         """See `RankTransports.handle`. Does not block: channels are formed and closed on threads of their own.
 
         Raises:
-            ValueError: for an order that rank 0 must not give, such as more bytes than a staging buffer has.
+            ValueError: for an command that rank 0 must not give, such as more bytes than a staging buffer has.
         """
-        match order:
+        match command:
             case OpenPair():
-                self._open(order, reply)
+                self._open(command, reply)
             case SendPart():
-                self._send(order, reply)
+                self._send(command, reply)
             case ReceivePart():
-                self._receive(order, reply, on_posted)
+                self._receive(command, reply, on_posted)
             case ClosePair():
-                self._close(order, reply)
+                self._close(command, reply)
 
     def close(self) -> None:
         """See `RankTransports.close`."""
@@ -301,21 +301,21 @@ class ShardTransports:
             pair.channels.close()
             pair.opened.give(False, CLOSED)
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ commands
 
-    def _open(self, order: OpenPair, reply: Reply) -> None:
-        own_tp, side = self._shard.size, order.side
-        plan = plan_pair(self._layout, *((own_tp, order.peer_tp) if side == "sender" else (order.peer_tp, own_tp)))
-        connect = make_connector(order.transport, order.host, self._secret, side)
+    def _open(self, command: OpenPair, reply: Reply) -> None:
+        own_tp, side = self._shard.size, command.side
+        plan = plan_pair(self._layout, *((own_tp, command.peer_tp) if side == "sender" else (command.peer_tp, own_tp)))
+        connect = make_connector(command.transport, command.host, self._secret, side)
         channels = RankChannels(
-            plan, side, self._shard.rank, order.pair_name, lambda name: connect(name, order.store_address)
+            plan, side, self._shard.rank, command.pair_name, lambda name: connect(name, command.store_address)
         )
-        pair = _Pair(channels, _OpenReply(order.call, reply))
+        pair = _Pair(channels, _OpenReply(command.call, reply))
         with self._lock:
-            if order.pair_name in self._pairs:
-                raise ValueError(f"the pair {order.pair_name!r} was opened before")
-            self._pairs[order.pair_name] = pair
-        _on_thread("kv-open", lambda: self._form(order.pair_name, pair))
+            if command.pair_name in self._pairs:
+                raise ValueError(f"the pair {command.pair_name!r} was opened before")
+            self._pairs[command.pair_name] = pair
+        _on_thread("kv-open", lambda: self._form(command.pair_name, pair))
 
     def _form(self, pair_name: str, pair: _Pair) -> None:
         try:
@@ -328,30 +328,30 @@ class ShardTransports:
         else:
             pair.opened.give(True)
 
-    def _send(self, order: SendPart, reply: Reply) -> None:
-        done, pair = _part_done(order.call, reply), self._find(order.pair_name)
+    def _send(self, command: SendPart, reply: Reply) -> None:
+        done, pair = _part_done(command.call, reply), self._find(command.pair_name)
         if pair is None:
             done(False, CLOSED, ())
         else:
-            pair.channels.send(self._staging(order.buffer, 0), order.num_tokens, done)
+            pair.channels.send(self._staging(command.buffer, 0), command.num_tokens, done)
 
-    def _receive(self, order: ReceivePart, reply: Reply, on_posted: Posted) -> None:
-        done, pair = _part_done(order.call, reply), self._find(order.pair_name)
+    def _receive(self, command: ReceivePart, reply: Reply, on_posted: Posted) -> None:
+        done, pair = _part_done(command.call, reply), self._find(command.pair_name)
         if pair is None:
             done(False, CLOSED, ())
         else:
-            part = self._staging(order.buffer, order.buffer_bytes)
-            pair.channels.receive(part, order.num_tokens, done, on_posted)
+            part = self._staging(command.buffer, command.buffer_bytes)
+            pair.channels.receive(part, command.num_tokens, done, on_posted)
 
-    def _close(self, order: ClosePair, reply: Reply) -> None:
+    def _close(self, command: ClosePair, reply: Reply) -> None:
         with self._lock:
-            pair = self._pairs.pop(order.pair_name, None)
+            pair = self._pairs.pop(command.pair_name, None)
 
         def close() -> None:
             if pair is not None:
                 pair.channels.close()
                 pair.opened.give(False, CLOSED)
-            reply(messages.Done(call=order.call, ok=True))
+            reply(messages.Done(call=command.call, ok=True))
 
         _on_thread("kv-close", close)
 

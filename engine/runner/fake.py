@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
-from disagg.engine.plan import Buffer, Launcher, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.parts import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
@@ -59,7 +59,7 @@ class FakeModelRunner:
     """
 
     fingerprint = FAKE_FINGERPRINT
-    launcher: Launcher | None = None
+    step_queue: StepQueue | None = None
     checksum: Checksum = UNKEYED
 
     def __init__(

@@ -18,8 +18,8 @@ from torch import Tensor
 from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
-from disagg.engine.plan import Buffer, Launcher, ModelRunner, ScheduledSequence, StepPlan, StepResult
-from disagg.engine.request import Sequence, stand_in
+from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives.collective import Collective
 from disagg.engine.runner.logprobs import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
@@ -31,7 +31,7 @@ from disagg.engine.runner.model.parameters import ModelParameters, pack_paramete
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model
-from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.shared_weights import shared_parameters
 from disagg.engine.runner.weights import load_parameters
@@ -91,7 +91,7 @@ class TorchModelRunner:
         if draws_on(self._device):
             self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
         self._sampler = Sampler(model.vocab_size, self._draws)
-        self._launcher: StepLauncher | None = None
+        self._step_queue: DeviceStepQueue | None = None
         if shard.size == 1:
             self.join(None, self.num_blocks)
 
@@ -120,15 +120,15 @@ class TorchModelRunner:
             )
         self._batches = BatchBuilder(self.block_size, self.max_model_len)
         if self._config.step_ahead and self._replayed is not None and self._draws is not None:
-            self._launcher = StepLauncher(self._replayed, self._batches, self._draws, self._device)
+            self._step_queue = DeviceStepQueue(self._replayed, self._batches, self._draws, self._device)
 
     # ------------------------------------------------------------ steps
 
     @property
-    def launcher(self) -> Launcher | None:
-        """See `ModelRunner.launcher`: where decode steps are captured on a GPU."""
-        launcher = self._launcher
-        return launcher if launcher is not None and launcher.max_decodes else None
+    def step_queue(self) -> StepQueue | None:
+        """See `ModelRunner.step_queue`: where decode steps are captured on a GPU."""
+        step_queue = self._step_queue
+        return step_queue if step_queue is not None and step_queue.max_decodes else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""
@@ -221,7 +221,7 @@ def warm_up(runner: ModelRunner) -> None:
         runner.capture_steps()
         lengths = list(runner.warm_up_lengths)
     for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in lengths} - {0}):
-        sequence = stand_in(num_tokens, 0, runner.block_size)
+        sequence = dummy_sequence(num_tokens, 0, runner.block_size)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         sequence.token_ids.append(0)
         runner.run(_decode_of(sequence, num_tokens))
@@ -232,11 +232,11 @@ def warm_up(runner: ModelRunner) -> None:
 def _warm_up_choices(runner: ModelRunner) -> None:
     """One token of each kind of row where the host waits for it, and two drawn ones that are launched."""
     for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
-        sequence = stand_in(1, 0, runner.block_size, **sampling)
+        sequence = dummy_sequence(1, 0, runner.block_size, **sampling)
         runner.run(_decode_of(sequence, 0))
-    if (launcher := runner.launcher) is not None:
-        first = launcher.launch(_decode_of(sequence, 0), None)
-        launcher.launch(_decode_of(sequence, 1), first).result()
+    if (step_queue := runner.step_queue) is not None:
+        first = step_queue.enqueue(_decode_of(sequence, 0), None)
+        step_queue.enqueue(_decode_of(sequence, 1), first).result()
 
 
 def _decode_of(sequence: Sequence, start: int) -> StepPlan:

@@ -14,11 +14,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "calls.h"
 #include "rows.h"
 #include "scratch.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace disagg {
 namespace {
@@ -183,13 +183,13 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += block_size)
             for (int64_t n = 0; n < num_heads; n += group) {
-                const bool asks = INTO_SECOND_LEVEL || ahead.is_apart();
+                const bool asks = PREFETCH_INTO_L2 || ahead.is_apart();
                 const T *rows = chunks.next(), *later = ahead.next();
                 const int64_t left = piece.num_tokens - first;
                 const int64_t count = std::min(left, block_size);
                 for (int64_t t = 0; t < count; t += LANES) {
                     const int run = static_cast<int>(std::min<int64_t>(count - t, LANES));
-                    if (asks) ask_all(later + t * shape.dim, run_bytes);
+                    if (asks) prefetch_range(later + t * shape.dim, run_bytes);
                     in_tiles<DIM>(group, [&](auto heads, int64_t tile) {
                         visit(rows + t * shape.dim, first + t, run, heads, n + tile);
                     });
@@ -246,7 +246,7 @@ void decode(const Decode& args) {
     const Partial<DIM> partials{at_least(memory, size), args.num_heads};
     const Piece* piece = pieces.data();
     std::atomic<int64_t> unclaimed{0};  // a slower thread takes fewer of them
-    in_parts([&](int, int num_parts) {
+    on_each_thread([&](int, int num_parts) {
         for (int64_t i; (i = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
             attend<T, DIM>(args, piece[i], piece[i + num_parts < num_pieces ? i + num_parts : i], partials.piece(i));
     });

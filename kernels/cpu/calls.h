@@ -1,6 +1,6 @@
 // How Python calls the kernels: every function is `int64_t disagg_x(const void* args)`, where `args` points to one struct that
 // the function's file declares. A result of -1 says that all is done; else it is the index of what was invalid, and nothing
-// was computed. So a call is two words, and a list of calls can be made again later (`tape.cpp`).
+// was computed. So a call is two words, and a list of calls can be made again later (`replay.cpp`).
 
 #pragma once
 

@@ -1,10 +1,11 @@
 """Calls of the compiled kernels, and their recording.
 
 A C function takes one struct of arguments (`calls.h`). `Kernel` packs it, calls the function, and, where the thread is
-recording, keeps both: a `Tape` (`kernels/cpu/tape.py`) makes the same calls again without Python, or, where the
-recording only wrote them down, for the first time. What a kernel writes comes from `new_output`: outside a recording an
-ordinary tensor, within one a piece of a `Pool`, which later calls of the same recording use again once nothing in
-Python refers to it. Made in order, each call then finds what it finds when all is computed as it is recorded.
+recording, keeps both: a `CapturedProgram` (`kernels/cpu/program.py`) makes the same calls again without Python, or,
+where the recording only wrote them down, for the first time. What a kernel writes comes from `new_output`: outside a
+recording an ordinary tensor, within one a piece of a `Pool`, which later calls of the same recording use again once
+nothing in Python refers to it. Made in order, each call then finds what it finds when all is computed as it is
+recorded.
 
 Shapes of memory: a pool has buffers of a power of two bytes. All recordings of a pool use the same buffers: only one of
 them can be replayed at a time, and what it leaves is good until the next.

@@ -5,21 +5,21 @@
 #include "elementwise.h"
 
 #include "calls.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace disagg {
 namespace {
 
-constexpr int64_t NUMBERS_FOR_A_TEAM = 8192;
+constexpr int64_t MIN_PARALLEL_NUMBERS = 8192;
 
 // `body(row)` for each row of `size` numbers.
 template <class Body>
 void for_rows(int64_t num_rows, int64_t size, Body body) {
-    if (num_rows < 2 || num_rows * size < NUMBERS_FOR_A_TEAM) {
+    if (num_rows < 2 || num_rows * size < MIN_PARALLEL_NUMBERS) {
         for (int64_t row = 0; row < num_rows; ++row) body(row);
         return;
     }
-    in_shares(num_rows, body);
+    parallel_for(num_rows, body);
 }
 
 inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? static_cast<int>(size - at) : LANES; }

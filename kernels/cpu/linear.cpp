@@ -9,10 +9,10 @@
 //
 // Loops over sums are unrolled by name: the compiler then keeps them in registers alone, without a second copy on the stack.
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "calls.h"
 #include "elementwise.h"
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 #ifdef __AVX512BF16__
@@ -32,8 +32,8 @@ constexpr int64_t PANELS_A_RUN = 3;
 // Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone: it has more
 // lines on their way than can be asked for, as long as loads come densely. Where cores share the memory each has time for more
 // rows between two lines. docs/benchmarks/kernels.md
-constexpr int64_t UNASKED_ROWS = 6;
-constexpr int64_t UNASKED_ROWS_OF_TEAM = 8;
+constexpr int64_t UNPREFETCHED_ROWS = 6;
+constexpr int64_t UNPREFETCHED_ROWS_SHARED = 8;
 
 // Rows that lie a multiple of CACHE_WAY bytes apart share the few places of the first-level cache that one address may have (of
 // 64 sets of lines, one), and a tile of CROWD of them pushes its own rows out.
@@ -95,7 +95,7 @@ void tile(const Linear& args, int64_t row, int64_t column, Source source, const 
     };
     int64_t k = 0;
     for (; k + 2 <= args.depth; k += 2) {
-        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) ask<LEVEL>(ahead);
+        for (int line = 0; line < AHEAD_LINES; ++line, ahead += LINE) prefetch<LEVEL>(ahead);
         step(k, 2);
     }
     if (k < args.depth) step(k, 1);
@@ -115,7 +115,7 @@ constexpr Tile<Source> TILES[] = {
 template <class Source, int AHEAD_LINES>
 Tile<Source> tile_of(int64_t num_rows) {
     constexpr int SECOND = AHEAD_LINES ? 2 : 1;  // what asks for nothing is the same for either level
-    const auto& tiles = INTO_SECOND_LEVEL ? TILES<Source, AHEAD_LINES, SECOND> : TILES<Source, AHEAD_LINES, 1>;
+    const auto& tiles = PREFETCH_INTO_L2 ? TILES<Source, AHEAD_LINES, SECOND> : TILES<Source, AHEAD_LINES, 1>;
     return tiles[num_rows - 1];
 }
 constexpr int64_t MAX_ROWS = 12;
@@ -133,7 +133,7 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
 
 // The first line that a tile of several will write in each row: by its end they are there.
 [[gnu::always_inline]] inline void ask_outputs(const Linear& args, Rows rows, int64_t column) {
-    for (int64_t r = rows.first; r < rows.first + rows.count; ++r) ask_to_write(args.out + r * args.num_columns + column);
+    for (int64_t r = rows.first; r < rows.first + rows.count; ++r) prefetch_for_write(args.out + r * args.num_columns + column);
 }
 
 // One tile of rows is bound by memory: it asks for its own panel, a little ahead. Of several, the first two ask for half of
@@ -141,7 +141,7 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
 void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
     const char* start = reinterpret_cast<const char*>(panel);
     if (num_tiles == 1) {
-        const bool asks = !INTO_SECOND_LEVEL || args.num_rows > (team_size() > 1 ? UNASKED_ROWS_OF_TEAM : UNASKED_ROWS);
+        const bool asks = !PREFETCH_INTO_L2 || args.num_rows > (num_threads() > 1 ? UNPREFETCHED_ROWS_SHARED : UNPREFETCHED_ROWS);
         const auto choose = asks ? tile_of<Bf16Source, VECS> : tile_of<Bf16Source, 0>;
         return choose(args.num_rows)(args, 0, column, {panel}, start + STREAM_AHEAD);
     }
@@ -184,7 +184,7 @@ void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
 
 void panels_in_runs(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
-    in_runs(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
+    parallel_for_stealing(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
 #ifdef __AVX512VBMI__
         if (args.scales) return panels<int8_t>(args, first, end, panel_of_int8);
 #endif
@@ -206,7 +206,7 @@ void spread(const Linear& args) {
     for (int64_t first = 0; first < args.num_rows; first += SPREAD_ROWS) {
         block.num_rows = std::min(SPREAD_ROWS, args.num_rows - first);
         bf16* copies = at_least(memory, block.num_rows * block.x_stride);
-        in_shares(block.num_rows, [&](int64_t r) {
+        parallel_for(block.num_rows, [&](int64_t r) {
             std::copy_n(args.x + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
         });
         block.x = copies;

@@ -57,7 +57,7 @@ def map_file(file_descriptor: int, nbytes: int) -> Tensor:
         OSError, ValueError: the file cannot be mapped, or is shorter.
     """
     memory = mmap.mmap(file_descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    _ask_for_huge_pages(memory)
+    _advise_huge_pages(memory)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -65,13 +65,13 @@ def map_file(file_descriptor: int, nbytes: int) -> Tensor:
 
 def _chunk(nbytes: int) -> Tensor:
     memory = mmap.mmap(-1, nbytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _ask_for_huge_pages(memory)
+    _advise_huge_pages(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % PAGE_BYTES
     return whole[first : first + nbytes]
 
 
-def _ask_for_huge_pages(memory: mmap.mmap) -> None:
+def _advise_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -15,7 +15,7 @@
 
 #include "calls.h"
 #include "scratch.h"
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace disagg {
@@ -164,11 +164,11 @@ class Attention {
    private:
     // Each thread begins with heads of its own, with the last tile of each, which sees most; the last that are left are small.
     void run(int64_t first_kv_head, int64_t num_kv_heads) {
-        in_shares(num_kv_heads * padded_end_ / KEY_TILE, [&](int64_t piece) {
+        parallel_for(num_kv_heads * padded_end_ / KEY_TILE, [&](int64_t piece) {
             const int64_t kv_head = piece * KEY_TILE / padded_end_;
             pack(first_kv_head + kv_head, kv_head * head_words_, piece * KEY_TILE % padded_end_);
         });
-        in_runs(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
+        parallel_for_stealing(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
             for (; item < end; ++item) {
                 const int64_t head = item / num_tiles_, first = (num_tiles_ - 1 - item % num_tiles_) * tile_;
                 const int64_t at = head / group_ * head_words_, rows = std::min(tile_, args_.num_tokens - first);

@@ -2,13 +2,13 @@
 // embedding by position, and K and V into the paged cache. It rounds where separate ops would round. Threads take tokens.
 
 #include "calls.h"
-#include "team.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace disagg {
 namespace {
 
-constexpr int64_t TOKENS_FOR_A_TEAM = 8;
+constexpr int64_t MIN_PARALLEL_TOKENS = 8;
 
 struct Qkv {
     int32_t is_bf16;
@@ -77,11 +77,11 @@ void token(const Qkv& args, int64_t t) {
 
 template <class T>
 void run(const Qkv& args) {
-    if (args.num_tokens < TOKENS_FOR_A_TEAM) {
+    if (args.num_tokens < MIN_PARALLEL_TOKENS) {
         for (int64_t t = 0; t < args.num_tokens; ++t) token<T>(args, t);
         return;
     }
-    in_shares(args.num_tokens, [&](int64_t t) { token<T>(args, t); });
+    parallel_for(args.num_tokens, [&](int64_t t) { token<T>(args, t); });
 }
 
 }  // namespace

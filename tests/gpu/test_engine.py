@@ -189,7 +189,7 @@ def test_steps_that_are_launched_ahead_answer_the_same(folders: dict[str, Path],
         config = config_of(folder, device, num_blocks=80, max_num_seqs=8, step_ahead=ahead)
         runner = TorchModelRunner(config)
         model_runner.warm_up(runner)
-        assert (runner.launcher is not None) == ahead
+        assert (runner.step_queue is not None) == ahead
         found.append(answers(EngineCore(runner, config=config), samplings))
     assert found[0] == found[1]
     (greedy, *_), reasons = found[0]
@@ -202,12 +202,12 @@ def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.devi
     config = config_of(folders["qwen3"], device, num_blocks=80, max_num_seqs=8)
     runner = TorchModelRunner(config)
     model_runner.warm_up(runner)
-    launcher = runner.launcher
-    assert launcher is not None
+    step_queue = runner.step_queue
+    assert step_queue is not None
     batch = [make_sequence(PROMPT[: 20 + row], [4 * row + i for i in range(4)], temperature=0.9) for row in range(5)]
     launched = None
     for num_pending in (0, 1):  # what is compiled at its first use may wait
-        launched = launcher.launch(decodes_of(batch, num_pending), launched)
+        launched = step_queue.enqueue(decodes_of(batch, num_pending), launched)
     assert launched is not None
     for sequence, token_id in zip(batch, launched.result().token_ids, strict=True):
         sequence.token_ids += [token_id, token_id]
@@ -216,7 +216,7 @@ def test_a_launch_waits_for_nothing(folders: dict[str, Path], device: torch.devi
     asleep.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        after = launcher.launch(decodes_of(batch, 1), launcher.launch(decodes_of(batch, 0), None))
+        after = step_queue.enqueue(decodes_of(batch, 1), step_queue.enqueue(decodes_of(batch, 0), None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not asleep.query(), "the host waited for the device"

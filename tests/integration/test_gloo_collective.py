@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disagg.engine.io.meeting_point import MeetingPoint
+from disagg.engine.io.rendezvous import RendezvousServer
 from disagg.engine.runner.collectives.collective import Collective
 from disagg.engine.runner.collectives.factory import make_collective
 from disagg.engine.runner.collectives.gloo import GlooCollective
@@ -47,7 +47,7 @@ def follow(address: str, exchanges: int, ending: str) -> None:
 
 @contextlib.contextmanager
 def two_ranks(exchanges: int, ending: str) -> Iterator[Collective]:
-    store = MeetingPoint(HOST, SECRET)
+    store = RendezvousServer(HOST, SECRET)
     child = multiprocessing.get_context("spawn").Process(target=follow, args=(store.address, exchanges, ending))
     child.start()
     try:
@@ -90,7 +90,7 @@ def failure(collective: Collective) -> str:
 
 
 def test_ranks_that_do_not_all_come_are_named() -> None:
-    store = MeetingPoint(HOST, SECRET)
+    store = RendezvousServer(HOST, SECRET)
     with pytest.raises(RuntimeError, match=f"the 3 ranks did not all meet at '{store.address}'"):
         GlooCollective(store.address, SECRET, Shard(2, 3), HOST, set_up_timeout_s=0.2)
     address = store.address

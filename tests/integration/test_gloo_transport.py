@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg.engine.io.meeting_point import MeetingPoint
+from disagg.engine.io.rendezvous import RendezvousServer
 from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, GlooTransport
 from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from tests.support import transport_peer
@@ -285,4 +285,4 @@ def test_a_closed_rendezvous_takes_nobody() -> None:
 
 def test_an_address_that_is_not_ours_is_an_os_error() -> None:
     with pytest.raises(OSError, match="address"):
-        MeetingPoint("192.0.2.1", SECRET)
+        RendezvousServer("192.0.2.1", SECRET)

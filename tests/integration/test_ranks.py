@@ -1,4 +1,4 @@
-"""Workers of several ranks: their line over real sockets, and real rank processes, whole and killed."""
+"""Workers of several ranks: their connection over real sockets, and real rank processes, whole and killed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_chil
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
+from disagg.engine.io.connection import Connection, ConnectionFailedError, SocketConnection, connect
 from disagg.engine.io.handshake import HandshakeError, answer
-from disagg.engine.io.line import Line, LineError, SocketLine, connect
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.link import Ranks
 from disagg.engine.parallel.messages import Begin, Failed
-from disagg.engine.parallel.muster import Muster
+from disagg.engine.parallel.muster import RankRendezvous
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.shell.worker import Worker
@@ -37,7 +37,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.messages import MAX_FRAME_BYTES, Sampling, WorkerInfo, decoder
 from tests.support import reference
 from tests.support.leftovers import is_ours
-from tests.support.rank_lines import NoTransports
+from tests.support.rank_connections import NoTransports
 from tests.support.registry import Registry
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.tiny_models import make_checkpoint
@@ -54,35 +54,35 @@ def config(**values: Any) -> WorkerConfig:
     return WorkerConfig(worker_id="decode-0", roles=("prefill", "decode"), **{**defaults, **values})
 
 
-# ---------------------------------------------------------------- lines
+# ---------------------------------------------------------------- connections
 
 
 @contextmanager
-def socket_lines() -> Iterator[tuple[SocketLine, socket.socket]]:
-    """A line, and the other end of its connection."""
+def socket_connections() -> Iterator[tuple[SocketConnection, socket.socket]]:
+    """A connection, and the other end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        line = connect(f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S)
+        connection = connect(f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S)
         other, _ = listener.accept()
     with other:
-        yield line, other
-    line.close()
+        yield connection, other
+    connection.close()
 
 
 def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     sizes = [0, 1, 65_535, 65_536, 3_000_000, 5]
-    with socket_lines() as (line, other):
-        far = SocketLine(other.dup())
+    with socket_connections() as (connection, other):
+        far = SocketConnection(other.dup())
 
         def write() -> None:
             for size in sizes:
-                line.send(Failed(error="x" * size))
+                connection.send(Failed(error="x" * size))
 
         writer = threading.Thread(target=write)
         writer.start()
         received = [decoder(Failed).decode(far.receive() or b"") for _ in sizes]
         writer.join()
         assert [len(message.error) for message in received] == sizes
-        line.close()
+        connection.close()
         assert far.receive() is None
         far.close()
 
@@ -96,43 +96,43 @@ def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     ],
 )
 def test_what_is_no_frame_breaks_the_line(sent: bytes, why: str) -> None:
-    with socket_lines() as (line, other):
+    with socket_connections() as (connection, other):
         other.sendall(sent)
         other.shutdown(socket.SHUT_WR)
-        with pytest.raises(LineError, match=why):
-            line.receive()
+        with pytest.raises(ConnectionFailedError, match=why):
+            connection.receive()
 
 
 def test_a_line_that_is_closed_wakes_its_reader_and_refuses_all() -> None:
-    errors: list[LineError | None] = []
-    with socket_lines() as (line, _):
+    errors: list[ConnectionFailedError | None] = []
+    with socket_connections() as (connection, _):
 
         def read() -> None:
             try:
-                errors.append(line.receive())  # type: ignore[arg-type]
-            except LineError as error:
+                errors.append(connection.receive())  # type: ignore[arg-type]
+            except ConnectionFailedError as error:
                 errors.append(error)
 
         reader = threading.Thread(target=read)
         reader.start()
-        line.close()
+        connection.close()
         reader.join(WAIT_S)
         assert len(errors) == 1
-        with pytest.raises(LineError, match="cannot write"):
-            line.send(Failed(error=""))
-        with pytest.raises(LineError, match="closed"):
-            line.receive()
+        with pytest.raises(ConnectionFailedError, match="cannot write"):
+            connection.send(Failed(error=""))
+        with pytest.raises(ConnectionFailedError, match="closed"):
+            connection.receive()
 
 
 def test_frames_that_are_too_large_are_not_sent() -> None:
-    with socket_lines() as (line, _), pytest.raises(LineError, match="is more than"):
-        line.send(Failed(error="x" * MAX_FRAME_BYTES))
+    with socket_connections() as (connection, _), pytest.raises(ConnectionFailedError, match="is more than"):
+        connection.send(Failed(error="x" * MAX_FRAME_BYTES))
 
 
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(LineError, match="no rank 0 at"):
+    with pytest.raises(ConnectionFailedError, match="no rank 0 at"):
         connect(address, WAIT_S)
     assert serve_rank(config(), Shard(1, 2), address, SECRET) == 3
 
@@ -141,65 +141,65 @@ def test_nobody_listens() -> None:
 
 
 @contextmanager
-def muster(size: int = 3) -> Iterator[tuple[Muster, dict[int, Line]]]:
-    came: dict[int, Line] = {}
-    place = Muster("127.0.0.1", "decode-0", size, SECRET, came.__setitem__)
+def rank_rendezvous(size: int = 3) -> Iterator[tuple[RankRendezvous, dict[int, Connection]]]:
+    came: dict[int, Connection] = {}
+    place = RankRendezvous("127.0.0.1", "decode-0", size, SECRET, came.__setitem__)
     try:
         yield place, came
     finally:
         place.close()
-        for line in came.values():
-            line.close()
+        for connection in came.values():
+            connection.close()
 
 
-def join(address: str, rank: int, secret: ClusterSecret = SECRET, worker: str = "decode-0") -> SocketLine:
-    line = connect(address, WAIT_S)
+def join(address: str, rank: int, secret: ClusterSecret = SECRET, worker: str = "decode-0") -> SocketConnection:
+    connection = connect(address, WAIT_S)
     try:
-        answer(line, secret, "rank line", worker, rank, NONCE)
-    except LineError:
-        line.close()
+        answer(connection, secret, "rank connection", worker, rank, NONCE)
+    except ConnectionFailedError:
+        connection.close()
         raise
-    return line
+    return connection
 
 
 def test_each_rank_is_taken_once() -> None:
-    with muster() as (place, came):
-        lines = [join(place.address, 2), join(place.address, 1)]
+    with rank_rendezvous() as (place, came):
+        connections = [join(place.address, 2), join(place.address, 1)]
         until(lambda: sorted(came) == [1, 2], "not both came")
         for rank in (0, 1, 2, 3):
-            with pytest.raises(LineError, match="refused"):
+            with pytest.raises(ConnectionFailedError, match="refused"):
                 join(place.address, rank)
         came[1].send(Begin(num_blocks=7, collective_address=""))
-        assert decoder(Begin).decode(lines[1].receive() or b"").num_blocks == 7
-        for line in lines:
-            line.close()
+        assert decoder(Begin).decode(connections[1].receive() or b"").num_blocks == 7
+        for connection in connections:
+            connection.close()
 
 
 def test_strangers_are_refused_and_hold_up_nobody() -> None:
-    with muster() as (place, came):
+    with rank_rendezvous() as (place, came):
         host, port = place.address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(20)]
         with socket.create_connection((host, int(port))) as noisy:
             noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
         for secret, worker in ((OTHER_SECRET, "decode-0"), (SECRET, "decode-1")):
-            with pytest.raises(LineError, match="refused"):
+            with pytest.raises(ConnectionFailedError, match="refused"):
                 join(place.address, 1, secret, worker)
         assert serve_rank(config(), Shard(1, 3), place.address, OTHER_SECRET) == 3
         assert came == {}
-        line = join(place.address, 1)
+        connection = join(place.address, 1)
         until(lambda: sorted(came) == [1], "rank 1 did not come")
-        line.close()
-    for connection in silent:  # the end of the muster ends them, too
-        connection.settimeout(WAIT_S)
-        while connection.recv(4096):
-            pass
         connection.close()
+    for sock in silent:  # the end of the rendezvous ends them, too
+        sock.settimeout(WAIT_S)
+        while sock.recv(4096):
+            pass
+        sock.close()
 
 
 def test_nobody_is_taken_after_the_end() -> None:
-    with muster() as (place, _):
+    with rank_rendezvous() as (place, _):
         address = place.address
-    with pytest.raises(LineError, match="no rank 0"):
+    with pytest.raises(ConnectionFailedError, match="no rank 0"):
         join(address, 1)
 
 
@@ -225,14 +225,14 @@ class ThreadRanks:
 
     def _serve(self, address: str, shard: Shard) -> None:
         try:
-            line = join(address, shard.rank)
-        except (HandshakeError, LineError):  # the leader gave up while they still shook hands
+            connection = join(address, shard.rank)
+        except (HandshakeError, ConnectionFailedError):  # the leader gave up while they still shook hands
             self.statuses.append(3)
             return
         follower = Follower(
             self._config,
             shard,
-            line,
+            connection,
             SECRET,
             make_runner=self._make,
             make_transports=lambda *_: NoTransports(),

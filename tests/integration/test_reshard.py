@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.line import SocketLine, connect
+from disagg.engine.io.connection import SocketConnection, connect
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.follower import Follower
-from disagg.engine.parallel.followers import LineFollowers
+from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import Begin
 from disagg.engine.parallel.transport import PairEnd, form_pair
@@ -48,8 +48,8 @@ def be_follower(name: str, port: int, pipe: Connection) -> None:
     runner = fake_rank(HEADS, Shard(1, TP))
     if name == "p":
         fill(runner)
-    line = connect(f"{HOST}:{port}", WAIT_S)
-    Follower(worker_config(name), runner.shard, line, SECRET, make_runner=lambda *_: runner).serve()
+    connection = connect(f"{HOST}:{port}", WAIT_S)
+    Follower(worker_config(name), runner.shard, connection, SECRET, make_runner=lambda *_: runner).serve()
     pipe.send(runner._pages_2HNB)
 
 
@@ -61,16 +61,16 @@ class Led:
         if name == "p":
             fill(self.rank_0)
         self.lost: list[BaseException] = []
-        self.followers = LineFollowers(TP, self.lost.append)
+        self.followers = ConnectedFollowers(TP, self.lost.append)
         self.pipe, other = SPAWN.Pipe()
         with socket.create_server((HOST, 0)) as listener:
             port = listener.getsockname()[1]
             self.process = SPAWN.Process(target=be_follower, args=(name, port, other))
             self.process.start()
             connection, _ = listener.accept()
-        self.followers.attach(1, SocketLine(connection))
+        self.followers.attach(1, SocketConnection(connection))
         self.followers.wait_joined(WAIT_S, WAIT_S)
-        self.followers.tell(Begin(num_blocks=NUM_BLOCKS, collective_address=""))
+        self.followers.broadcast(Begin(num_blocks=NUM_BLOCKS, collective_address=""))
         self.runner = GroupRunner(self.rank_0, self.followers, self.lost.append)
 
     def pages(self) -> Any:

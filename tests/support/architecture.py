@@ -44,7 +44,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "kernels/*",
         "engine/checkpoint/convert.py",
         "engine/checkpoint/weight_file.py",
-        "engine/io/meeting_point.py",
+        "engine/io/rendezvous.py",
         "engine/io/process_groups.py",
         "engine/kv_transfer/transports/gloo.py",
         "engine/kv_transfer/transports/nccl.py",

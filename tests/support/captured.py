@@ -11,14 +11,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from disagg.engine.plan import Launched, Launcher, StepPlan, StepResult
+from disagg.engine.plan import QueuedStep, StepPlan, StepQueue, StepResult
 from disagg.engine.runner.logprobs import sampled_logprobs
 from disagg.engine.runner.model import device_draws, replay
 from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.engine.runner.model.replay import ReplayedDecoder
-from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.kernels.filters import Filters
 from tests.support.engine import VOCAB_SIZE
@@ -90,17 +90,17 @@ class CapturedRunner(SampledRunner):
         self._sampler = Sampler(self.vocab_size, draws)
         self.num_behind = 0
         """Steps that were launched behind one whose tokens were not known."""
-        self._launcher = StepLauncher(self._replayed, self._batches, draws, CPU) if ahead else None
-        if self._launcher is not None:
-            self._launcher.launch = self._counting(self._launcher.launch)  # type: ignore[method-assign]
+        self._step_queue = DeviceStepQueue(self._replayed, self._batches, draws, CPU) if ahead else None
+        if self._step_queue is not None:
+            self._step_queue.enqueue = self._counting(self._step_queue.enqueue)  # type: ignore[method-assign]
 
     @property
-    def launcher(self) -> Launcher | None:  # type: ignore[override]
-        """See `ModelRunner.launcher`."""
-        return self._launcher
+    def step_queue(self) -> StepQueue | None:  # type: ignore[override]
+        """See `ModelRunner.step_queue`."""
+        return self._step_queue
 
-    def _counting(self, launch: Callable[[StepPlan, Launched | None], Launched]) -> Any:
-        def counted(plan: StepPlan, after: Launched | None) -> Launched:
+    def _counting(self, launch: Callable[[StepPlan, QueuedStep | None], QueuedStep]) -> Any:
+        def counted(plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
             self.num_behind += after is not None
             return launch(plan, after)
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from disagg.engine.plan import (
     Buffer,
-    Launched,
-    Launcher,
+    QueuedStep,
     RowFault,
     ScheduledSequence,
     StepPlan,
+    StepQueue,
     StepResult,
 )
 from disagg.engine.request import Sequence as EngineSequence
@@ -29,8 +29,8 @@ from tests.support.engine import BLOCK, VOCAB_SIZE
 
 
 @dataclass
-class QueuedStep:
-    """See `plan.Launched`."""
+class HostQueuedStep:
+    """See `plan.QueuedStep`."""
 
     plan: StepPlan
     wait: Callable[[], None]
@@ -41,7 +41,7 @@ class QueuedStep:
     was_asked: bool = False
 
     def result(self) -> StepResult:
-        """See `plan.Launched.result`."""
+        """See `plan.QueuedStep.result`."""
         assert not self.was_asked, "a result is asked for twice"
         self.was_asked = True
         self.wait()
@@ -52,7 +52,7 @@ class QueuedStep:
 
 
 class QueueingRunner(FakeModelRunner):
-    """See the module. `failing` names the numbers of launches, from 0, that fail: `launch` at once, `result` when they
+    """See the module. `failing` names the numbers of launches, from 0, that fail: `enqueue` at once, `result` when they
     are computed."""
 
     def __init__(
@@ -76,22 +76,22 @@ class QueueingRunner(FakeModelRunner):
         self._queue: deque[Callable[[], None]] = deque()
 
     @property
-    def launcher(self) -> Launcher | None:  # type: ignore[override]
+    def step_queue(self) -> StepQueue | None:  # type: ignore[override]
         """Itself."""
         return self if self.is_launching else None
 
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
-        """See `plan.Launcher.launch`."""
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
+        """See `plan.StepQueue.enqueue`."""
         assert not plan.prefills
         assert 0 < len(plan.decodes) <= self.max_decodes
-        assert after is None or isinstance(after, QueuedStep)
+        assert after is None or isinstance(after, HostQueuedStep)
         assert after is None or not after.was_asked
         self.num_launched += 1
         self.num_behind += after is not None
         failing = self.failing.get(self.num_launched - 1)
-        if failing == "launch":
-            raise RuntimeError("launch is broken")
-        step = QueuedStep(plan, self._wait)
+        if failing == "enqueue":
+            raise RuntimeError("enqueue is broken")
+        step = HostQueuedStep(plan, self._wait)
         entries = [_Copied.of(entry, after) for entry in plan.decodes]
 
         def compute() -> None:
@@ -133,11 +133,11 @@ class _Copied:
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     entry: ScheduledSequence
-    after: QueuedStep | None
+    after: HostQueuedStep | None
     """What samples its last token, where that is not known."""
 
     @classmethod
-    def of(cls, entry: ScheduledSequence, after: QueuedStep | None) -> _Copied:
+    def of(cls, entry: ScheduledSequence, after: HostQueuedStep | None) -> _Copied:
         """Of an entry, now."""
         sequence = entry.sequence
         num_missing = entry.end - len(sequence.token_ids)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.steps import decode_step, encode_step
-from disagg.engine.plan import Launcher, StepPlan, StepResult
+from disagg.engine.plan import StepPlan, StepQueue, StepResult
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
 
@@ -84,7 +84,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 class Ranks:
     """A worker's ranks, driven as one runner: the others get each step as the message that a process would get."""
 
-    launcher: Launcher | None = None
+    step_queue: StepQueue | None = None
 
     def __init__(
         self, runners: list[TorchModelRunner], collectives: list[ThreadCollective], pool: ThreadPoolExecutor

@@ -20,7 +20,15 @@ from disagg.engine.kv_transfer.transports.factory import make_connector, make_re
 from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import Followers, NoFollowers, Reply
-from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, Order, Question, ScatterPart
+from disagg.engine.parallel.messages import (
+    ClearBuffer,
+    Done,
+    FreeBuffer,
+    GatherPart,
+    RankCall,
+    RankCommand,
+    ScatterPart,
+)
 from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
 from disagg.engine.plan import Buffer, ModelRunner
@@ -76,36 +84,36 @@ class PlayedFollower:
     transports: ShardTransports
     staging: StagingParts
 
-    def carry_out(self, order: Question, reply: Reply, on_posted: Callable[[], None]) -> None:
-        match order:
+    def carry_out(self, command: RankCall, reply: Reply, on_posted: Callable[[], None]) -> None:
+        match command:
             case GatherPart():
-                table = np.frombuffer(order.block_table, "<i4").tolist()
-                part = self.staging(order.buffer, order.buffer_bytes)
-                checksums = self.runner.gather_part(table, order.start, order.end, part, order.peer_tp)
-                reply(Done(call=order.call, ok=True, checksums=tuple(checksums)))
+                table = np.frombuffer(command.block_table, "<i4").tolist()
+                part = self.staging(command.buffer, command.buffer_bytes)
+                checksums = self.runner.gather_part(table, command.start, command.end, part, command.peer_tp)
+                reply(Done(call=command.call, ok=True, checksums=tuple(checksums)))
             case ScatterPart():
-                table = np.frombuffer(order.block_table, "<i4").tolist()
-                part = self.staging(order.buffer, order.buffer_bytes)
-                self.runner.scatter_part(table, order.start, order.end, part, order.peer_tp)
-                reply(Done(call=order.call, ok=True))
+                table = np.frombuffer(command.block_table, "<i4").tolist()
+                part = self.staging(command.buffer, command.buffer_bytes)
+                self.runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
+                reply(Done(call=command.call, ok=True))
             case _:
-                self.transports.handle(order, reply, on_posted)
+                self.transports.handle(command, reply, on_posted)
 
 
 class PlayedFollowers:
-    """See `Followers`. Orders go through msgspec, as they would through a socket."""
+    """See `Followers`. Commands go through msgspec, as they would through a socket."""
 
     def __init__(self, ranks: list[PlayedFollower]) -> None:
         self.ranks = ranks
         self.size = 1 + len(ranks)
-        self.asked: list[tuple[int, Question]] = []
+        self.asked: list[tuple[int, RankCall]] = []
 
-    def tell(self, order: Order) -> None:
-        assert isinstance(order, FreeBuffer | ClearBuffer), order
+    def broadcast(self, command: RankCommand) -> None:
+        assert isinstance(command, FreeBuffer | ClearBuffer), command
 
-    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        self.asked.append((rank, order))
-        numbered: Any = msgspec.structs.replace(order, call=len(self.asked))
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        self.asked.append((rank, command))
+        numbered: Any = msgspec.structs.replace(command, call=len(self.asked))
         copy = msgspec.msgpack.decode(msgspec.msgpack.encode(numbered), type=type(numbered))
         self.ranks[rank - 1].carry_out(copy, reply, on_posted or (lambda: None))
 

@@ -1,7 +1,7 @@
 """Bytes between processes over TCP, by gloo: one process group of two ranks (0 is P, 1 is D) per pair, without a world.
 
-Each pair exchanges gloo's addresses at D's `MeetingPoint`, which takes processes of the cluster only; then both ranks
-prove themselves once more over gloo's own connection. Buffers are uint8 numpy arrays, wrapped without a copy.
+Each pair exchanges gloo's addresses at D's `RendezvousServer`, which takes processes of the cluster only; then both
+ranks prove themselves once more over gloo's own connection. Buffers are uint8 numpy arrays, wrapped without a copy.
 
 What gloo does not do by itself, and how it is done here:
 
@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from disagg.engine.io.meeting_point import MeetingPoint, MemberStore
-from disagg.engine.io.process_groups import gloo_group, meet
+from disagg.engine.io.process_groups import gloo_group, member_store
+from disagg.engine.io.rendezvous import MemberStore, RendezvousServer
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
@@ -65,7 +65,7 @@ OPERATION_TIMEOUT_S = 60.0
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-def check_open(point: MeetingPoint) -> None:
+def check_open(point: RendezvousServer) -> None:
     """Raises:
     TransportError: if no pair can meet there any more.
     """
@@ -80,7 +80,7 @@ class GlooRendezvous:
         self._host = host
         self._secret = secret
         self._timeout_s = set_up_timeout_s
-        self._point = MeetingPoint(host, secret)
+        self._point = RendezvousServer(host, secret)
 
     @property
     def address(self) -> str:
@@ -118,7 +118,7 @@ def _join(
 ) -> GlooTransport:
     rank = RANK_OF[side]
     try:
-        with meet(pair_name, address, secret, rank, 2, timeout_s) as store:
+        with member_store(pair_name, address, secret, rank, 2, timeout_s) as store:
             group = gloo_group(store, secret, pair_name, rank, 2, host, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.io.meeting_point import MeetingPoint, MemberStore
-from disagg.engine.io.process_groups import meet
+from disagg.engine.io.process_groups import member_store
+from disagg.engine.io.rendezvous import MemberStore, RendezvousServer
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
 from disagg.engine.kv_transfer.transports.last_resort import return_or_exit
@@ -67,7 +67,7 @@ def _require_nccl() -> None:
 
 
 class NcclRendezvous:
-    """See `Rendezvous`; its meeting point is the same as gloo's.
+    """See `Rendezvous`; the same server as gloo's.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
@@ -76,7 +76,7 @@ class NcclRendezvous:
     def __init__(self, host: str, secret: ClusterSecret) -> None:
         _require_nccl()
         self._secret = secret
-        self._point = MeetingPoint(host, secret)
+        self._point = RendezvousServer(host, secret)
 
     @property
     def address(self) -> str:
@@ -115,7 +115,7 @@ def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> Nc
     rank = RANK_OF[side]
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        with meet(pair_name, address, secret, rank, 2, SET_UP_TIMEOUT_S) as store:
+        with member_store(pair_name, address, secret, rank, 2, SET_UP_TIMEOUT_S) as store:
             group = _new_group(store, rank)
             group.eager_connect_single_device(device)
             _exchange_a_byte(group, rank, device)

@@ -12,7 +12,8 @@ from disagg.proto.cluster_secret import ClusterSecret
 
 
 def make_collective(device: str, address: str, secret: ClusterSecret, shard: Shard, host: str) -> Collective:
-    """Meet the other ranks at the `MeetingPoint` at `address`: gloo for CPU tensors, bound to `host`; NCCL for a GPU's.
+    """Meet the other ranks at the `RendezvousServer` at `address`: gloo for CPU tensors, bound to `host`; NCCL for a
+    GPU's.
 
     Raises:
         RuntimeError: if they do not all come in time, or this machine lacks what the exchange needs.

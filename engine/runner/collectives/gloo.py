@@ -1,6 +1,6 @@
 """The ranks' exchange over TCP, by gloo: one process group of all ranks, without a world.
 
-    rank 0      point = MeetingPoint(host, secret), which listens on that address only; gives all point.address
+    rank 0      point = RendezvousServer(host, secret), which listens on that address only; gives all point.address
     all ranks   collective = make_collective(device, address, secret, shard, host)      blocks until all are there
 
 A rank that is lost fails the others' exchange at once where its connection ends, and after `OPERATION_TIMEOUT_S` where
@@ -17,8 +17,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from disagg.engine.io.meeting_point import MemberStore
-from disagg.engine.io.process_groups import gloo_group, meet
+from disagg.engine.io.process_groups import gloo_group, member_store
+from disagg.engine.io.rendezvous import MemberStore
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -33,14 +33,14 @@ GROUP_NAME = "ranks"
 
 
 @contextlib.contextmanager
-def meet_all(address: str, secret: ClusterSecret, shard: Shard, timeout_s: float) -> Iterator[MemberStore]:
-    """Wait at the meeting point until all ranks are there; their store, until their group is made.
+def rank_store(address: str, secret: ClusterSecret, shard: Shard, timeout_s: float) -> Iterator[MemberStore]:
+    """Wait at the rendezvous server until all ranks are there; their store, until their group is made.
 
     Raises:
-        RuntimeError: if they do not all come in time, or there is no meeting point.
+        RuntimeError: if they do not all come in time, or there is no rendezvous server.
     """
     try:
-        with meet(GROUP_NAME, address, secret, shard.rank, shard.size, timeout_s) as store:
+        with member_store(GROUP_NAME, address, secret, shard.rank, shard.size, timeout_s) as store:
             yield store
     except (OSError, RuntimeError, ValueError) as error:
         raise RuntimeError(f"the {shard.size} ranks did not all meet at {address!r}: {error}") from error
@@ -96,7 +96,7 @@ class GlooCollective(GroupCollective):
         set_up_timeout_s: float = SET_UP_TIMEOUT_S,
         operation_timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> None:
-        with meet_all(address, secret, shard, set_up_timeout_s) as store:
+        with rank_store(address, secret, shard, set_up_timeout_s) as store:
             group = gloo_group(store, secret, GROUP_NAME, shard.rank, shard.size, host, operation_timeout_s)
         super().__init__(shard, group, store)
 

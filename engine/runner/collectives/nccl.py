@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.runner.collectives.gloo import OPERATION_TIMEOUT_S, SET_UP_TIMEOUT_S, GroupCollective, meet_all
+from disagg.engine.runner.collectives.gloo import (
+    OPERATION_TIMEOUT_S,
+    SET_UP_TIMEOUT_S,
+    GroupCollective,
+    rank_store,
+)
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -34,7 +39,7 @@ class NcclCollective(GroupCollective):
             raise RuntimeError("ranks on GPUs need a CUDA device and a torch that was built with NCCL")
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
-        with meet_all(address, secret, shard, SET_UP_TIMEOUT_S) as store:
+        with rank_store(address, secret, shard, SET_UP_TIMEOUT_S) as store:
             super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options), store)
             # The communicator is made now, not within the first step.
             self._group.eager_connect_single_device(torch.device(device))

@@ -60,7 +60,7 @@ class BatchBuilder:
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """The batch of a plan with at least one token. The arrays are the caller's. In place of a decode's token that
-        is not known yet (`plan.Launcher`) stands 0."""
+        is not known yet (`plan.StepQueue`) stands 0."""
         if not plan.prefills:
             return self._decode_arrays(plan.decodes)
         decodes, prefills = plan.decodes, plan.prefills

@@ -26,7 +26,7 @@ from tests.support.engine import (
     run_until_idle,
     token_ids_of,
 )
-from tests.support.rank_lines import fake_group
+from tests.support.rank_connections import fake_group
 from tests.support.sampling import QueueingSampledRunner, SampledRunner
 
 BAD: dict[str, dict[str, Any]] = {

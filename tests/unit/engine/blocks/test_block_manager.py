@@ -57,7 +57,7 @@ def test_sequences_that_grow_in_turns_have_their_blocks_in_rows() -> None:
         for table in tables:
             table += blocks.allocate(1, reserved=False, after=table[-1])
     assert tables == [[*range(8), 16, 17], [*range(8, 16), 24, 25]]
-    assert (blocks.num_free, blocks.num_apart) == (8 * LEAST_EXTENTS - 20, 12)
+    assert (blocks.num_free, blocks.num_fragmented) == (8 * LEAST_EXTENTS - 20, 12)
     assert blocks.check_integrity(tables, 0) == []
 
 
@@ -86,7 +86,7 @@ def test_no_prefix_is_given_up_where_that_makes_no_extent() -> None:
         blocks.release([block])
     assert blocks.allocate(2, reserved=False) == [1, 3]  # nothing else was free
     blocks.release([500])
-    assert (blocks.num_free, blocks.num_apart, blocks.num_cached) == (1, 1, 8)
+    assert (blocks.num_free, blocks.num_fragmented, blocks.num_cached) == (1, 1, 8)
     assert blocks.allocate(1, reserved=False) == [500]
     assert blocks.num_cached == 8
 

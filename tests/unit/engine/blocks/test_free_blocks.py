@@ -69,5 +69,5 @@ def test_whatever_is_taken_and_given_a_set_says_the_same(num_blocks: int, extent
             naive.free.remove(found)
         assert len(free) == len(naive.free)
         assert free.has_whole == bool(naive.whole())
-        assert free.num_apart == len(naive.free) - sum(map(len, naive.whole()))
+        assert free.num_fragmented == len(naive.free) - sum(map(len, naive.whole()))
         assert [block in free for block in range(num_blocks)] == [block in naive.free for block in range(num_blocks)]

@@ -105,7 +105,7 @@ class CoreMachine(RuleBasedStateMachine):
         computes_prompts=st.booleans(),
         scheduling=st.sampled_from(["decode_first", "decode_first", "prefill_first", "static"]),
         queues=st.booleans(),
-        failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["launch", "result"]), max_size=3),
+        failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
     )
     def make(
         self,

@@ -345,10 +345,10 @@ class TestFailures:
         assert (runner.num_launched, len(runner.runs)) == (3, 1 + 5)
 
     def test_a_step_that_cannot_be_launched_ends_its_sequences_behind_the_tokens_of_the_last_one(self) -> None:
-        core = make_core(runner=QueueingRunner(failing={3: "launch"}))
+        core = make_core(runner=QueueingRunner(failing={3: "enqueue"}))
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=20))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 4)
-        assert end_of(events, "a").detail == "step: RuntimeError: launch is broken"
+        assert end_of(events, "a").detail == "step: RuntimeError: enqueue is broken"
         assert_idle(core)
 
     def test_a_step_that_fails_ends_its_sequences_and_what_is_behind_it_is_dropped(self) -> None:

@@ -269,7 +269,7 @@ def test_a_step_that_raises_when_it_is_launched() -> None:
 
 
 def test_a_runner_without_a_launcher_has_none_with_faults_either() -> None:
-    assert failpoints("engine.step=raise").runner(FakeModelRunner(4, 16, 64)).launcher is None
+    assert failpoints("engine.step=raise").runner(FakeModelRunner(4, 16, 64)).step_queue is None
 
 
 async def test_a_session_breaks_instead_of_taking_an_update() -> None:

@@ -1,4 +1,4 @@
-"""Rank 0 and a follower recognise each other over a line in memory."""
+"""Rank 0 and a follower recognise each other over a connection in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from disagg.engine.io import handshake
+from disagg.engine.io.connection import ConnectionFailedError
 from disagg.engine.io.handshake import (
     Challenge,
     HandshakeError,
@@ -20,30 +21,29 @@ from disagg.engine.io.handshake import (
     challenge,
     proof,
 )
-from disagg.engine.io.line import LineError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
-from tests.support.rank_lines import WAIT_S, memory_lines
+from tests.support.rank_connections import WAIT_S, memory_connections
 from tests.support.secret import OTHER_SECRET, SECRET
 
 LEADER_NONCE, FOLLOWER_NONCE = bytes(range(32)), bytes(range(32, 64))
-NO_REFUSAL = "refused: it ended the line"
+NO_REFUSAL = "refused: it ended the connection"
 
 
 def shake_hands(
     *,
     leader_secret: ClusterSecret = SECRET,
     follower_secret: ClusterSecret = SECRET,
-    purpose: Purpose = "rank line",
+    purpose: Purpose = "rank connection",
     takes: Callable[[str, int], bool] = lambda name, rank: True,
-) -> tuple[int | LineError, LineError | None]:
-    """What both sides make of it. Whoever is not content ends the line."""
-    ours, theirs = memory_lines()
+) -> tuple[int | ConnectionFailedError, ConnectionFailedError | None]:
+    """What both sides make of it. Whoever is not content ends the connection."""
+    ours, theirs = memory_connections()
 
     def lead() -> int:
         try:
-            return challenge(ours, leader_secret, "rank line", LEADER_NONCE, takes)[1]
-        except LineError:
+            return challenge(ours, leader_secret, "rank connection", LEADER_NONCE, takes)[1]
+        except ConnectionFailedError:
             ours.close()
             raise
 
@@ -55,9 +55,9 @@ def shake_hands(
         return error_of(leading) or leading.result(), error_of(following)
 
 
-def error_of(future: Future[Any]) -> LineError | None:
+def error_of(future: Future[Any]) -> ConnectionFailedError | None:
     error = future.exception(WAIT_S)
-    assert error is None or isinstance(error, LineError)
+    assert error is None or isinstance(error, ConnectionFailedError)
     return error
 
 
@@ -65,7 +65,7 @@ def test_both_know_the_secret() -> None:
     assert shake_hands() == (2, None)
 
 
-@pytest.mark.parametrize("changes", [{"follower_secret": OTHER_SECRET}, {"purpose": "meeting"}])
+@pytest.mark.parametrize("changes", [{"follower_secret": OTHER_SECRET}, {"purpose": "rendezvous"}])
 def test_a_stranger_is_refused_without_an_answer(changes: dict[str, Any]) -> None:
     leader, follower = shake_hands(**changes)
     assert str(leader) == "it does not know the cluster's secret"
@@ -73,18 +73,18 @@ def test_a_stranger_is_refused_without_an_answer(changes: dict[str, Any]) -> Non
 
 
 def test_a_joiner_that_is_gone_before_its_welcome_is_handed_on_so_that_its_rank_is_given_back() -> None:
-    ours, theirs = memory_lines()
+    ours, theirs = memory_connections()
 
     def takes(name: str, rank: int) -> bool:
         theirs.close()
         return True
 
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(challenge, ours, SECRET, "rank line", LEADER_NONCE, takes)
-        with pytest.raises(LineError):
-            answer(theirs, SECRET, "rank line", "decode-0", 2, FOLLOWER_NONCE)
+        leading = pool.submit(challenge, ours, SECRET, "rank connection", LEADER_NONCE, takes)
+        with pytest.raises(ConnectionFailedError):
+            answer(theirs, SECRET, "rank connection", "decode-0", 2, FOLLOWER_NONCE)
         assert leading.result(WAIT_S) == ("decode-0", 2)
-    with pytest.raises(LineError):
+    with pytest.raises(ConnectionFailedError):
         ours.send(Challenge(nonce=LEADER_NONCE))
 
 
@@ -102,9 +102,9 @@ def test_a_rank_that_is_not_wanted_is_refused() -> None:
 
 def test_a_follower_does_not_believe_a_rank_0_without_the_secret() -> None:
     """It takes whoever comes, and answers with what it has seen."""
-    ours, theirs = memory_lines()
+    ours, theirs = memory_connections()
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(answer, theirs, SECRET, "rank line", "decode-0", 2, FOLLOWER_NONCE)
+        following = pool.submit(answer, theirs, SECRET, "rank connection", "decode-0", 2, FOLLOWER_NONCE)
         ours.send(Challenge(nonce=LEADER_NONCE))
         said = decoder(Introduction).decode(ours.receive() or b"")
         ours.send(Welcome(proof=said.proof))
@@ -114,23 +114,23 @@ def test_a_follower_does_not_believe_a_rank_0_without_the_secret() -> None:
 
 
 def test_what_was_overheard_proves_nothing_another_time() -> None:
-    ours, theirs = memory_lines()
+    ours, theirs = memory_connections()
     heard = Introduction(
         name="decode-0",
         rank=2,
         nonce=FOLLOWER_NONCE,
-        proof=proof(SECRET, "rank line", "joiner", LEADER_NONCE + FOLLOWER_NONCE, "decode-0", 2),
+        proof=proof(SECRET, "rank connection", "joiner", LEADER_NONCE + FOLLOWER_NONCE, "decode-0", 2),
     )
     theirs.send(heard)
     with pytest.raises(HandshakeError, match="does not know the cluster's secret"):
-        challenge(ours, SECRET, "rank line", bytes(32), lambda *_: True)
+        challenge(ours, SECRET, "rank connection", bytes(32), lambda *_: True)
 
 
 def test_nothing_on_the_line_holds_the_secret() -> None:
-    ours, theirs = memory_lines()
+    ours, theirs = memory_connections()
     frames = []
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(challenge, ours, SECRET, "rank line", LEADER_NONCE, lambda *_: True)
+        leading = pool.submit(challenge, ours, SECRET, "rank connection", LEADER_NONCE, lambda *_: True)
         frames.append(theirs.receive() or b"")
         nonces = decoder(Challenge).decode(frames[0]).nonce + FOLLOWER_NONCE
         theirs.send(
@@ -138,7 +138,7 @@ def test_nothing_on_the_line_holds_the_secret() -> None:
                 name="decode-0",
                 rank=1,
                 nonce=FOLLOWER_NONCE,
-                proof=proof(SECRET, "rank line", "joiner", nonces, "decode-0", 1),
+                proof=proof(SECRET, "rank connection", "joiner", nonces, "decode-0", 1),
             )
         )
         frames.append(theirs.receive() or b"")
@@ -149,13 +149,13 @@ def test_nothing_on_the_line_holds_the_secret() -> None:
 def test_proofs_differ_in_everything_that_they_are_about() -> None:
     nonces = LEADER_NONCE + FOLLOWER_NONCE
     proofs = {
-        proof(SECRET, "rank line", "listener", nonces, "decode-0", 1),
-        proof(SECRET, "rank line", "joiner", nonces, "decode-0", 1),
-        proof(SECRET, "rank line", "joiner", nonces, "decode-0", 11),
-        proof(SECRET, "rank line", "joiner", nonces, "decode-01", 1),
-        proof(SECRET, "rank line", "joiner", FOLLOWER_NONCE + LEADER_NONCE, "decode-0", 1),
-        proof(OTHER_SECRET, "rank line", "joiner", nonces, "decode-0", 1),
-        proof(SECRET, "meeting", "joiner", nonces, "decode-0", 1),
+        proof(SECRET, "rank connection", "listener", nonces, "decode-0", 1),
+        proof(SECRET, "rank connection", "joiner", nonces, "decode-0", 1),
+        proof(SECRET, "rank connection", "joiner", nonces, "decode-0", 11),
+        proof(SECRET, "rank connection", "joiner", nonces, "decode-01", 1),
+        proof(SECRET, "rank connection", "joiner", FOLLOWER_NONCE + LEADER_NONCE, "decode-0", 1),
+        proof(OTHER_SECRET, "rank connection", "joiner", nonces, "decode-0", 1),
+        proof(SECRET, "rendezvous", "joiner", nonces, "decode-0", 1),
     }
     assert len(proofs) == 7
     assert {len(each) for each in proofs} == {32}
@@ -176,15 +176,15 @@ def test_proofs_differ_in_everything_that_they_are_about() -> None:
     ],
 )
 def test_anything_else_ends_the_handshake(frame: bytes) -> None:
-    ours, theirs = memory_lines()
+    ours, theirs = memory_connections()
     theirs.send_frame(frame)
-    with pytest.raises(LineError):
-        challenge(ours, SECRET, "rank line", LEADER_NONCE, lambda *_: True)
+    with pytest.raises(ConnectionFailedError):
+        challenge(ours, SECRET, "rank connection", LEADER_NONCE, lambda *_: True)
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.0)
-    with pytest.raises(LineError, match="closed"):
-        challenge(memory_lines()[0], SECRET, "rank line", LEADER_NONCE, lambda *_: True)
-    with pytest.raises(LineError, match="closed"):
-        answer(memory_lines()[0], SECRET, "rank line", "decode-0", 1, FOLLOWER_NONCE)
+    with pytest.raises(ConnectionFailedError, match="closed"):
+        challenge(memory_connections()[0], SECRET, "rank connection", LEADER_NONCE, lambda *_: True)
+    with pytest.raises(ConnectionFailedError, match="closed"):
+        answer(memory_connections()[0], SECRET, "rank connection", "decode-0", 1, FOLLOWER_NONCE)

@@ -32,7 +32,7 @@ from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import decoder
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
-from tests.support.rank_lines import WAIT_S, Rank, memory_lines, start_rank
+from tests.support.rank_connections import WAIT_S, Rank, memory_connections, start_rank
 
 TABLE = np.array([3, 1], dtype="<i4").tobytes()
 PROMPT = make_prompt(32)
@@ -58,14 +58,14 @@ def scatter(call: int) -> ScatterPart:
 
 
 class Leader:
-    """Rank 0's end of the line to one follower, which has joined and begun."""
+    """Rank 0's end of the connection to one follower, which has joined and begun."""
 
     def __init__(self, runner: FakeModelRunner | None = None, **changes: Any) -> None:
-        self.line, other = memory_lines()
+        self.connection, other = memory_connections()
         self.rank: Rank = start_rank(runner or make_runner(), other, **changes)
 
     def hear(self) -> Answer:
-        frame = self.line.receive()
+        frame = self.connection.receive()
         assert frame is not None
         answer: Answer = decoder(Answer).decode(frame)
         return answer
@@ -74,20 +74,20 @@ class Leader:
         join = self.hear()
         assert isinstance(join, Join)
         assert (join.rank, join.fingerprint, join.num_blocks) == (1, "fake", 8)
-        self.line.send(Begin(num_blocks=5, collective_address=""))
+        self.connection.send(Begin(num_blocks=5, collective_address=""))
 
     def stop(self) -> None:
-        self.line.send(Stop())
+        self.connection.send(Stop())
         assert self.rank.join() == 0
-        self.line.close()
+        self.connection.close()
 
 
 def test_orders_of_the_engine_are_carried_out_in_order() -> None:
     leader = Leader()
     leader.begin()
-    orders = (step(), gather(1), ClearBuffer(buffer=1, buffer_bytes=256), scatter(2), gather(3), step(), gather(4))
-    for order in orders:
-        leader.line.send(order)
+    commands = (step(), gather(1), ClearBuffer(buffer=1, buffer_bytes=256), scatter(2), gather(3), step(), gather(4))
+    for command in commands:
+        leader.connection.send(command)
     whole, scattered, zeros, again = (leader.hear() for _ in range(4))
     assert isinstance(whole, Done)
     assert whole.ok
@@ -107,12 +107,12 @@ def test_orders_of_the_engine_are_carried_out_in_order() -> None:
 def test_a_copy_that_cannot_be_done_is_answered_so() -> None:
     leader = Leader()
     leader.begin()
-    for order in (step(), gather(1, buffer_bytes=9)):
-        leader.line.send(order)
+    for command in (step(), gather(1, buffer_bytes=9)):
+        leader.connection.send(command)
     refused = leader.hear()
     assert refused == Done(call=1, ok=False, error="ValueError: 32 tokens of KV are 256 bytes, the buffer has 9")
-    leader.line.send(FreeBuffer(buffer=1))
-    leader.line.send(gather(2))
+    leader.connection.send(FreeBuffer(buffer=1))
+    leader.connection.send(gather(2))
     done = leader.hear()
     assert isinstance(done, Done)
     assert done.ok
@@ -130,10 +130,10 @@ def test_orders_of_the_transport_go_to_the_transports_also_during_a_step() -> No
     leader = Leader(Slow(8, 16, 4096, VOCAB_SIZE, shard=Shard(1, 2)))
     leader.begin()
     receive = ReceivePart(call=6, pair_name="p", buffer=1, buffer_bytes=8, num_tokens=1)
-    leader.line.send(step())
+    leader.connection.send(step())
     assert entered.wait(WAIT_S)
-    for order in (gather(5), receive, ClosePair(call=7, pair_name="p")):
-        leader.line.send(order)
+    for command in (gather(5), receive, ClosePair(call=7, pair_name="p")):
+        leader.connection.send(command)
     said = [leader.hear() for _ in range(3)]
     assert said == [Posted(call=6), Done(call=6, ok=True, checksums=(6,)), Done(call=7, ok=True, checksums=(7,))]
     leave.set()
@@ -153,7 +153,7 @@ def test_a_follower_ends_with_its_line(begun: bool) -> None:
         leader.begin()
     else:
         leader.hear()
-    leader.line.close()
+    leader.connection.close()
     assert leader.rank.join() == 3
     assert leader.rank.ends == []
     assert leader.rank.transports.is_closed
@@ -177,11 +177,11 @@ def test_a_follower_whose_engine_does_not_come_back_ends_its_process(told: bool,
     stuck = Stuck(8, 16, 4096, VOCAB_SIZE, shard=Shard(1, 2))
     leader = Leader(stuck, grace_s=0.0, stop_grace_s=0.0, end_process=end_process)
     leader.begin()
-    leader.line.send(step())
+    leader.connection.send(step())
     assert entered.wait(WAIT_S)
     if told:
-        leader.line.send(Stop())
-    leader.line.close()
+        leader.connection.send(Stop())
+    leader.connection.close()
     assert ended.wait(WAIT_S)
     assert statuses == [expected]
     leave.set()
@@ -195,7 +195,7 @@ def test_a_follower_that_cannot_load_says_why() -> None:
     leader = Leader(make_runner=fail)
     assert leader.hear() == Failed(error="ConfigError: tp: 3 heads cannot be divided")
     assert leader.rank.join() == 3
-    assert leader.line.receive() is None
+    assert leader.connection.receive() is None
 
 
 def test_a_follower_that_cannot_compute_says_so_and_ends() -> None:
@@ -204,7 +204,7 @@ def test_a_follower_that_cannot_compute_says_so_and_ends() -> None:
     bad = make_sequence(make_spec("a", PROMPT))
     bad.block_table = [3, 100]
     plan = StepPlan(prefills=(ScheduledSequence(bad, 0, 32, True),))
-    leader.line.send(encode_step(make_runner().arrays(plan)))
+    leader.connection.send(encode_step(make_runner().arrays(plan)))
     failed = leader.hear()
     assert isinstance(failed, Failed)
     assert failed.error.startswith("IndexError: ")
@@ -216,7 +216,7 @@ def test_a_follower_that_cannot_compute_says_so_and_ends() -> None:
 def test_a_frame_that_is_no_order_ends_a_follower(frame: bytes) -> None:
     leader = Leader()
     leader.begin()
-    leader.line.send_frame(frame)
+    leader.connection.send_frame(frame)
     assert leader.rank.join() == 3
 
 
@@ -231,7 +231,7 @@ def test_an_order_for_the_transport_before_it_has_joined_ends_a_follower() -> No
     ended = threading.Event()
     leader = Leader(make_runner=make_late, grace_s=0.0, end_process=lambda _: ended.set())
     assert loads.wait(WAIT_S)
-    leader.line.send(ClosePair(call=1, pair_name="p"))
+    leader.connection.send(ClosePair(call=1, pair_name="p"))
     assert ended.wait(WAIT_S)
     load.set()
     assert leader.rank.join() == 3

@@ -19,7 +19,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.slices import head_slices
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
-from tests.support.rank_lines import FakeGroup, fake_group
+from tests.support.rank_connections import FakeGroup, fake_group
 from tests.support.secret import checksum
 
 PROMPT = make_prompt(70)
@@ -270,7 +270,7 @@ def test_a_step_that_fails_here_leaves_the_others_inside_it_and_ends_the_group()
 
 def test_a_follower_that_fails_ends_the_group_with_its_reason() -> None:
     with fake_group(3, 1) as group:
-        group.lines[1].send(Failed(error="out of memory"))
+        group.connections[1].send(Failed(error="out of memory"))
         for rank in group.ranks:
             assert rank.join() == 3
         with pytest.raises(RankLostError, match="rank 2 is lost: out of memory"):
@@ -280,8 +280,8 @@ def test_a_follower_that_fails_ends_the_group_with_its_reason() -> None:
 
 def test_a_follower_that_dies_in_the_middle_of_a_copy_answers_it() -> None:
     with fake_group(2, 2) as group:
-        line = group.lines[0]
-        group.ranks[0].runner.gather_part = lambda *_: line.close()  # type: ignore[method-assign,assignment]
+        connection = group.connections[0]
+        group.ranks[0].runner.gather_part = lambda *_: connection.close()  # type: ignore[method-assign,assignment]
         with pytest.raises(RankLostError, match="rank 1 is lost"):
             group.runner.gather(TABLE, 0, 16, group.runner.new_staging(512))
-    assert [str(error) for error in group.lost] == ["rank 1 is lost: it ended its line"]
+    assert [str(error) for error in group.lost] == ["rank 1 is lost: it ended its connection"]

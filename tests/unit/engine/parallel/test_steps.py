@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.engine.parallel.messages import Order, Step
+from disagg.engine.parallel.messages import RankCommand, Step
 from disagg.engine.parallel.steps import decode_step, encode_step
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
@@ -26,7 +26,7 @@ PLANS = {
 def test_what_arrives_is_what_was_sent(name: str) -> None:
     arrays = BatchBuilder(4, max_model_len=40).arrays(PLANS[name])
     frame = msgspec.msgpack.encode(encode_step(arrays))
-    step = msgspec.msgpack.decode(frame, type=Order)
+    step = msgspec.msgpack.decode(frame, type=RankCommand)
     assert isinstance(step, Step)
     assert_equal(decode_step(step), arrays)
 
@@ -55,7 +55,7 @@ def test_torn_arrays_are_refused() -> None:
 
 
 def test_one_long_sequence_among_many_short_ones_is_no_frame_that_a_line_refuses() -> None:
-    """Tables are as wide as the widest; what is sent is what they hold. A line that refuses ends the worker."""
+    """Tables are as wide as the widest; what is sent is what they hold. A connection that refuses ends the worker."""
     long = make_sequence([1] * 32_768, list(range(2048)))
     others = [make_sequence([2, 3], [9]) for _ in range(2600)]
     arrays = BatchBuilder(16, max_model_len=32_768).arrays(StepPlan(tuple(map(last_token, [*others, long]))))

@@ -22,7 +22,7 @@ from tests.support.engine import (
     make_spec,
     token_ids_of,
 )
-from tests.support.rank_lines import FakeGroup, fake_group
+from tests.support.rank_connections import FakeGroup, fake_group
 
 NUM_BLOCKS = 8
 

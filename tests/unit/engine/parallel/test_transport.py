@@ -16,7 +16,7 @@ from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTra
 from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.parallel.channels import CLOSED, AllOf, RankChannels
 from disagg.engine.parallel.link import Reply
-from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, Question, ReceivePart, SendPart
+from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, RankCall, ReceivePart, SendPart
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.transport import GroupTransport, ShardTransports, form_pair
 from disagg.engine.sharding.routes import plan_pair
@@ -86,7 +86,9 @@ def test_two_workers_of_one_rank_use_the_plain_channel() -> None:
 def test_only_ranks_with_slices_are_asked() -> None:
     with formed_pair(1, 4, 1) as pair:  # every rank of P holds the one head; rank 0 sends it
         move(pair, [range(0, 8)])
-        assert [order for _, order in pair.p.played.asked if isinstance(order, OpenPair | SendPart | ClosePair)] == []
+        assert [
+            command for _, command in pair.p.played.asked if isinstance(command, OpenPair | SendPart | ClosePair)
+        ] == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -196,13 +198,13 @@ class Asked:
     size = 3
 
     def __init__(self) -> None:
-        self.open: list[tuple[int, Question, Reply, Callable[[], None] | None]] = []
+        self.open: list[tuple[int, RankCall, Reply, Callable[[], None] | None]] = []
 
-    def tell(self, order: object) -> None:
-        raise AssertionError(order)
+    def broadcast(self, command: object) -> None:
+        raise AssertionError(command)
 
-    def ask(self, rank: int, order: Question, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        self.open.append((rank, order, reply, on_posted))
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        self.open.append((rank, command, reply, on_posted))
 
     def answer(self, rank: int, *, ok: bool = True, checksums: tuple[int, ...] = ()) -> None:
         index = next(i for i, (asked, *_) in enumerate(self.open) if asked == rank)
@@ -231,7 +233,7 @@ class Leader:
         opening.start()
         thread.join(WAIT_S)
         assert opening.is_alive()  # the other ranks have not answered
-        assert [(rank, type(order)) for rank, order, *_ in self.followers.open] == [(1, OpenPair), (2, OpenPair)]
+        assert [(rank, type(command)) for rank, command, *_ in self.followers.open] == [(1, OpenPair), (2, OpenPair)]
         self.followers.answer(2)
         self.followers.answer(1)
         opening.join(WAIT_S)
@@ -249,7 +251,7 @@ class Leader:
     def close(self) -> None:
         thread = threading.Thread(target=self.transport.close)
         thread.start()
-        while not [order for _, order, *_ in self.followers.open if isinstance(order, ClosePair)]:
+        while not [command for _, command, *_ in self.followers.open if isinstance(command, ClosePair)]:
             pass
         for rank in (1, 2):
             self.followers.answer(rank)
@@ -260,7 +262,10 @@ class Leader:
 def test_the_peer_may_send_when_the_last_rank_has_posted() -> None:
     leader = Leader()
     answer = leader.receive()
-    assert [order.num_tokens for _, order, *_ in leader.followers.open if isinstance(order, ReceivePart)] == [1, 1]
+    assert [command.num_tokens for _, command, *_ in leader.followers.open if isinstance(command, ReceivePart)] == [
+        1,
+        1,
+    ]
     posted = [answer.was_posted]
     for rank in (2, 1):
         leader.followers.post(rank)
@@ -313,8 +318,8 @@ class Told:
         self.posted: list[int] = []
         self._changed = threading.Condition()
 
-    def handle(self, order: OpenPair | SendPart | ReceivePart | ClosePair) -> None:
-        self.transports.handle(order, self._reply, lambda: self.posted.append(order.call))
+    def handle(self, command: OpenPair | SendPart | ReceivePart | ClosePair) -> None:
+        self.transports.handle(command, self._reply, lambda: self.posted.append(command.call))
 
     def _reply(self, done: Done) -> None:
         with self._changed:

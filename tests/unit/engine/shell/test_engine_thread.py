@@ -12,12 +12,12 @@ import pytest
 
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.plan import Launched, StepPlan, StepResult
+from disagg.engine.plan import QueuedStep, StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.shell import engine_thread
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError, EngineThread
 from tests.support.engine import BLOCK, IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
-from tests.support.queueing import QueuedStep, QueueingRunner
+from tests.support.queueing import HostQueuedStep, QueueingRunner
 
 WAIT_S = 10.0
 PROMPT = make_prompt(20)
@@ -402,10 +402,10 @@ class TimedRunner(QueueingRunner):
         self._clock.now += 0.01
         return super().run(plan)
 
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
         self._free_at = ends_at = max(self._free_at, self._clock.now) + 0.01
-        launched = super().launch(plan, after)
-        assert isinstance(launched, QueuedStep)
+        launched = super().enqueue(plan, after)
+        assert isinstance(launched, HostQueuedStep)
         wait = launched.wait
 
         def until_it_ends() -> None:

@@ -1,8 +1,8 @@
 """Frames between two ranks of a worker over one TCP connection: a length of four bytes, then msgpack.
 
-A line is made by `connect` or accepted by `muster.Muster`, begins with the handshake of `handshake.py`, and then
-carries `messages.py`. One thread reads; any thread may write. A line that fails in one direction is of no use in the
-other: `close` ends both, and wakes the reader.
+A connection is made by `connect` or accepted by `group.RankRendezvous`, begins with the handshake of `handshake.py`,
+and then carries `messages.py`. One thread reads; any thread may write. A connection that fails in one direction is of
+no use in the other: `close` ends both, and wakes the reader.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from disagg.proto.addresses import split_address
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 
 WRITE_TIMEOUT_S = 30
-"""How long a frame may wait for a reader that has stopped reading; the line is then broken."""
+"""How long a frame may wait for a reader that has stopped reading; the connection is then broken."""
 
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
 
 
-class LineError(RuntimeError):
-    """The line is broken or closed, or what came over it is no frame."""
+class ConnectionFailedError(RuntimeError):
+    """The connection is broken or closed, or what came over it is no frame."""
 
 
-class Line(Protocol):
-    """One end of a line. `receive` belongs to one thread, the rest is thread-safe."""
+class Connection(Protocol):
+    """One end of a connection. `receive` belongs to one thread, the rest is thread-safe."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Write one frame, behind those before it.
 
         Raises:
-            LineError: if it cannot be written, or is too large.
+            ConnectionFailedError: if it cannot be written, or is too large.
         """
         ...
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
-        """The next frame; None when the other side has ended the line between two frames.
+        """The next frame; None when the other side has ended the connection between two frames.
 
         Raises:
-            LineError: if the line breaks, or a frame is larger than `max_bytes`.
+            ConnectionFailedError: if the connection breaks, or a frame is larger than `max_bytes`.
         """
         ...
 
     def close(self) -> None:
-        """End the line; a `receive` that waits returns or raises. Idempotent."""
+        """End the connection; a `receive` that waits returns or raises. Idempotent."""
         ...
 
 
-class SocketLine:
-    """A `Line` over a connected TCP socket, which belongs to it from here on."""
+class SocketConnection:
+    """A `Connection` over a connected TCP socket, which belongs to it from here on."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", WRITE_TIMEOUT_S, 0))
-        self._socket = connection
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", WRITE_TIMEOUT_S, 0))
+        self._socket = sock
         self._received = bytearray()
         self._write_lock = threading.Lock()
         self._state_lock = threading.Lock()
@@ -68,26 +68,26 @@ class SocketLine:
         self._is_closed = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """See `Line.send`."""
+        """See `Connection.send`."""
         frame = encode(message)
         if len(frame) > MAX_FRAME_BYTES:
-            raise LineError(f"a frame of {len(frame)} bytes is more than {MAX_FRAME_BYTES}")
+            raise ConnectionFailedError(f"a frame of {len(frame)} bytes is more than {MAX_FRAME_BYTES}")
         with self._write_lock:
             try:
                 self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
             except OSError as error:
-                raise LineError(f"cannot write: {error}") from error
+                raise ConnectionFailedError(f"cannot write: {error}") from error
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
-        """See `Line.receive`."""
+        """See `Connection.receive`."""
         with self._state_lock:
             if self._is_closed:
-                raise LineError("the line is closed")
+                raise ConnectionFailedError("the connection is closed")
             self._is_reading = True
         try:
             return self._receive(max_bytes)
         except OSError as error:
-            raise LineError(f"cannot read: {error}") from error
+            raise ConnectionFailedError(f"cannot read: {error}") from error
         finally:
             self._end_reading()
 
@@ -95,18 +95,18 @@ class SocketLine:
         head = self._take(_LENGTH.size)
         if head is None:
             if self._received:
-                raise LineError("the line broke in the middle of a frame")
+                raise ConnectionFailedError("the connection broke in the middle of a frame")
             return None
         nbytes = _LENGTH.unpack(head)[0]
         if nbytes > max_bytes:
-            raise LineError(f"a frame of {nbytes} bytes is more than {max_bytes}")
+            raise ConnectionFailedError(f"a frame of {nbytes} bytes is more than {max_bytes}")
         frame = self._take(nbytes)
         if frame is None:
-            raise LineError("the line broke in the middle of a frame")
+            raise ConnectionFailedError("the connection broke in the middle of a frame")
         return frame
 
     def _take(self, nbytes: int) -> bytes | None:
-        """The next bytes; None if the line ends before."""
+        """The next bytes; None if the connection ends before."""
         while len(self._received) < nbytes:
             piece = self._socket.recv(_READ_BYTES)
             if not piece:
@@ -117,7 +117,7 @@ class SocketLine:
         return taken
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `Connection.close`."""
         with self._state_lock:
             if self._is_closed:
                 return
@@ -139,14 +139,14 @@ class SocketLine:
             self._socket.close()
 
 
-def connect(address: str, timeout_s: float) -> SocketLine:
-    """A line to the rank that listens at `host:port`.
+def connect(address: str, timeout_s: float) -> SocketConnection:
+    """A connection to the rank that listens at `host:port`.
 
     Raises:
-        LineError: if nobody takes it in time.
+        ConnectionFailedError: if nobody takes it in time.
     """
     host, port = split_address(address)
     try:
-        return SocketLine(socket.create_connection((host, int(port)), timeout=timeout_s))
+        return SocketConnection(socket.create_connection((host, int(port)), timeout=timeout_s))
     except (OSError, ValueError) as error:
-        raise LineError(f"no rank 0 at {address!r}: {error}") from error
+        raise ConnectionFailedError(f"no rank 0 at {address!r}: {error}") from error

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.line import LineError
+from disagg.engine.io.connection import ConnectionFailedError
 from disagg.engine.parallel.follower import Follower
-from disagg.engine.parallel.followers import LineFollowers
+from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.link import RankTransports, Reply
-from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportOrder
+from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportCommand
 from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.fake import FakeModelRunner
@@ -35,12 +35,12 @@ WAIT_S = 20.0
 """How long a test waits for another thread before it fails."""
 
 
-class MemoryLine:
-    """See `line.Line`. Made in pairs by `memory_lines`."""
+class MemoryConnection:
+    """See `connection.Connection`. Made in pairs by `memory_connections`."""
 
     def __init__(self, inbox: queue.SimpleQueue[bytes | None], outbox: queue.SimpleQueue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
-        self.peer: MemoryLine
+        self.peer: MemoryConnection
         self.is_closed = False
 
     def send(self, message: msgspec.Struct) -> None:
@@ -49,19 +49,19 @@ class MemoryLine:
     def send_frame(self, frame: bytes) -> None:
         """Whatever it holds."""
         if self.is_closed or self.peer.is_closed:
-            raise LineError("cannot write: the line is closed")
+            raise ConnectionFailedError("cannot write: the connection is closed")
         self._outbox.put(frame)
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
         if self.is_closed:
-            raise LineError("the line is closed")
+            raise ConnectionFailedError("the connection is closed")
         frame = self._inbox.get()
         if frame is None:
             self._inbox.put(None)
             if self.is_closed:
-                raise LineError("the line is closed")
+                raise ConnectionFailedError("the connection is closed")
         elif len(frame) > max_bytes:
-            raise LineError(f"a frame of {len(frame)} bytes is more than {max_bytes}")
+            raise ConnectionFailedError(f"a frame of {len(frame)} bytes is more than {max_bytes}")
         return frame
 
     def close(self) -> None:
@@ -70,11 +70,11 @@ class MemoryLine:
         self._outbox.put(None)
 
 
-def memory_lines() -> tuple[MemoryLine, MemoryLine]:
-    """Both ends of a line."""
+def memory_connections() -> tuple[MemoryConnection, MemoryConnection]:
+    """Both ends of a connection."""
     one: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     other: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    first, second = MemoryLine(one, other), MemoryLine(other, one)
+    first, second = MemoryConnection(one, other), MemoryConnection(other, one)
     first.peer, second.peer = second, first
     return first, second
 
@@ -83,14 +83,14 @@ class NoTransports:
     """`RankTransports` that post receives and answer at once, and note what they were told."""
 
     def __init__(self) -> None:
-        self.orders: list[TransportOrder] = []
+        self.commands: list[TransportCommand] = []
         self.is_closed = False
 
-    def handle(self, order: TransportOrder, reply: Reply, on_posted: Callable[[], None]) -> None:
-        self.orders.append(order)
-        if isinstance(order, ReceivePart):
+    def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
+        self.commands.append(command)
+        if isinstance(command, ReceivePart):
             on_posted()
-        reply(Done(call=order.call, ok=True, checksums=(order.call,)))
+        reply(Done(call=command.call, ok=True, checksums=(command.call,)))
 
     def close(self) -> None:
         self.is_closed = True
@@ -116,8 +116,8 @@ class Rank:
         return self.statuses[0]
 
 
-def start_rank(runner: FakeModelRunner, line: MemoryLine, grace_s: float = WAIT_S, **changes: Any) -> Rank:
-    """A follower with this runner on one end of a line; `changes` are arguments of `Follower`."""
+def start_rank(runner: FakeModelRunner, connection: MemoryConnection, grace_s: float = WAIT_S, **changes: Any) -> Rank:
+    """A follower with this runner on one end of a connection; `changes` are arguments of `Follower`."""
     config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size)
     transports = NoTransports()
 
@@ -131,7 +131,7 @@ def start_rank(runner: FakeModelRunner, line: MemoryLine, grace_s: float = WAIT_
         "end_process": ends.append,
         "grace_s": grace_s,
     }
-    follower = Follower(config, runner.shard, line, SECRET, **{**arguments, **changes})
+    follower = Follower(config, runner.shard, connection, SECRET, **{**arguments, **changes})
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(follower.serve()), name="follower")
     thread.start()
@@ -143,9 +143,9 @@ class FakeGroup:
     """Rank 0's runner over real followers."""
 
     runner: GroupRunner
-    followers: LineFollowers
+    followers: ConnectedFollowers
     ranks: Sequence[Rank]
-    lines: Sequence[MemoryLine]
+    connections: Sequence[MemoryConnection]
     """The followers' ends."""
     faults: list[BaseException]
     lost: list[BaseException]
@@ -162,7 +162,7 @@ def fake_group(
     """A group of fake runners of `VOCAB_SIZE` tokens, which `make` makes; closed in the end."""
     lost: list[BaseException] = []
     faults: list[BaseException] = []
-    followers = LineFollowers(size, lost.append)
+    followers = ConnectedFollowers(size, lost.append)
     runners = [
         make(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
         for rank in range(size)
@@ -170,13 +170,13 @@ def fake_group(
     runners[0].checksum = checksum
     ranks, ends = [], []
     for rank in range(1, size):
-        own, other = memory_lines()
+        own, other = memory_connections()
         followers.attach(rank, own)
         ranks.append(start_rank(runners[rank], other))
         ends.append(other)
     try:
         followers.wait_joined(WAIT_S, WAIT_S)
-        followers.tell(Begin(num_blocks=num_blocks, collective_address=""))
+        followers.broadcast(Begin(num_blocks=num_blocks, collective_address=""))
         runners[0].join(None, num_blocks)
         yield FakeGroup(GroupRunner(runners[0], followers, faults.append), followers, ranks, ends, faults, lost)
     finally:

@@ -15,7 +15,7 @@ constexpr int64_t LINE = 64;
 // a fifth to a third off products and attention; processors with more (Zen 5 has 48 KiB) are asked to fetch into the first.
 // docs/benchmarks/kernels.md
 constexpr int64_t SMALL_CACHE = 32 << 10;
-inline const bool INTO_SECOND_LEVEL = [] {
+inline const bool PREFETCH_INTO_L2 = [] {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     const int64_t size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
     return size > 0 && size <= SMALL_CACHE;
@@ -26,21 +26,21 @@ inline const bool INTO_SECOND_LEVEL = [] {
 
 // Always inlined, as what calls it and does nothing else has to be: to gcc such a function has no effect, and it drops calls.
 template <int LEVEL>
-[[gnu::always_inline]] inline void ask(const void* at) {
+[[gnu::always_inline]] inline void prefetch(const void* at) {
     __builtin_prefetch(at, 0, 4 - LEVEL);
 }
 
 // The same for a line that will be written.
-[[gnu::always_inline]] inline void ask_to_write(const void* at) {
+[[gnu::always_inline]] inline void prefetch_for_write(const void* at) {
     __builtin_prefetch(at, 1);
 }
 
-[[gnu::always_inline]] inline void ask_all(const void* start, int64_t bytes) {
+[[gnu::always_inline]] inline void prefetch_range(const void* start, int64_t bytes) {
     const char* first = static_cast<const char*>(start);
-    if (INTO_SECOND_LEVEL)
-        for (int64_t at = 0; at < bytes; at += LINE) ask<2>(first + at);
+    if (PREFETCH_INTO_L2)
+        for (int64_t at = 0; at < bytes; at += LINE) prefetch<2>(first + at);
     else
-        for (int64_t at = 0; at < bytes; at += LINE) ask<1>(first + at);
+        for (int64_t at = 0; at < bytes; at += LINE) prefetch<1>(first + at);
 }
 
 }  // namespace disagg

@@ -12,7 +12,7 @@ from torch import Tensor
 from disagg.kernels.captured import CaptureError
 from disagg.kernels.cpu.calls import Pool, Recording, new_output
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.cpu.tape import TapeCapturer
+from disagg.kernels.cpu.program import ProgramCapturer
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
@@ -47,7 +47,7 @@ class Chain:
 def test_a_replay_computes_from_what_the_inputs_hold_then(native: NativeOps, dtype: torch.dtype) -> None:
     chain = Chain(native, 3, dtype)
     expected = chain.run()
-    first, tape = TapeCapturer(native.library).capture(chain.run)
+    first, tape = ProgramCapturer(native.library).capture(chain.run)
     assert [torch.equal(a, b) for a, b in zip(first, expected, strict=True)] == [True, True]
     for seed in (7, 8):
         chain.x.copy_(numbers(seed, 3, 64, dtype=dtype))
@@ -56,7 +56,7 @@ def test_a_replay_computes_from_what_the_inputs_hold_then(native: NativeOps, dty
 
 
 def test_captures_of_one_capturer_share_memory_that_does_not_grow(native: NativeOps) -> None:
-    capturer = TapeCapturer(native.library)
+    capturer = ProgramCapturer(native.library)
     chains = [Chain(native, num_rows, torch.float32) for num_rows in (4, 3, 4, 3, 1)]
     tapes = [capturer.capture(chains[0].run)[1]]
     nbytes = capturer.nbytes
@@ -69,7 +69,7 @@ def test_captures_of_one_capturer_share_memory_that_does_not_grow(native: Native
 
 def test_a_tape_keeps_what_it_points_into(native: NativeOps) -> None:
     expected = [out.clone() for out in Chain(native, 3, torch.float32).run()]
-    _, tape = TapeCapturer(native.library).capture(Chain(native, 3, torch.float32).run)
+    _, tape = ProgramCapturer(native.library).capture(Chain(native, 3, torch.float32).run)
     gc.collect()
     rest = [torch.full((3, 64), 9.0) for _ in range(50)]  # would take freed memory
     assert [torch.equal(a, b) for a, b in zip(tape.replay(), expected, strict=True)] == [True, True]
@@ -82,7 +82,7 @@ def test_a_tape_keeps_what_it_points_into(native: NativeOps) -> None:
 )
 def test_what_a_tape_would_not_do_again_cannot_be_captured(native: NativeOps, name: str, op: object) -> None:
     assert callable(op)
-    capturer = TapeCapturer(native.library)
+    capturer = ProgramCapturer(native.library)
     x = numbers(1, 4, 64)
     with pytest.raises(CaptureError, match=rf"{name}.* is not one of the C\+\+ kernels"):
         capturer.capture(lambda: op(given(native.silu_mul(x))))
@@ -92,13 +92,13 @@ def test_what_a_tape_would_not_do_again_cannot_be_captured(native: NativeOps, na
 
 def test_other_looks_at_the_same_memory_can(native: NativeOps) -> None:
     x = numbers(1, 4, 64)
-    captured = TapeCapturer(native.library).capture(lambda: given(native.silu_mul(x[1:3, :32].view(1, 2, 32)[0])))[1]
+    captured = ProgramCapturer(native.library).capture(lambda: given(native.silu_mul(x[1:3, :32].view(1, 2, 32)[0])))[1]
     x.mul_(2)
     assert torch.equal(captured.replay(), given(native.silu_mul(x[1:3, :32])))
 
 
 def test_calls_that_are_written_down_are_made_afterwards(native: NativeOps) -> None:
-    capturer = TapeCapturer(native.library)
+    capturer = ProgramCapturer(native.library)
     ids, table = torch.tensor([1, 2, 0]), numbers(1, 3, 32)
     norm = torch.ones(32)
 
@@ -119,7 +119,7 @@ def test_calls_that_are_written_down_are_made_afterwards(native: NativeOps) -> N
 
 
 def test_only_the_first_of_a_kind_is_looked_through(native: NativeOps) -> None:
-    capturer = TapeCapturer(native.library)
+    capturer = ProgramCapturer(native.library)
     x = numbers(1, 4, 64)
     before = x.clone()
 
@@ -139,7 +139,7 @@ def test_only_the_first_of_a_kind_is_looked_through(native: NativeOps) -> None:
 def test_an_invalid_input_of_a_replay_is_the_error_of_its_op(native: NativeOps) -> None:
     ids, table = torch.tensor([1, 2, 0]), numbers(1, 3, 32)
     norm = torch.ones(32)
-    tape = TapeCapturer(native.library).capture(
+    tape = ProgramCapturer(native.library).capture(
         lambda: given(native.rms_norm(given(native.embed(ids, table)), norm, EPS))
     )[1]
     before = tape.replay().clone()

@@ -3,7 +3,7 @@
 // A member that has nothing to do looks for work for SPIN_US, which covers the pauses between the layers of a model, then
 // sleeps: an idle worker takes no processor time, and one that shares its cores gives them back soon.
 
-#include "team.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 
@@ -42,12 +42,12 @@ bool spin_until(Done done) {
 }
 
 // `size_` and the task are written by the caller alone, before `round_` goes up, and read by members after they saw that.
-class Team {
+class ThreadPool {
    public:
     void resize(int size) {
         const std::lock_guard<std::mutex> mine(caller_);
         for (; num_started_ < size; ++num_started_)
-            std::thread([this, index = num_started_, seen = round_.load()] { member(index, seen); }).detach();
+            std::thread([this, index = num_started_, seen = round_.load()] { worker(index, seen); }).detach();
         size_ = size;
     }
 
@@ -69,13 +69,13 @@ class Team {
     int size() const { return size_; }
 
     // In a child of `fork` there is only the thread that called it.
-    void forget_members() {
+    void forget_threads() {
         size_ = num_started_ = 1;
         num_asleep_.store(0);
     }
 
    private:
-    void member(int index, uint64_t seen) {
+    void worker(int index, uint64_t seen) {
         for (;; ++seen) {
             const auto is_new = [&] { return round_.load() != seen; };
             if (!spin_until(is_new)) {
@@ -99,21 +99,21 @@ class Team {
 };
 
 // Never destroyed: members may still look at it while the process ends.
-Team& team() {
-    static Team* const only = [] {
-        pthread_atfork(nullptr, nullptr, [] { team().forget_members(); });
-        return new Team;
+ThreadPool& thread_pool() {
+    static ThreadPool* const only = [] {
+        pthread_atfork(nullptr, nullptr, [] { thread_pool().forget_threads(); });
+        return new ThreadPool;
     }();
     return *only;
 }
 
 }  // namespace
 
-void run_in_parts(PartFunction function, void* context) { team().run(function, context); }
+void run_on_each_thread(PartFunction function, void* context) { thread_pool().run(function, context); }
 
-int team_size() { return team().size(); }
+int num_threads() { return thread_pool().size(); }
 
 }  // namespace disagg
 
 // The number of threads that kernels use from now on, at least 1.
-extern "C" void disagg_set_num_threads(int64_t num_threads) { disagg::team().resize(static_cast<int>(num_threads)); }
+extern "C" void disagg_set_num_threads(int64_t num_threads) { disagg::thread_pool().resize(static_cast<int>(num_threads)); }

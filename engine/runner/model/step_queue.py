@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.engine.plan import NO_TOKEN, Launched, RowFault, StepPlan, StepResult
+from disagg.engine.plan import NO_TOKEN, QueuedStep, RowFault, StepPlan, StepResult
 from disagg.engine.request import SequenceState
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.device_draws import DeviceDraws
@@ -28,8 +28,8 @@ from disagg.engine.runner.model.staged import Mark
 from disagg.engine.sampling_rules import is_greedy
 
 
-class StepLauncher:
-    """See `plan.Launcher`. Owner: the model runner, whose decoder, batches and draws these are."""
+class DeviceStepQueue:
+    """See `plan.StepQueue`. Owner: the model runner, whose decoder, batches and draws these are."""
 
     def __init__(
         self, decoder: ReplayedDecoder, batches: BatchBuilder, draws: DeviceDraws, device: torch.device
@@ -44,12 +44,12 @@ class StepLauncher:
 
     @property
     def max_decodes(self) -> int:
-        """See `Launcher.max_decodes`; 0 after a capture has failed."""
+        """See `StepQueue.max_decodes`; 0 after a capture has failed."""
         return min(self._decoder.max_queued, self._draws.max_rows)
 
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched:
-        """See `Launcher.launch`."""
-        assert after is None or isinstance(after, _QueuedStep)
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
+        """See `StepQueue.enqueue`."""
+        assert after is None or isinstance(after, _DeviceStep)
         sequences = [entry.sequence for entry in plan.decodes]
         num_pending = [entry.end - sequence.num_tokens for entry, sequence in zip(plan.decodes, sequences, strict=True)]
         pending = None if after is None else Pending(_sources(plan, num_pending, after.plan), after.ids_S)
@@ -60,7 +60,7 @@ class StepLauncher:
         self._turn ^= 1
         on_host = self._copies[self._turn]
         on_host.copy(ids_S)
-        return _QueuedStep(plan, ids_S, on_host)
+        return _DeviceStep(plan, ids_S, on_host)
 
 
 def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -72,8 +72,8 @@ def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndar
     return np.array(sources, dtype=np.int64)
 
 
-class _QueuedStep:
-    """See `plan.Launched`."""
+class _DeviceStep:
+    """See `plan.QueuedStep`."""
 
     def __init__(self, plan: StepPlan, ids_S: Tensor, on_host: _IdsOnHost) -> None:
         self.plan = plan
@@ -82,7 +82,7 @@ class _QueuedStep:
         self._on_host = on_host
 
     def result(self) -> StepResult:
-        """See `Launched.result`. A row of a sequence that has ended was computed in vain, and may give no token; that
+        """See `QueuedStep.result`. A row of a sequence that has ended was computed in vain, and may give no token; that
         is no fault. No row is edited, so that every other row without a token is the model's fault."""
         sequences = [entry.sequence for entry in self.plan.decodes]
         token_ids = self._on_host.read(len(sequences))

@@ -17,7 +17,7 @@ from disagg.kernels.cpu.calls import DONE, Pool, Recording
 T = TypeVar("T")
 
 
-class Tape(Generic[T]):
+class CapturedProgram(Generic[T]):
     """See `Captured`. It keeps the pool and `run`, whose tensors its calls point into."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Tape(Generic[T]):
         return self._outputs
 
 
-class TapeCapturer:
+class ProgramCapturer:
     """See `Capturer`: records the calls of `library`'s kernels. Whatever else computes raises CaptureError."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -60,11 +60,11 @@ class TapeCapturer:
         """Memory that the captures share."""
         return self._pool.nbytes
 
-    def capture(self, run: Callable[[], T]) -> tuple[T, Tape[T]]:
+    def capture(self, run: Callable[[], T]) -> tuple[T, CapturedProgram[T]]:
         """See `Capturer.capture`."""
         with Recording(self._pool) as recording, _OnlyViews():  # type: ignore[no-untyped-call]
             outputs = run()
-        return outputs, Tape(self._library, recording, self._pool, run, outputs)
+        return outputs, CapturedProgram(self._library, recording, self._pool, run, outputs)
 
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
         """See `Capturer.compute`: all calls are written down, then made by one call."""
@@ -72,7 +72,7 @@ class TapeCapturer:
         with Recording(self._pool, makes_calls=False) as recording, check:
             outputs = run()
         self._checked.add(kind)
-        return Tape(self._library, recording, self._pool, run, outputs).replay()
+        return CapturedProgram(self._library, recording, self._pool, run, outputs).replay()
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]

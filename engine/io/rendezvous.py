@@ -1,12 +1,12 @@
 """Where the members of a process group exchange what they need to connect to each other, such as their addresses.
 
-    one process   point = MeetingPoint(host, secret)                   gives `point.address` to the others
-    each member   store = join_meeting(address, secret, name, rank, timeout_s)      a `torch.distributed.Store`
+    one process   point = RendezvousServer(host, secret)                   gives `point.address` to the others
+    each member   store = join_rendezvous(address, secret, name, rank, timeout_s)      a `torch.distributed.Store`
     each member   makes its process group of the store, and closes it
 
 Torch's own TCPStore has no password: whoever reaches its port reads and writes every group's entries. Here each member
 proves first that it knows the cluster's secret (`handshake.py`), and sees the entries of its own group only. The
-meeting point forwards each entry to the other members; they keep them, and wait for those that are missing.
+rendezvous server forwards each entry to the other members; they keep them, and wait for those that are missing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch.distributed
 
+from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
 from disagg.engine.io.handshake import NONCE_BYTES, answer, closed_after
-from disagg.engine.io.line import Line, LineError, connect
 from disagg.engine.io.listener import AuthenticatedListener
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import Message, decoder
@@ -44,16 +44,16 @@ class Entry(Message, frozen=True, kw_only=True, tag=True):
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 
 
-class _Meeting:
+class _Group:
     """The members of one group that are connected, and their entries."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.lines: dict[int, Line] = {}
+        self.connections: dict[int, Connection] = {}
         self.entries: list[Entry] = []
 
 
-class MeetingPoint:
+class RendezvousServer:
     """The listening side. A group's entries are forgotten when its last member has left.
 
     Args:
@@ -65,9 +65,9 @@ class MeetingPoint:
 
     def __init__(self, host: str, secret: ClusterSecret) -> None:
         self._lock = threading.Lock()
-        self._meetings: dict[str, _Meeting] = {}
+        self._groups: dict[str, _Group] = {}
         self._taken: set[tuple[str, int]] = set()
-        self._listener = AuthenticatedListener(host, secret, "meeting", self._take, self._serve)
+        self._listener = AuthenticatedListener(host, secret, "rendezvous", self._take, self._serve)
         self.address = self._listener.address
 
     @property
@@ -76,15 +76,15 @@ class MeetingPoint:
         return self._listener.is_open
 
     def close(self) -> None:
-        """Listen no more, and end the lines of all members. Idempotent."""
+        """Listen no more, and end the connections of all members. Idempotent."""
         self._listener.close()
         with self._lock:
-            meetings = list(self._meetings.values())
-        for meeting in meetings:
-            with meeting.lock:
-                lines = list(meeting.lines.values())
-            for line in lines:
-                line.close()
+            groups = list(self._groups.values())
+        for group in groups:
+            with group.lock:
+                connections = list(group.connections.values())
+            for connection in connections:
+                connection.close()
         self._listener.join()
 
     def _take(self, name: str, rank: int) -> bool:
@@ -94,46 +94,46 @@ class MeetingPoint:
             self._taken.add((name, rank))
             return True
 
-    def _serve(self, name: str, rank: int, line: Line) -> None:
+    def _serve(self, name: str, rank: int, connection: Connection) -> None:
         with self._lock:
-            meeting = self._meetings.setdefault(name, _Meeting())
-            with meeting.lock:
-                meeting.lines[rank] = line
+            group = self._groups.setdefault(name, _Group())
+            with group.lock:
+                group.connections[rank] = connection
         try:
-            with meeting.lock:
-                for entry in meeting.entries:
-                    line.send(entry)
-            if self._listener.is_open:  # else `close` may not have seen this line
-                _forward_all(meeting, rank, line)
-        except (LineError, msgspec.MsgspecError) as error:
+            with group.lock:
+                for entry in group.entries:
+                    connection.send(entry)
+            if self._listener.is_open:  # else `close` may not have seen this connection
+                _forward_all(group, rank, connection)
+        except (ConnectionFailedError, msgspec.MsgspecError) as error:
             logger.warning("%s: rank %d left %r: %s", self.address, rank, name, error)
         finally:
-            with self._lock, meeting.lock:
-                del meeting.lines[rank]
+            with self._lock, group.lock:
+                del group.connections[rank]
                 self._taken.discard((name, rank))
-                if not meeting.lines:
-                    del self._meetings[name]
-            line.close()
+                if not group.connections:
+                    del self._groups[name]
+            connection.close()
 
 
-def _forward_all(meeting: _Meeting, rank: int, line: Line) -> None:
-    """Until the member leaves. LineError or MsgspecError where it breaks the rules."""
-    while (frame := line.receive(_MAX_FRAME_BYTES)) is not None:
+def _forward_all(group: _Group, rank: int, connection: Connection) -> None:
+    """Until the member leaves. ConnectionFailedError or MsgspecError where it breaks the rules."""
+    while (frame := connection.receive(_MAX_FRAME_BYTES)) is not None:
         entry = decoder(Entry).decode(frame)
-        with meeting.lock:
-            if len(meeting.entries) >= MAX_ENTRIES:
-                raise LineError(f"a group has at most {MAX_ENTRIES} entries")
-            meeting.entries.append(entry)
-            for other, other_line in meeting.lines.items():
+        with group.lock:
+            if len(group.entries) >= MAX_ENTRIES:
+                raise ConnectionFailedError(f"a group has at most {MAX_ENTRIES} entries")
+            group.entries.append(entry)
+            for other, other_connection in group.connections.items():
                 if other != rank:
-                    _send_or_drop(other_line, entry)
+                    _send_or_drop(other_connection, entry)
 
 
-def _send_or_drop(line: Line, entry: Entry) -> None:
+def _send_or_drop(connection: Connection, entry: Entry) -> None:
     try:
-        line.send(entry)
-    except LineError:
-        line.close()  # its own thread notices
+        connection.send(entry)
+    except ConnectionFailedError:
+        connection.close()  # its own thread notices
 
 
 _dist: Any = torch.distributed
@@ -144,9 +144,9 @@ class MemberStore(_dist.Store):  # type: ignore[misc]  # see above
     """One member's store, as torch's process groups use it: `set`, `get`, `wait` and `check` of entries that are never
     changed. Thread-safe, but a member that waits holds up the others of this store."""
 
-    def __init__(self, line: Line, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
         super().__init__()
-        self._line = line
+        self._connection = connection
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._entries: dict[str, bytes] = {}
@@ -158,7 +158,7 @@ class MemberStore(_dist.Store):  # type: ignore[misc]  # see above
         with self._lock:
             self._entries[key] = data
             if not self._closed:
-                self._line.send(Entry(key=key, value=data))
+                self._connection.send(Entry(key=key, value=data))
 
     def get(self, key: str) -> bytes:
         """An entry; waits for it as `wait` does."""
@@ -173,7 +173,7 @@ class MemberStore(_dist.Store):  # type: ignore[misc]  # see above
         """Until all of them have come.
 
         Raises:
-            RuntimeError: they do not come in time, or the meeting point is gone.
+            RuntimeError: they do not come in time, or the rendezvous server is gone.
         """
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         with self._lock:
@@ -182,41 +182,41 @@ class MemberStore(_dist.Store):  # type: ignore[misc]  # see above
                 return
             since = time.monotonic()
             try:
-                with closed_after(self._line, seconds):
+                with closed_after(self._connection, seconds):
                     while missing:
                         missing.discard(self._receive())
-            except LineError as error:
+            except ConnectionFailedError as error:
                 waited_s = time.monotonic() - since
                 why = f": {error}" if waited_s < seconds else ""
                 raise RuntimeError(f"{sorted(missing)} did not come in {waited_s:.1f} s{why}") from error
 
     def _receive(self) -> str:
-        frame = self._line.receive(_MAX_FRAME_BYTES)
+        frame = self._connection.receive(_MAX_FRAME_BYTES)
         if frame is None:
-            raise LineError("the meeting point was closed")
+            raise ConnectionFailedError("the rendezvous server was closed")
         try:
             entry = decoder(Entry).decode(frame)
         except msgspec.MsgspecError as error:
-            raise LineError(f"not an entry: {error}") from error
+            raise ConnectionFailedError(f"not an entry: {error}") from error
         self._entries[entry.key] = entry.value
         return entry.key
 
     def close(self) -> None:
-        """Leave the meeting point. What came can still be read. Idempotent."""
+        """Leave the rendezvous server. What came can still be read. Idempotent."""
         self._closed = True
-        self._line.close()
+        self._connection.close()
 
 
-def join_meeting(address: str, secret: ClusterSecret, name: str, rank: int, timeout_s: float) -> MemberStore:
+def join_rendezvous(address: str, secret: ClusterSecret, name: str, rank: int, timeout_s: float) -> MemberStore:
     """Become member `rank` of the group `name`, whose members meet at `address`.
 
     Raises:
-        RuntimeError: there is no meeting point, or it does not know the secret, or refuses.
+        RuntimeError: there is no rendezvous server, or it does not know the secret, or refuses.
     """
-    line = connect(address, timeout_s)
+    connection = connect(address, timeout_s)
     try:
-        answer(line, secret, "meeting", name, rank, secrets.token_bytes(NONCE_BYTES))
+        answer(connection, secret, "rendezvous", name, rank, secrets.token_bytes(NONCE_BYTES))
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    return MemberStore(line, timeout_s)
+    return MemberStore(connection, timeout_s)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from disagg.engine.io import meeting_point
-from disagg.engine.io.line import LineError, connect
-from disagg.engine.io.meeting_point import MeetingPoint, join_meeting
-from disagg.engine.io.process_groups import gloo_group, meet
+from disagg.engine.io import rendezvous
+from disagg.engine.io.connection import ConnectionFailedError, connect
+from disagg.engine.io.process_groups import gloo_group, member_store
+from disagg.engine.io.rendezvous import RendezvousServer, join_rendezvous
 from disagg.proto.cluster_secret import ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.waiting import until
@@ -26,17 +26,17 @@ _dist: Any = torch.distributed
 
 
 @pytest.fixture
-def point() -> Iterator[MeetingPoint]:
+def point() -> Iterator[RendezvousServer]:
     """Afterwards no thread is left."""
     before = set(threading.enumerate())
-    point = MeetingPoint(HOST, SECRET)
+    point = RendezvousServer(HOST, SECRET)
     yield point
     point.close()
     until(lambda: set(threading.enumerate()) <= before, "a thread is left")
 
 
-def form(point: MeetingPoint, name: str, rank: int, size: int, secret: ClusterSecret = SECRET) -> Any:
-    with meet(name, point.address, secret, rank, size, WAIT_S) as store:
+def form(point: RendezvousServer, name: str, rank: int, size: int, secret: ClusterSecret = SECRET) -> Any:
+    with member_store(name, point.address, secret, rank, size, WAIT_S) as store:
         return gloo_group(store, secret, name, rank, size, HOST, WAIT_S), store
 
 
@@ -45,7 +45,7 @@ def all_ranks(size: int, function: Callable[[int], Any]) -> list[Future[Any]]:
         return [pool.submit(function, rank) for rank in range(size)]
 
 
-def test_three_members_make_a_group_and_prove_themselves(point: MeetingPoint) -> None:
+def test_three_members_make_a_group_and_prove_themselves(point: RendezvousServer) -> None:
     groups = [each.result() for each in all_ranks(3, lambda rank: form(point, "ranks", rank, 3))]
 
     def total(rank: int) -> list[float]:
@@ -54,61 +54,61 @@ def test_three_members_make_a_group_and_prove_themselves(point: MeetingPoint) ->
         return tensor.tolist()
 
     assert [each.result() for each in all_ranks(3, total)] == [[6.0, 6.0]] * 3
-    until(lambda: not point._meetings and not point._taken, "a meeting is not forgotten")
+    until(lambda: not point._groups and not point._taken, "a group is not forgotten")
 
 
-def test_entries_are_seen_in_their_own_group_only(point: MeetingPoint) -> None:
+def test_entries_are_seen_in_their_own_group_only(point: RendezvousServer) -> None:
     ours, other = (
-        join_meeting(point.address, SECRET, "a", 0, WAIT_S),
-        join_meeting(point.address, SECRET, "b", 1, WAIT_S),
+        join_rendezvous(point.address, SECRET, "a", 0, WAIT_S),
+        join_rendezvous(point.address, SECRET, "b", 1, WAIT_S),
     )
     ours.set("key", b"ours")
-    late = join_meeting(point.address, SECRET, "a", 1, WAIT_S)
+    late = join_rendezvous(point.address, SECRET, "a", 1, WAIT_S)
     assert late.get("key") == b"ours"
     other.set("key", b"other")
-    later = join_meeting(point.address, SECRET, "b", 0, WAIT_S)
+    later = join_rendezvous(point.address, SECRET, "b", 0, WAIT_S)
     assert later.get("key") == b"other"
     assert (ours.get("key"), late.check(["key"]), late.check(["none"])) == (b"ours", True, False)
     for store in (ours, other, late, later):
         store.close()
-    until(lambda: not point._meetings, "a meeting is not forgotten")
-    fresh = join_meeting(point.address, SECRET, "a", 1, WAIT_S)
+    until(lambda: not point._groups, "a group is not forgotten")
+    fresh = join_rendezvous(point.address, SECRET, "a", 1, WAIT_S)
     with pytest.raises(RuntimeError, match=r"\['key'\] did not come in 0\.1 s$"):
         fresh.wait(["key"], datetime.timedelta(seconds=0.1))
 
 
-def test_strangers_are_refused_and_delay_no_member(point: MeetingPoint) -> None:
+def test_strangers_are_refused_and_delay_no_member(point: RendezvousServer) -> None:
     host, port = point.address.split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(80)]  # more than may shake hands at once
     with socket.create_connection((host, int(port))) as noisy:
         noisy.sendall(b"\x00\x00\x00\x05hello")
-    with pytest.raises(LineError, match="refused"):
-        join_meeting(point.address, OTHER_SECRET, "pair", 0, WAIT_S)
+    with pytest.raises(ConnectionFailedError, match="refused"):
+        join_rendezvous(point.address, OTHER_SECRET, "pair", 0, WAIT_S)
     assert [len(each.result()) for each in all_ranks(2, lambda rank: form(point, "pair", rank, 2))] == [2, 2]
     for connection in silent:
         connection.close()
 
 
-def test_a_rank_is_taken_once(point: MeetingPoint) -> None:
-    first = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
-    with pytest.raises(LineError, match="refused"):
-        join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+def test_a_rank_is_taken_once(point: RendezvousServer) -> None:
+    first = join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
+    with pytest.raises(ConnectionFailedError, match="refused"):
+        join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
     first.set("key", b"value")
-    second = join_meeting(point.address, SECRET, "pair", 1, WAIT_S)
+    second = join_rendezvous(point.address, SECRET, "pair", 1, WAIT_S)
     assert second.get("key") == b"value"
 
 
-def test_what_a_member_may_store_is_bounded(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_point, "MAX_ENTRIES", 3)
-    watching = join_meeting(point.address, SECRET, "pair", 1, WAIT_S)
-    greedy = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+def test_what_a_member_may_store_is_bounded(point: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_ENTRIES", 3)
+    watching = join_rendezvous(point.address, SECRET, "pair", 1, WAIT_S)
+    greedy = join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
     for number in range(4):
         greedy.set(f"key-{number}", b"x")
     watching.wait(["key-2"])
-    until(lambda: list(point._meetings["pair"].lines) == [1], "the member is still there")
-    large = join_meeting(point.address, SECRET, "other", 0, WAIT_S)
-    large.set("key", bytes(meeting_point.MAX_VALUE_BYTES + 1))
-    until(lambda: list(point._meetings) == ["pair"], "the member is still there")
+    until(lambda: list(point._groups["pair"].connections) == [1], "the member is still there")
+    large = join_rendezvous(point.address, SECRET, "other", 0, WAIT_S)
+    large.set("key", bytes(rendezvous.MAX_VALUE_BYTES + 1))
+    until(lambda: list(point._groups) == ["pair"], "the member is still there")
 
 
 def test_a_member_without_the_secret_is_found_over_the_groups_own_connection() -> None:
@@ -123,22 +123,22 @@ def test_a_member_without_the_secret_is_found_over_the_groups_own_connection() -
 
 
 def test_the_end_of_the_meeting_point_wakes_its_members() -> None:
-    point = MeetingPoint(HOST, SECRET)
-    store = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    point = RendezvousServer(HOST, SECRET)
+    store = join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "key")
         point.close()
         with pytest.raises(RuntimeError, match=r"\['key'\] did not come"):
             waiting.result(WAIT_S)
-    with pytest.raises(LineError):
-        join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
+    with pytest.raises(ConnectionFailedError):
+        join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
 
 
-def test_what_is_no_entry_ends_the_line(point: MeetingPoint) -> None:
-    store = join_meeting(point.address, SECRET, "pair", 0, WAIT_S)
-    store._line.send(meeting_point.Entry(key="k" * (meeting_point.MAX_KEY_CHARS + 1), value=b""))
+def test_what_is_no_entry_ends_the_connection(point: RendezvousServer) -> None:
+    store = join_rendezvous(point.address, SECRET, "pair", 0, WAIT_S)
+    store._connection.send(rendezvous.Entry(key="k" * (rendezvous.MAX_KEY_CHARS + 1), value=b""))
     with pytest.raises(RuntimeError, match="did not come"):
         store.get("key")
-    line = connect(point.address, WAIT_S)
-    assert isinstance(line.receive(4096), bytes)  # the next one is challenged as before
-    line.close()
+    connection = connect(point.address, WAIT_S)
+    assert isinstance(connection.receive(4096), bytes)  # the next one is challenged as before
+    connection.close()

@@ -17,13 +17,13 @@ from torch import Tensor
 from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.plan import NO_TOKEN, Launched, Launcher, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import NO_TOKEN, QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner import model_runner
 from disagg.engine.runner.model import device_draws, replay
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs
-from disagg.engine.runner.model.step_launcher import StepLauncher
+from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.runner.sampler import Sampler
 from disagg.kernels.filters import Filters
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchModelRunner]:
-    """Makes runners whose decode steps read where a GPU's do. Those that shall go ahead have a launcher."""
+    """Makes runners whose decode steps read where a GPU's do. Those that shall go ahead have a step_queue."""
     monkeypatch.setattr(replay, "StepInputs", DeviceStepInputs)
     monkeypatch.setattr(replay, "capturer", lambda _: CallingCapturer())
     monkeypatch.setattr(device_draws, "draw_rows", draw_on_host)
@@ -63,15 +63,15 @@ def new_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., T
         if ahead:
             assert runner._replayed is not None
             draws = DeviceDraws(8, VOCAB_SIZE, CPU)
-            runner._launcher = StepLauncher(runner._replayed, runner._batches, draws, CPU)
+            runner._step_queue = DeviceStepQueue(runner._replayed, runner._batches, draws, CPU)
         return runner
 
     return make
 
 
-def launcher_of(runner: TorchModelRunner) -> Launcher:
-    assert runner.launcher is not None
-    return runner.launcher
+def step_queue_of(runner: TorchModelRunner) -> StepQueue:
+    assert runner.step_queue is not None
+    return runner.step_queue
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:
@@ -92,7 +92,7 @@ def sequences(runner: TorchModelRunner) -> list[Sequence]:
 
 def test_a_cpu_queues_nothing(folder: Path) -> None:
     config = WorkerConfig(worker_id="w", roles=("decode",), model_path=str(folder), num_blocks=4)
-    assert TorchModelRunner(config).launcher is None
+    assert TorchModelRunner(config).step_queue is None
 
 
 def test_rows_find_their_tokens_wherever_they_were(new_runner: Callable[..., TorchModelRunner]) -> None:
@@ -101,13 +101,13 @@ def test_rows_find_their_tokens_wherever_they_were(new_runner: Callable[..., Tor
     expected = sequences(runner)
     decode(runner, expected, 7)
     found = sequences(runner)
-    launcher = launcher_of(runner)
-    assert launcher.max_decodes == 8
+    step_queue = step_queue_of(runner)
+    assert step_queue.max_decodes == 8
     num_ids = [sequence.num_tokens for sequence in found]
-    under_way: tuple[list[int], Launched] | None = None
+    under_way: tuple[list[int], QueuedStep] | None = None
     for rows in ([0, 1, 2], [2, 0, 1], [1, 2], [2, 1, 0], [0], [0, 2], [2, 1, 0]):
         entries = tuple(ScheduledSequence(found[row], num_ids[row] - 1, 1, samples=True) for row in rows)
-        launched = launcher.launch(StepPlan(decodes=entries), under_way[1] if under_way else None)
+        launched = step_queue.enqueue(StepPlan(decodes=entries), under_way[1] if under_way else None)
         for row in rows:
             num_ids[row] += 1
         if under_way:
@@ -120,7 +120,7 @@ def test_rows_find_their_tokens_wherever_they_were(new_runner: Callable[..., Tor
     assert [sequence.num_tokens for sequence in found] == num_ids == [18 + 1 + 6, 15 + 1 + 5, 47 + 1 + 6]
 
 
-def settle(found: list[Sequence], rows: list[int], launched: Launched) -> None:
+def settle(found: list[Sequence], rows: list[int], launched: QueuedStep) -> None:
     """Read what was launched."""
     for row, token_id in zip(rows, launched.result().token_ids, strict=True):
         found[row].token_ids.append(token_id)
@@ -171,14 +171,14 @@ def served(runner: TorchModelRunner, specs: list[SequenceSpec]) -> dict[str, tup
 def test_a_core_answers_the_same(new_runner: Callable[..., TorchModelRunner], names: list[str]) -> None:
     specs = [each for each in SPECS if each.request_id in names]
     runner, launches = new_runner(), []
-    assert runner._launcher is not None
-    launch = runner._launcher.launch
+    assert runner._step_queue is not None
+    launch = runner._step_queue.enqueue
 
-    def counted(plan: StepPlan, after: Launched | None) -> Launched:
+    def counted(plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
         launches.append(after is not None)
         return launch(plan, after)
 
-    runner._launcher.launch = counted  # type: ignore[method-assign]
+    runner._step_queue.enqueue = counted  # type: ignore[method-assign]
     found = served(runner, specs)
     assert found == served(new_runner(ahead=False), specs)
     assert {name: len(answer) for name, (answer, reason) in found.items() if reason == "length"}.items() <= {
@@ -199,8 +199,8 @@ def test_warm_up_draws_and_launches(
 
     monkeypatch.setattr(device_draws, "draw_rows", draw)
     runner = new_runner()
-    assert runner._launcher is not None
-    runner._sampler = Sampler(VOCAB_SIZE, runner._launcher._draws)
+    assert runner._step_queue is not None
+    runner._sampler = Sampler(VOCAB_SIZE, runner._step_queue._draws)
     model_runner.warm_up(runner)
     assert drawn == [(1, VOCAB_SIZE)] * 3
 
@@ -211,11 +211,11 @@ def test_a_row_that_nothing_can_be_sampled_from(
     """It is named when its step is read. The step behind it was computed from token 0 and changes no other row."""
     runner = new_runner()
     a, b, _ = sequences(runner)
-    launcher = launcher_of(runner)
+    step_queue = step_queue_of(runner)
     with monkeypatch.context() as patch:
         patch.setattr(replay, "argmax_rows", lambda logits_SV, _: torch.tensor([5] + [-1] * (len(logits_SV) - 1)))
-        bad = launcher.launch(decodes_of([a, b], 0), None)
-    behind = launcher.launch(decodes_of([b, a], 1), bad)
+        bad = step_queue.enqueue(decodes_of([a, b], 0), None)
+    behind = step_queue.enqueue(decodes_of([b, a], 1), bad)
     assert runner._replayed is not None
     assert bad.result() == StepResult([5, NO_TOKEN], faults={1: "model"})
     inputs = runner._replayed._inputs
@@ -230,11 +230,11 @@ def test_a_row_of_a_sequence_that_has_ended_fails_nobody(
     """What is wrong with it is wrong in the step behind as well, in which others may have joined."""
     runner = new_runner()
     a, b, _ = sequences(runner)
-    launcher = launcher_of(runner)
+    step_queue = step_queue_of(runner)
     monkeypatch.setattr(replay, "argmax_rows", lambda logits_SV, _: torch.tensor([-1] + [5] * (len(logits_SV) - 1)))
-    bad = launcher.launch(decodes_of([a], 0), None)
+    bad = step_queue.enqueue(decodes_of([a], 0), None)
     entries = (ScheduledSequence(a, a.num_tokens, 1, samples=True), ScheduledSequence(b, b.num_tokens - 1, 1, True))
-    behind = launcher.launch(StepPlan(decodes=entries), bad)
+    behind = step_queue.enqueue(StepPlan(decodes=entries), bad)
     assert bad.result() == StepResult([NO_TOKEN], faults={0: "model"})
     a.state = SequenceState.ENDED
     assert behind.result() == StepResult([NO_TOKEN, 5])
