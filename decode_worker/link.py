@@ -32,7 +32,7 @@ from disagg.engine.kv_transfer.effects import (
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
-from disagg.engine.sharding.routes import PairPlan
+from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import CloseWhenIdle, SenderToReceiver
 from disagg.proto.ids import AttemptKey

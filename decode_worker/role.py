@@ -33,7 +33,7 @@ from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.factory import make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId

@@ -10,7 +10,7 @@ import torch
 
 from disagg.kernels import dispatch
 from disagg.kernels.captured import Captured, CaptureError, Capturer
-from disagg.kernels.cpu.program import ProgramCapturer
+from disagg.kernels.cpu.calls import ProgramCapturer
 from disagg.kernels.cuda_graph import GraphCapturer
 
 __all__ = ["CaptureError", "Captured", "Capturer", "capturer"]

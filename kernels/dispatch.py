@@ -30,9 +30,8 @@ from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.filters import Filters
-from disagg.kernels.fp8 import pack_fp8
 from disagg.kernels.linear import PackedWeight, linear
-from disagg.kernels.quantize import Quantization, quantize_int8
+from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 
 if TYPE_CHECKING:
     from disagg.kernels.triton.ops import TritonOps

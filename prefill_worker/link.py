@@ -40,7 +40,7 @@ from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.plan import Buffer
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
 from disagg.proto.handover import CloseWhenIdle, PairWelcome, ReceiverToSender

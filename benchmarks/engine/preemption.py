@@ -24,9 +24,9 @@ from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.commands import Add, TokenSampled
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.counters import EngineTotals
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.parallel.runners import make_runner, warm_up
+from disagg.engine.core.reports import EngineTotals
+from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.plan import ModelRunner
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId

@@ -22,7 +22,7 @@ from benchmarks.clients.load import random_prompt
 from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Reserve, Reserved, Scatter, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.parallel.runners import make_runner, warm_up
+from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.plan import Buffer
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId

@@ -37,7 +37,7 @@ from disagg.engine.kv_transfer.transports.factory import make_connector, make_re
 from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, nobody_waits
 from disagg.engine.parallel.channels import RankChannels
 from disagg.engine.parallel.transport import OpenChannel
-from disagg.engine.sharding.routes import PairPlan, plan_pair
+from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
 from tests.support.secret import SECRET

@@ -16,7 +16,7 @@ from disagg.cluster.hosts.ranks import rank_config, rank_name
 from disagg.cluster.system.process_tools import describe_exit
 from disagg.cluster.system.spawn import Process, end, spawn
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.link import StartRanks
+from disagg.engine.parallel.interfaces import StartRanks
 from disagg.proto.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)

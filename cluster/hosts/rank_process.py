@@ -26,9 +26,9 @@ from disagg.cluster.system.process_tools import (
     terminate_when_orphaned,
 )
 from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.factories import make_runner
 from disagg.engine.parallel.follower import serve_rank
-from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.runners import make_runner
+from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 

@@ -12,7 +12,7 @@ from disagg.cluster.system.process_tools import describe, freeze_start, pin_proc
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints
-from disagg.engine.parallel.link import StartRanks
+from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret

@@ -27,7 +27,7 @@ from disagg.cluster.system.process_tools import ProcessRef, end_processes, pin_p
 from disagg.engine.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from disagg.engine.parallel.link import StartRanks
+    from disagg.engine.parallel.interfaces import StartRanks
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,20 @@
-"""Host memory for the KV of suspended sequences: who has how much of it, and which copies are to be made. Pure.
+"""KV of preempted sequences in host memory: which slots hold what (`SwapPool`), and the copies (`Swapper`). Pure.
 
-    preempted ──keep──> slots taken, `SwapOut` ──(copied)──> suspended ──room again──> `SwapIn` ──(copied)──> free_slots
-                  └── no slots left: computed again, here or elsewhere
+    preempted ──keep──> slots taken, `SwapOut` ──(copied)──> suspended ──admitted──> `SwapIn` ──(copied)──> free_slots
+                  └── no slots left: computed again, on this worker or on another one
 
-A slot holds `slot_tokens` tokens. The memory behind it is made at its first use and then used again (`swapper.py`), so
-that a worker never has more of it than its slots.
+A slot holds `slot_tokens` tokens. Its memory is allocated at its first use and then reused, so that a worker never has
+more of it than its slots. The engine core makes the copies between two steps, in the order in which they were decided,
+with the runner's gather and scatter.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.request import Sequence
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.ids import AttemptKey
 
 _SLOT_TOKENS = 128
@@ -116,3 +119,47 @@ class SwapPool:
             return self._free.pop()
         self._num_made += 1
         return self._num_made - 1
+
+
+def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
+    """As many slots as fit into `swap_bytes`."""
+    slot_tokens = slot_tokens_for(runner.block_size)
+    slot_bytes = slot_tokens * _token_bytes(runner)
+    return SwapPool(swap_bytes // slot_bytes, slot_tokens, slot_bytes)
+
+
+def _token_bytes(runner: ModelRunner) -> int:
+    """What all ranks keep of a token: KV heads that several ranks have are kept by each."""
+    return plan_pair(runner.layout, runner.tp, runner.tp).bytes_per_token
+
+
+class Swapper:
+    """The memory behind the slots of a `SwapPool`, each of `slot_tokens` tokens."""
+
+    def __init__(self, runner: ModelRunner, slot_tokens: int) -> None:
+        self._runner = runner
+        self._payload_bytes = slot_tokens * _token_bytes(runner)
+        self._buffers: dict[int, Buffer] = {}
+
+    def swap_out(self, swap: SwapOut) -> int:
+        """Blocks that were copied. Raises whatever the runner raises; the slots then hold nothing of use."""
+        for piece in swap.pieces:
+            buffer = self._buffer(piece.slot)
+            self._runner.gather(swap.block_table, piece.start, piece.end, buffer, self._runner.tp)
+        return self._num_blocks(swap.pieces)
+
+    def swap_in(self, swap: SwapIn) -> int:
+        """Blocks that were copied. Raises whatever the runner raises; the blocks then hold nothing of use."""
+        for piece in swap.pieces:
+            buffer = self._buffer(piece.slot)
+            self._runner.scatter(swap.sequence.block_table, piece.start, piece.end, buffer, self._runner.tp)
+        return self._num_blocks(swap.pieces)
+
+    def _num_blocks(self, pieces: tuple[Piece, ...]) -> int:
+        return sum(-(-(piece.end - piece.start) // self._runner.block_size) for piece in pieces)
+
+    def _buffer(self, slot: int) -> Buffer:
+        """The memory of a slot, allocated at its first use."""
+        if slot not in self._buffers:
+            self._buffers[slot] = self._runner.new_staging(self._payload_bytes)
+        return self._buffers[slot]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from disagg.engine.core.batching import finish_reason
+from disagg.engine.core.policy import finish_reason
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import EndReason, Sampling, SequenceSpec

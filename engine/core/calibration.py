@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.messages import StepSample
 
 LIMIT_S = 1.5

@@ -25,8 +25,7 @@ import logging
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.cached_blocks import CachedBlocks
-from disagg.engine.blocks.swap import SwapIn, SwapOut
-from disagg.engine.blocks.swapper import Swapper, swap_pool
+from disagg.engine.blocks.swap import SwapIn, SwapOut, Swapper, swap_pool
 from disagg.engine.commands import (
     Add,
     ChunkPlanned,
@@ -46,8 +45,8 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
-from disagg.engine.core.counters import EngineTotals
-from disagg.engine.core.lazy_heap import LazyHeap
+from disagg.engine.core.policy import LazyHeap
+from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.steps import Steps, failed

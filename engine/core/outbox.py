@@ -1,10 +1,14 @@
-"""Collects what one turn of a worker has for each gateway, so that a step sends one message per gateway, never one
-per token."""
+"""Messages from a worker to its gateways: one per gateway and step, never one per token (`Outbox`), and for short steps
+one for several of them (`TokenPacing`). Pure.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from disagg.engine.commands import Event, TokenSampled
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import End, EndReason, HandedOver, PrefillDone, StepUpdate, TokenLogprobs, TokenOut
 
@@ -101,3 +105,26 @@ class Outbox:
 
     def _for(self, gateway_id: GatewayId) -> _Pending:
         return self._pending.setdefault(gateway_id, _Pending())
+
+
+class TokenPacing:
+    """Says whether what a step came to may wait for the next step.
+
+    Args:
+        interval_s: tokens of steps that end within this time are told together; 0 tells each step's at once.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._flushed_at = -math.inf
+
+    def flushed(self, now: float) -> None:
+        """All that was there to tell was told."""
+        self._flushed_at = now
+
+    def may_wait(self, events: Sequence[Event], step_s: float, now: float) -> bool:
+        """Whether `events` may be told after the next step, if that takes `step_s` like the one before: it would end
+        within the interval, and nobody waits for one of them."""
+        if now + step_s > self._flushed_at + self._interval_s:
+            return False
+        return all(isinstance(event, TokenSampled) and event.index > 0 for event in events)

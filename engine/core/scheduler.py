@@ -44,8 +44,7 @@ from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
-from disagg.engine.core.batching import before_tail, chunk_length, finish_reason, queue_order
-from disagg.engine.core.lazy_heap import LazyHeap, SortKey
+from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey

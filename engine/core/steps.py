@@ -1,11 +1,21 @@
-"""Runs the steps of a scheduler: one after the other, or, where the runner can queue them, one ahead.
+"""Runs the steps of a scheduler: one after the other, or, where the runner has a step queue, one step ahead. Pure.
 
-    one by one   plan n ── run n ── apply n ── plan n+1 ── run n+1 ── ...
-    ahead        plan n ── launch n ── plan n+1 ── launch n+1 ── wait for n, apply n ── plan n+2 ── launch n+2 ── ...
+    synchronous  plan n ── run n ── apply n ── plan n+1 ── run n+1 ── ...
+    ahead        plan n ── enqueue n ── plan n+1 ── enqueue n+1 ── wait for n, apply n ── plan n+2 ── enqueue n+2 ── ...
 
-Ahead, the device has its next step before it has finished the last one: what the host does between two steps (events,
-the next plan, its copies) costs it nothing. Tokens are the same. Where a step cannot be planned ahead (`ahead.py`), a
-call only waits for the one under way, and the next one plans from what is known then.
+Ahead (vLLM: async scheduling), the device has its next step before it has finished the last one: the work of the host
+between two steps (events, the next plan, its copies) costs the device no time. Tokens are the same in both modes.
+
+Step n+1 is planned (`plan_ahead`) before the tokens of step n are known. They are *pending*: inputs that are on the
+device only. Only decodes are planned ahead, and only where nothing unknown decides what they compute: log-probabilities
+and edited logits depend on the tokens before them. Nothing is planned ahead while a waiting prompt could be admitted,
+or where a token needs a block that only a preemption frees; then a call only finishes the step under way, and the next
+one plans with all tokens known. A sequence that reaches its length with the pending token is not planned again. One
+that ends by a stop id is found a step late: `Scheduler.apply` drops its row. Its blocks may have another owner by then,
+which writes to them behind that step.
+
+While step n is under way the scheduler does not count it: sequences are as they were before it, plus the blocks that it
+writes to.
 """
 
 from __future__ import annotations
@@ -15,11 +25,65 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.engine.commands import Ended, Event, TokenSampled
-from disagg.engine.core.ahead import NOTHING, can_enqueue, plan_ahead
+from disagg.engine.core.policy import is_full
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.core.scheduler_audit import check_plan
-from disagg.engine.plan import BadLogitsError, ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import (
+    BadLogitsError,
+    ModelRunner,
+    QueuedStep,
+    ScheduledSequence,
+    StepPlan,
+    StepQueue,
+    StepResult,
+)
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.sampling_rules import edits_logits
+
+# ---------------------------------------------------------------- plans
+
+
+NOTHING = StepPlan()
+
+
+def can_enqueue(plan: StepPlan, max_decodes: int) -> bool:
+    """Whether a step needs nothing but its decodes' own last tokens."""
+    if plan.prefills or not 0 < len(plan.decodes) <= max_decodes:
+        return False
+    return all(_needs_ids_alone(entry.sequence) for entry in plan.decodes)
+
+
+def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> StepPlan:
+    """The step behind `under_way`, which was launched and is not applied yet. Empty where that must come first, or
+    where all its answers end with it. Blocks that it took for some sequences before it found that stay with them."""
+    if len(scheduler.running) > max_decodes or (scheduler.scheduling != "static" and scheduler.would_admit()):
+        return NOTHING
+    pending = {entry.sequence for entry in under_way.decodes}
+    planned: list[ScheduledSequence] = []
+    for sequence in scheduler.running.values():
+        num_pending = int(sequence in pending)
+        if num_pending and is_full(sequence, scheduler.max_model_len, num_pending):
+            continue
+        if sequence.num_uncomputed_tokens != 1 or not _needs_ids_alone(sequence):
+            return NOTHING
+        end = sequence.num_tokens + num_pending
+        if not scheduler.kv_cache.can_extend(sequence, end):
+            return NOTHING
+        scheduler.kv_cache.extend(sequence, end)
+        planned.append(ScheduledSequence(sequence, end - 1, 1, samples=True))
+    plan = StepPlan(decodes=tuple(planned))
+    check_plan(scheduler, plan, pending)
+    return plan
+
+
+def _needs_ids_alone(sequence: Sequence) -> bool:
+    """Whether its next tokens depend on nothing but the ids before them, which the device has. Once that is so it stays
+    so: a sequence outgrows the mask of its stop ids."""
+    return not (sequence.hold_after_prefill or sequence.spec.sampling.logprobs >= 0 or edits_logits(sequence))
+
+
+# ---------------------------------------------------------------- steps
+
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from disagg.engine.kv_transfer.transports.transport import PairTransport, Posted, TransportError, nobody_waits
 from disagg.engine.plan import Buffer
-from disagg.engine.sharding.routes import PairPlan
+from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.proto.handover import Side
 
 CLOSED = "the pair is closed"

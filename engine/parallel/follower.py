@@ -27,8 +27,8 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
 from disagg.engine.io.handshake import NONCE_BYTES, answer
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.parallel.link import RankTransports
-from disagg.engine.parallel.meeting import join_collective
+from disagg.engine.parallel.factories import join_collective, make_runner
+from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
 from disagg.engine.parallel.messages import (
     Answer,
     Begin,
@@ -45,11 +45,9 @@ from disagg.engine.parallel.messages import (
     Step,
     Stop,
     TransportCommand,
+    decode_step,
 )
-from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.runners import make_runner
 from disagg.engine.parallel.staging import StagingParts
-from disagg.engine.parallel.steps import decode_step
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.engine.io.connection import Connection, ConnectionFailedError
-from disagg.engine.parallel.link import Reply
+from disagg.engine.parallel.interfaces import Reply
 from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
 from disagg.proto.messages import decoder
 

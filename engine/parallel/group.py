@@ -1,34 +1,72 @@
-"""The making and the ending of a worker of several ranks, on rank 0.
+"""Forms the ranks of one worker and ends them; on rank 0.
 
-    form()    listen -> start the followers -> load the own part, as they do theirs -> all have joined: agree on the
-              number of blocks, meet in the collective -> a runner over all ranks
-    close()   the followers are told to stop, and stop; whoever started them sees them off
+    form()    listen (`RankRendezvous`) -> start the followers -> load the own part, as they do theirs -> all have
+              joined: agree on the number of blocks, form the collective -> a runner over all ranks
+    close()   the followers get `Stop` and end; `Ranks.stop` ends their processes
 
-What goes wrong while the group is formed is raised, what goes wrong later comes to `on_fault`; `close` is due after
-either.
+A failure while the group is formed is raised, a later one is passed to `on_fault`; `close` must follow either.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.io.connection import Connection
+from disagg.engine.io.handshake import AuthenticatedListener
 from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.parallel.factories import NO_RENDEZVOUS, MeetingPlace, join_collective, make_runner, open_rendezvous
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
+from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.link import Ranks, StartRanks
-from disagg.engine.parallel.meeting import NO_RENDEZVOUS, MeetingPlace, join_collective, open_rendezvous
 from disagg.engine.parallel.messages import Begin, Join
-from disagg.engine.parallel.muster import RankRendezvous
-from disagg.engine.parallel.runner import ShardRunner
-from disagg.engine.parallel.runners import make_runner
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
-    from disagg.engine.runner.collectives.collective import Collective
+    from disagg.engine.runner.collectives import Collective
+
+
+class RankRendezvous:
+    """Takes one connection for each of the ranks 1 .. size - 1 and hands it to `on_connection`, on any thread.
+
+    Raises:
+        OSError: if it cannot listen on `host`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        worker_id: str,
+        size: int,
+        secret: ClusterSecret,
+        on_connection: Callable[[int, Connection], None],
+    ) -> None:
+        self._worker_id = worker_id
+        self._lock = threading.Lock()
+        self._wanted = set(range(1, size))
+        """Ranks that have not come."""
+        self._listener = AuthenticatedListener(
+            host, secret, "rank connection", self._take, lambda _, rank, connection: on_connection(rank, connection)
+        )
+        self.address = self._listener.address
+
+    def close(self) -> None:
+        """Listen no more and take no rank that has not come. Idempotent."""
+        with self._lock:
+            self._wanted.clear()
+        self._listener.close()
+
+    def _take(self, worker_id: str, rank: int) -> bool:
+        with self._lock:
+            if worker_id != self._worker_id or rank not in self._wanted:
+                return False
+            self._wanted.remove(rank)
+            return True
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,19 @@ from typing import TypeVar
 import numpy as np
 
 from disagg.engine.parallel.followers import RankLostError
-from disagg.engine.parallel.link import Followers
-from disagg.engine.parallel.messages import ClearBuffer, Done, FreeBuffer, GatherPart, RankCall, ScatterPart
-from disagg.engine.parallel.runner import ShardRunner
+from disagg.engine.parallel.interfaces import Followers, ShardRunner
+from disagg.engine.parallel.messages import (
+    ClearBuffer,
+    Done,
+    FreeBuffer,
+    GatherPart,
+    RankCall,
+    ScatterPart,
+    encode_step,
+)
 from disagg.engine.parallel.staging import GroupBuffer
-from disagg.engine.parallel.steps import encode_step
 from disagg.engine.plan import StepPlan, StepQueue, StepResult
-from disagg.engine.sharding.routes import PairPlan, plan_pair
+from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 

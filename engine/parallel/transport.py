@@ -35,10 +35,10 @@ from disagg.engine.kv_transfer.transports.transport import (
 )
 from disagg.engine.parallel import messages
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
-from disagg.engine.parallel.link import Followers, Reply
+from disagg.engine.parallel.interfaces import Followers, Reply
 from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
 from disagg.engine.plan import Buffer
-from disagg.engine.sharding.routes import PairPlan, plan_pair
+from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side

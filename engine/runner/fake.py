@@ -26,7 +26,7 @@ import numpy.typing as npt
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
-from disagg.engine.sharding.parts import heads_to_receive, heads_to_send
+from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.messages import KvLayout, TokenLogprobs
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from disagg.engine.commands import Add, Command, Event, Gather
-from disagg.engine.core.counters import EngineTotals
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.core.pacing import Pacing
+from disagg.engine.core.outbox import TokenPacing
+from disagg.engine.core.reports import EngineTotals
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvEvent, Load, StepSample
 
@@ -58,7 +58,7 @@ class Batch:
 
 class EngineThread:
     """Runs `core` until `stop`. `deliver` is called on the engine thread, a few times per turn or once for several, and
-    must neither block nor raise; `on_crash` too, at most once. `token_interval_s`: see `Pacing`."""
+    must neither block nor raise; `on_crash` too, at most once. `token_interval_s`: see `TokenPacing`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class EngineThread:
         """With the time at which each was posted: from then on its sequence waits."""
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
-        self._pacing = Pacing(token_interval_s)
+        self._pacing = TokenPacing(token_interval_s)
         self._untold: list[Event] = []
         self._untold_steps: list[StepSample] = []
         """What steps came to that were not told yet; empty while the thread sleeps."""
@@ -220,7 +220,7 @@ class EngineThread:
         if core.has_work and self._pacing.may_wait(events, step_s, now):
             self._untold += events
         else:
-            self._pacing.told(now)
+            self._pacing.flushed(now)
             self._tell(events)
 
     def _serve_gathers(self) -> list[Event]:

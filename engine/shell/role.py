@@ -14,7 +14,7 @@ from disagg.engine.commands import Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.faults.faulty import Failpoints
-from disagg.engine.parallel.link import Followers
+from disagg.engine.parallel.interfaces import Followers
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey

@@ -14,8 +14,7 @@ import grpc
 import msgspec
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.counters import WorkerCounters
-from disagg.engine.core.step_sampler import StepSampler
+from disagg.engine.core.reports import StepSampler, WorkerCounters
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.io.guard import ClusterGuard
 from disagg.engine.io.mailbox import Mailbox

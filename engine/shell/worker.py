@@ -28,12 +28,12 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox
-from disagg.engine.core.pending_prompts import PendingPrompts
+from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.parallel.group import Group
-from disagg.engine.parallel.link import Followers, NoFollowers, StartRanks
-from disagg.engine.parallel.runners import make_runner, warm_up
+from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.role import Role, RoleContext

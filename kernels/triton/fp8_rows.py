@@ -1,4 +1,4 @@
-"""Rows rounded to 8-bit floats, each with a scale of its own; see `disagg.kernels.fp8`.
+"""Rows rounded to 8-bit floats, each with a scale of its own; see `disagg.kernels.quantize`.
 
 One program has one row, which it keeps in registers between finding its largest value and rounding: each number is read
 once and written once. Programs of four warps hold 4096 numbers; longer rows take more warps.

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from disagg.engine.io.rendezvous import RendezvousServer
-from disagg.engine.runner.collectives.collective import Collective
-from disagg.engine.runner.collectives.factory import make_collective
-from disagg.engine.runner.collectives.gloo import GlooCollective
+from disagg.engine.runner.collectives import Collective, GlooCollective, make_collective
 from disagg.engine.sharding.shards import Shard
 from tests.support.secret import SECRET
 

@@ -26,9 +26,9 @@ from disagg.engine.io.connection import Connection, ConnectionFailedError, Socke
 from disagg.engine.io.handshake import HandshakeError, answer
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
-from disagg.engine.parallel.link import Ranks
+from disagg.engine.parallel.group import RankRendezvous
+from disagg.engine.parallel.interfaces import Ranks
 from disagg.engine.parallel.messages import Begin, Failed
-from disagg.engine.parallel.muster import RankRendezvous
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.shell.worker import Worker

@@ -14,8 +14,7 @@ import torch.distributed
 
 from disagg.engine.io import rendezvous
 from disagg.engine.io.connection import ConnectionFailedError, connect
-from disagg.engine.io.process_groups import gloo_group, member_store
-from disagg.engine.io.rendezvous import RendezvousServer, join_rendezvous
+from disagg.engine.io.rendezvous import RendezvousServer, gloo_group, join_rendezvous, member_store
 from disagg.proto.cluster_secret import ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.waiting import until

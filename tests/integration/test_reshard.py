@@ -27,7 +27,7 @@ from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import Begin
 from disagg.engine.parallel.transport import PairEnd, form_pair
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
 from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, arrived, fake_rank, fill

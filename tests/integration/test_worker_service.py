@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.counters import EngineTotals
+from disagg.engine.core.reports import EngineTotals
 from disagg.engine.shell import service as service_module
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
 from disagg.engine.shell.service import WorkerService

@@ -45,7 +45,6 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/checkpoint/convert.py",
         "engine/checkpoint/weight_file.py",
         "engine/io/rendezvous.py",
-        "engine/io/process_groups.py",
         "engine/kv_transfer/transports/gloo.py",
         "engine/kv_transfer/transports/nccl.py",
         "engine/runner/*",

@@ -19,10 +19,9 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.io.connection import ConnectionFailedError
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
+from disagg.engine.parallel.interfaces import RankTransports, Reply, ShardRunner
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.link import RankTransports, Reply
 from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportCommand
-from disagg.engine.parallel.runner import ShardRunner
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sharding.shards import Shard

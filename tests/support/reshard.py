@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
+from disagg.engine.parallel.interfaces import Followers, NoFollowers, Reply
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.link import Followers, NoFollowers, Reply
 from disagg.engine.parallel.messages import (
     ClearBuffer,
     Done,
@@ -33,7 +33,7 @@ from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.runner.fake import FakeModelRunner
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
 from tests.support.secret import SECRET, checksum

@@ -13,7 +13,7 @@ from disagg.engine.commands import Command
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.faults.faulty import NO_FAILPOINTS
-from disagg.engine.parallel.link import Followers, NoFollowers
+from disagg.engine.parallel.interfaces import Followers, NoFollowers
 from disagg.engine.plan import Buffer
 from disagg.prefill_worker.service import PairError
 from disagg.proto.cluster_secret import ClusterSecret

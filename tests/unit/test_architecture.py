@@ -49,7 +49,6 @@ PURE_FILES = (
     "engine/faults/failpoints.py",
     "engine/kv_transfer/transports/checksum.py",
     "engine/parallel/messages.py",
-    "engine/parallel/steps.py",
     "engine/runner/fake.py",
     "engine/runner/model/arrays.py",
     "engine/runner/model/sharding.py",

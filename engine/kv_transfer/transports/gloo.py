@@ -34,8 +34,7 @@ from typing import Any
 
 import torch
 
-from disagg.engine.io.process_groups import gloo_group, member_store
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer
+from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,

@@ -36,8 +36,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from disagg.engine.io.process_groups import member_store
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer
+from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
 from disagg.engine.kv_transfer.transports.last_resort import return_or_exit

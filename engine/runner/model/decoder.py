@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
-from disagg.engine.runner.collectives.collective import Collective
+from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, Weight

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.request import Sequence
-from disagg.engine.runner.model.staged import Staged
+from disagg.engine.runner.model.device_inputs import Staged
 from disagg.kernels.dispatch import draw_rows
 from disagg.kernels.filters import Filters
 

@@ -1,11 +1,12 @@
-"""Where the captured steps of a GPU read, and how a step's arrays get there.
+"""Where the captured steps of a GPU read their inputs, and how a step's arrays get there without a wait.
 
 A step of B sequences is computed as one of the next bucket size (`kernels.cuda_graph.bucket_sizes`): the rows past B
 are padding, with token 0, slot -1 (nothing is written) and a context of length 0 (nothing is read).
 
-A step's numbers cross to the device as one copy on the stream of the step (`staged.py`), then one small kernel spreads
-the block tables over rows of fixed width. Tokens that the host does not know yet, because the step that samples them
-was only queued, are put in their rows on the device.
+A step's numbers are written into one of two pieces of pinned host memory and cross as one copy on the stream of the
+step (`Staged`), then one small kernel spreads the block tables over rows of fixed width. The host waits only if it is
+two steps ahead, until the memory that it is about to overwrite was read. Tokens that the host does not have yet,
+because the step that samples them was only queued, are put in their rows on the device.
 
 Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, context lengths 4n, then the
 tables [bucket, W], W blocks wide as the step needs them, int32.
@@ -15,15 +16,76 @@ Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.runner.model.arrays import I64, BatchArrays
 from disagg.engine.runner.model.batch import Batch
-from disagg.engine.runner.model.staged import Staged
 from disagg.kernels.cuda_graph import bucket_sizes
+
+_cuda: Any = torch.cuda
+"""Untyped: torch's stubs lack types for events."""
+
+
+class Staged:
+    """Memory of one layout on the device and twice on the host. Owner: the model runner. On a CPU, for tests, it
+    copies plainly.
+
+    Args:
+        nbytes: of each piece.
+        split: the arrays of a piece, views of a flat uint8 tensor.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, split: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.on_device = split(self._memory)
+        """The arrays, always at the same place."""
+        pinned = device.type == "cuda"
+        self._pieces = tuple(_HostPiece(nbytes, split, pinned=pinned) for _ in range(2))
+        self._turn = 0
+
+    def to_write(self) -> tuple[NDArray[Any], ...]:
+        """The arrays on the host, free to be overwritten; they hold what was sent the time before last."""
+        self._turn ^= 1
+        piece = self._pieces[self._turn]
+        piece.read.wait()
+        return piece.arrays
+
+    def send(self, used: int | None = None) -> None:
+        """Queue the copy of the first `used` bytes of what was written, by default of all."""
+        piece = self._pieces[self._turn]
+        self._memory[:used].copy_(piece.memory[:used], non_blocking=True)
+        piece.read.set()
+
+
+class _HostPiece:
+    def __init__(self, nbytes: int, split: Callable[[Tensor], tuple[Tensor, ...]], *, pinned: bool) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.arrays = tuple(view.numpy() for view in split(self.memory))
+        self.read = Mark(pinned=pinned)
+        """Behind the copy of it."""
+
+
+class Mark:
+    """A place in the current stream that the host can wait for. Without pinned memory there is nothing to wait for."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._event: Any = _cuda.Event() if pinned else None
+
+    def set(self) -> None:
+        """Behind all that is queued by now."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until what was queued before it is done; not at all before it was ever set."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 PADDING_SLOT = -1
 NO_SOURCE = -1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
-from disagg.engine.sharding.parts import heads_to_receive, heads_to_send
+from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages
 from disagg.kernels.dispatch import gather_kv, scatter_kv

@@ -22,9 +22,8 @@ from disagg.engine.plan import NO_TOKEN, QueuedStep, RowFault, StepPlan, StepRes
 from disagg.engine.request import SequenceState
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.device_draws import DeviceDraws
-from disagg.engine.runner.model.device_inputs import NO_SOURCE, Pending
+from disagg.engine.runner.model.device_inputs import NO_SOURCE, Mark, Pending
 from disagg.engine.runner.model.replay import ReplayedDecoder
-from disagg.engine.runner.model.staged import Mark
 from disagg.engine.sampling_rules import is_greedy
 
 

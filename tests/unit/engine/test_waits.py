@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from disagg.engine.commands import Add, Join, PrefillComputed, Reserve
-from disagg.engine.core.counters import EngineTotals
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.reports import EngineTotals
 from tests.support.engine import end_of, handle_all, key_of, make_core, make_prompt, make_spec, move_kv, run_until_idle
 
 KEY = key_of("a")

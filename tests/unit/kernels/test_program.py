@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.captured import CaptureError
-from disagg.kernels.cpu.calls import Pool, Recording, new_output
+from disagg.kernels.cpu.calls import Pool, ProgramCapturer, Recording, new_output
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.cpu.program import ProgramCapturer
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5

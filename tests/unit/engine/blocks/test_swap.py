@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.blocks.swap import Piece, SwapIn, SwapOut, SwapPool, slot_tokens_for
-from disagg.engine.blocks.swapper import Swapper, swap_pool
+from disagg.engine.blocks.swap import Piece, SwapIn, SwapOut, Swapper, SwapPool, slot_tokens_for, swap_pool
 from disagg.engine.request import SequenceState
 from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sharding.shards import Shard

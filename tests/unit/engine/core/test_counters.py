@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.core.counters import EngineTotals, WorkerCounters
+from disagg.engine.core.reports import EngineTotals, WorkerCounters
 from disagg.engine.kv_transfer.effects import LEASE_LOST, PAIR_CLOSED, STUCK
 from disagg.engine.kv_transfer.reasons import CHUNK_REJECTED, KV_GONE, PAIR_LOST, TRANSPORT_FAILED, kind_of_failure
 from disagg.proto.ids import WorkerId

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from disagg.engine.core.lazy_heap import LazyHeap
+from disagg.engine.core.policy import LazyHeap
 
 
 def drain(heap: LazyHeap[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.commands import Ended, Event, TokenSampled
-from disagg.engine.core.pacing import Pacing
+from disagg.engine.core.outbox import TokenPacing
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 
 KEY, GATEWAY = AttemptKey(RequestId("r"), 0), GatewayId("g")
@@ -17,10 +17,10 @@ def token(index: int) -> TokenSampled:
 
 def told_at(interval_s: float, step_s: float, num_steps: int) -> list[int]:
     """The steps, each as long as the others, after which something is told."""
-    pacing, told = Pacing(interval_s), []
+    pacing, told = TokenPacing(interval_s), []
     for step in range(num_steps):
         if not pacing.may_wait([token(step)], step_s, step * step_s):
-            pacing.told(step * step_s)
+            pacing.flushed(step * step_s)
             told.append(step)
     return told
 
@@ -49,7 +49,7 @@ def test_short_steps_are_told_together(interval_s: float, step_s: float, expecte
         ([token(1), Ended(KEY, GATEWAY, "length")], False),
     ],
 )
-def test_first_tokens_and_ends_are_told_at_once(events: list[Event], may_wait: bool) -> None:
-    pacing = Pacing(1.0)
-    pacing.told(5.0)
+def test_first_tokens_and_ends_are_flushed_at_once(events: list[Event], may_wait: bool) -> None:
+    pacing = TokenPacing(1.0)
+    pacing.flushed(5.0)
     assert pacing.may_wait(events, 0.25, 5.5) == may_wait

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.engine.core.pending_prompts import PendingPrompts
+from disagg.engine.core.reports import PendingPrompts
 from tests.support.engine import key_of
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.commands import Ended, PrefillComputed, TokenSampled
-from disagg.engine.core.batching import PASS_S, before_tail, chunk_length, finish_reason
+from disagg.engine.core.policy import PASS_S, before_tail, chunk_length, finish_reason
 from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import SequenceState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.core.step_sampler import MAX_STEPS_PER_REPORT, StepSampler
+from disagg.engine.core.reports import MAX_STEPS_PER_REPORT, StepSampler
 from disagg.proto.messages import StepSample
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Scatter, TokenSampled
 from disagg.engine.config import Scheduling
-from disagg.engine.core.ahead import plan_ahead
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.steps import plan_ahead
 from disagg.engine.plan import StepPlan, StepResult
 from tests.support.engine import (
     add_to,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.engine.runner.model.kv_cache import KvCache
+from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import WHOLE, Shard
-from disagg.engine.sharding.slices import head_slices
 from disagg.proto.messages import KvLayout
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from disagg.engine.parallel.messages import (
     ScatterPart,
     Step,
     Stop,
+    encode_step,
 )
-from disagg.engine.parallel.steps import encode_step
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.runner.model.arrays import BatchArrays

@@ -17,7 +17,7 @@ from disagg.engine.parallel.messages import Failed
 from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
-from disagg.engine.sharding.slices import head_slices
+from disagg.engine.sharding.kv_routes import head_slices
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import FakeGroup, fake_group
 from tests.support.secret import checksum

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.engine.parallel.messages import RankCommand, Step
-from disagg.engine.parallel.steps import decode_step, encode_step
+from disagg.engine.parallel.messages import RankCommand, Step, decode_step, encode_step
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.proto.messages import MAX_FRAME_BYTES

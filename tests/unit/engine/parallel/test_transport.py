@@ -15,11 +15,11 @@ from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
 from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.parallel.channels import CLOSED, AllOf, RankChannels
-from disagg.engine.parallel.link import Reply
+from disagg.engine.parallel.interfaces import Reply
 from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, RankCall, ReceivePart, SendPart
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.transport import GroupTransport, ShardTransports, form_pair
-from disagg.engine.sharding.routes import plan_pair
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from tests.support.reshard import (
     HOST,

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED
-from disagg.engine.parallel.steps import decode_step, encode_step
+from disagg.engine.parallel.messages import decode_step, encode_step
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate, fake_logprobs
+from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import Shard
-from disagg.engine.sharding.slices import head_slices
 from disagg.proto.messages import TokenLogprobs
 from tests.support.engine import VOCAB_SIZE, kv_of, make_prompt, make_sequence, make_spec
 

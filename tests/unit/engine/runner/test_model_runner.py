@@ -59,7 +59,7 @@ def test_a_start_loads_no_compiler_of_torch(folder: Path) -> None:
     program = f"""
 import sys
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.runners import make_runner, warm_up
+from disagg.engine.parallel.factories import make_runner, warm_up
 config = WorkerConfig(worker_id="w", roles=("decode",), model_path={str(folder)!r}, dtype="bfloat16", num_blocks=8)
 warm_up(make_runner(config), config)
 print([name for name in ("torch", "torch._dynamo", "torch._inductor", "sympy", "transformers") if name in sys.modules])

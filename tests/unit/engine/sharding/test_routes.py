@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.engine.sharding.routes import MAX_RANKS, PairPlan, Route, plan_pair
-from disagg.engine.sharding.slices import HeadSlice
+from disagg.engine.sharding.kv_routes import MAX_RANKS, HeadSlice, PairPlan, Route, plan_pair
 from disagg.proto.messages import KvLayout
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)

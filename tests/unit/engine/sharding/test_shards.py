@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.engine.sharding.parts import heads_to_receive, heads_to_send
+from disagg.engine.sharding.kv_routes import HeadSlice, head_slices, heads_sent, heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
-from disagg.engine.sharding.slices import HeadSlice, head_slices, heads_sent
 
 
 def widths(num_kv_heads: int) -> st.SearchStrategy[int]:

@@ -1,26 +1,56 @@
-"""The ranks' exchange over TCP, by gloo: one process group of all ranks, without a world.
+"""Collective operations between the ranks of a worker, over one process group of all ranks.
 
-    rank 0      point = RendezvousServer(host, secret), which listens on that address only; gives all point.address
+    rank 0      server = RendezvousServer(host, secret)       listens on that address only; its address goes to all
     all ranks   collective = make_collective(device, address, secret, shard, host)      blocks until all are there
 
-A rank that is lost fails the others' exchange at once where its connection ends, and after `OPERATION_TIMEOUT_S` where
-it stands still; rank 0 sees it sooner, on its line to that rank.
+Every rank makes the same calls in the same order. Gloo is for CPU tensors, over TCP; NCCL for GPUs. With gloo, a lost
+rank fails the others' operation at once where its connection ends, and after `OPERATION_TIMEOUT_S` where it hangs; rank
+0 finds out sooner, on its connection to that rank. With NCCL, operations are queued on the current stream, no thread
+waits for them, and a lost rank leaves the others' streams hanging: rank 0 finds out on its connection, and the
+processes end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from disagg.engine.io.process_groups import gloo_group, member_store
-from disagg.engine.io.rendezvous import MemberStore
+from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
+
+
+class Collective(Protocol):
+    """Exchange of tensors among the ranks. Owner: the engine thread."""
+
+    shard: Shard
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank; may be in place. Shapes and dtypes must agree.
+
+        Raises:
+            RuntimeError: if a rank is lost.
+        """
+        ...
+
+    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
+        """On rank 0 the ranks' columns side by side, [R, C * size]; None elsewhere.
+
+        Raises:
+            RuntimeError: if a rank is lost.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave; who still waits for this rank fails. Idempotent."""
+        ...
+
 
 _dist: Any = torch.distributed
 """Untyped: torch's stubs lack half of what is used here."""
@@ -105,3 +135,39 @@ def _root_0() -> Any:
     options = _dist.GatherOptions()
     options.rootRank = 0
     return options
+
+
+class NcclCollective(GroupCollective):
+    """See `Collective`. Construction blocks until all ranks are there. `device` is this rank's.
+
+    Raises:
+        RuntimeError: without a CUDA device or NCCL, or if the ranks do not all come in time.
+    """
+
+    def __init__(self, address: str, secret: ClusterSecret, shard: Shard, device: str) -> None:
+        if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+            raise RuntimeError("ranks on GPUs need a CUDA device and a torch that was built with NCCL")
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
+        with rank_store(address, secret, shard, SET_UP_TIMEOUT_S) as store:
+            super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options), store)
+            # The communicator is made now, not within the first step.
+            self._group.eager_connect_single_device(torch.device(device))
+
+    def close(self) -> None:
+        """See `Collective.close`: the communicator is aborted, so that nothing hangs in it."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def make_collective(device: str, address: str, secret: ClusterSecret, shard: Shard, host: str) -> Collective:
+    """Meet the other ranks at the `RendezvousServer` at `address`: gloo for CPU tensors, bound to `host`; NCCL for a
+    GPU's.
+
+    Raises:
+        RuntimeError: if they do not all come in time, or this machine lacks what the exchange needs.
+    """
+    if torch.device(device).type == "cpu":
+        return GlooCollective(address, secret, shard, host)
+    return NcclCollective(address, secret, shard, device)

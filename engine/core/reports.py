@@ -1,0 +1,118 @@
+"""What a worker reports to routers beside its load: counters since its start (`WorkerCounters`), a few measured steps
+(`StepSampler`), and prompt tokens that were dispatched and that the engine does not count yet (`PendingPrompts`). Pure.
+
+Owner: the asyncio side of one worker.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TransferCount, WorkerMetrics
+
+
+class EngineTotals(NamedTuple):
+    """What the engine counts itself."""
+
+    output_tokens: int = 0
+    """Tokens sampled."""
+    cached_tokens: int = 0
+    """Tokens of new sequences that were found in the prefix cache."""
+    preemptions: int = 0
+    swapped_out_blocks: int = 0
+    """KV blocks of preempted sequences that were copied to host memory."""
+    swapped_in_blocks: int = 0
+    """KV blocks that were copied back."""
+
+
+class WorkerCounters:
+    """Steps by duration, tokens, preemptions; they only grow."""
+
+    def __init__(self) -> None:
+        self._steps = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
+        self._seconds = 0.0
+        self._prompt_tokens = 0
+        self._totals = EngineTotals()
+
+    def note(self, steps: Iterable[StepSample], totals: EngineTotals) -> None:
+        """The steps that the engine ran since the last time, and its totals after them."""
+        self._totals = totals
+        for step in steps:
+            self._steps[bisect_left(STEP_SECONDS_BOUNDS, step.ms / 1000)] += 1
+            self._seconds += step.ms / 1000
+            self._prompt_tokens += step.prefill_tokens
+
+    def metrics(self, transfers: tuple[TransferCount, ...]) -> WorkerMetrics:
+        """All of it, with what the roles count."""
+        return WorkerMetrics(
+            step_seconds=tuple(self._steps),
+            step_seconds_sum=self._seconds,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._totals.cached_tokens,
+            output_tokens=self._totals.output_tokens,
+            preemptions=self._totals.preemptions,
+            swapped_out_blocks=self._totals.swapped_out_blocks,
+            swapped_in_blocks=self._totals.swapped_in_blocks,
+            transfers=transfers,
+        )
+
+
+MAX_STEPS_PER_REPORT = 4
+
+_GOLDEN, _MODULUS = 0x9E3779B1, 1 << 32
+_MAX_STRIDE = 1 << 16
+
+
+class StepSampler:
+    """Steps of one report stream; at most `MAX_STEPS_PER_REPORT` are held."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepSample] = []
+        self._num_offered = 0
+        self._num_chosen = 0
+        self._stride = 1
+
+    def offer(self, step: StepSample) -> None:
+        """A step was done."""
+        self._num_offered += 1
+        if self._num_offered * _GOLDEN % _MODULUS >= _MODULUS // self._stride:
+            return
+        self._num_chosen += 1
+        if len(self._steps) < MAX_STEPS_PER_REPORT:
+            self._steps.append(step)
+
+    def take(self) -> tuple[StepSample, ...]:
+        """The chosen steps since the last call. Where there were too many, half as many will be chosen from now on;
+        where half the room is left, twice as many."""
+        if self._num_chosen > MAX_STEPS_PER_REPORT:
+            self._stride = min(_MAX_STRIDE, self._stride * 2)
+        elif self._num_chosen * 2 < MAX_STEPS_PER_REPORT:
+            self._stride = max(1, self._stride // 2)
+        steps, self._steps = tuple(self._steps), []
+        self._num_chosen = 0
+        return steps
+
+
+class PendingPrompts:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[AttemptKey, int] = {}
+
+    def dispatched(self, key: AttemptKey, num_tokens: int) -> None:
+        """An attempt was given to a role."""
+        self._tokens[key] = num_tokens
+
+    def added(self, keys: Iterable[AttemptKey]) -> None:
+        """The engine counts these from now on, whatever became of them there."""
+        for key in keys:
+            self._tokens.pop(key, None)
+
+    def num_tokens(self, is_live: Callable[[AttemptKey], bool]) -> int:
+        """The sum; attempts that are not live any more are forgotten."""
+        for key in [key for key in self._tokens if not is_live(key)]:
+            del self._tokens[key]
+        return sum(self._tokens.values())

@@ -1,0 +1,126 @@
+"""Interfaces between the ranks of a worker: rank 0's followers, their processes, one rank's runner and its transports.
+
+runner = ...                                    loads this rank's weights; `num_blocks`: what it has memory for
+runner.join(collective, num_blocks)             with what all ranks agreed on; allocates the KV cache
+rank 0:     arrays = runner.arrays(plan); (broadcast to the others); result = runner.step(plan, arrays)
+follower:   runner.compute(arrays)
+all ranks:  runner.gather_part(...), runner.scatter_part(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
+
+from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.parallel.messages import Done, RankCall, RankCommand, TransportCommand
+from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.sharding.shards import Shard
+
+if TYPE_CHECKING:
+    from disagg.engine.runner.collectives import Collective
+
+Reply = Callable[[Done], None]
+"""Called once, on any thread; also, not ok, when the follower is lost. Must neither raise nor block."""
+
+
+class Followers(Protocol):
+    """Rank 0's view. Thread-safe; commands to one rank arrive in the order given."""
+
+    size: int
+    """Ranks of the worker, rank 0 included."""
+
+    def broadcast(self, command: RankCommand) -> None:
+        """To every follower; not answered."""
+        ...
+
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted`, which
+        it does at most once, before its answer."""
+        ...
+
+
+class NoFollowers:
+    """See `Followers`. Of a worker of one rank."""
+
+    size = 1
+
+    def broadcast(self, command: RankCommand) -> None:
+        """Nobody listens."""
+
+    def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
+        """There is nobody to ask."""
+        raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")
+
+
+class Ranks(Protocol):
+    """The follower processes of a worker, as whoever started them sees them."""
+
+    def stop(self) -> None:
+        """End those that still run, and return when none does. Idempotent."""
+        ...
+
+
+StartRanks = Callable[[str], Ranks]
+"""Starts the followers, which shall join rank 0 at this host:port; returns at once."""
+
+
+class RankTransports(Protocol):
+    """What a rank (also rank 0) does for the transport: all pairs' channels of this rank. Thread-safe."""
+
+    def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
+        """Carry out an command; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
+        ...
+
+    def close(self) -> None:
+        """Close all channels. Idempotent."""
+        ...
+
+
+class ShardRunner(ModelRunner, Protocol):
+    """A `ModelRunner` that may be one rank of several; `layout` and `fingerprint` are the whole model's. With one rank
+    it is complete as it is made, and `join` is not called. Owner: the engine thread."""
+
+    shard: Shard
+    checksum: Checksum
+    """Of what is gathered; to be set before the first `gather`."""
+
+    def join(self, collective: Collective | None, num_blocks: int) -> None:
+        """Take the exchange with the other ranks and the number of blocks, at most its own; once, before any step.
+
+        Raises:
+            ConfigError: if `max_model_len` does not fit into `num_blocks`.
+        """
+        ...
+
+    def arrays(self, plan: StepPlan) -> BatchArrays:
+        """What every rank computes for a plan with at least one token."""
+        ...
+
+    def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        """Rank 0: compute the plan, whose arrays these are, and sample."""
+        ...
+
+    def compute(self, arrays: BatchArrays) -> None:
+        """Other ranks: this rank's part of a step."""
+        ...
+
+    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of `peer_tp` ranks, one after the
+        other, each in canonical order [layer][k|v][head][token][dim]. The checksum of each, in the order of
+        `head_slices`; none, where other ranks send all that this one holds.
+
+        Raises:
+            ValueError: `out` is too small, or the table does not cover `end`.
+        """
+        ...
+
+    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent.
+
+        Raises:
+            ValueError: `data` is too small, or the table does not cover `end`.
+        """
+        ...
