@@ -21,7 +21,7 @@ from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives import Collective
-from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder

@@ -26,9 +26,9 @@ from torch import Tensor
 from disagg.engine.plan import NO_TOKEN, RowFault
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
+from disagg.engine.runner.logits import edited_logits
 from disagg.engine.runner.model.device_draws import DeviceDraws
-from disagg.engine.runner.penalties import penalize_rows
-from disagg.engine.sampling_rules import edits_logits, is_greedy, masks_stops
+from disagg.engine.sampling_rules import edits_logits, is_greedy
 from disagg.kernels.dispatch import argmax_rows
 from disagg.proto.messages import Sampling
 
@@ -75,12 +75,14 @@ class Sampler:
 
     @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        chosen: list[int] = argmax_rows(_edit(logits_RV[:, : self._vocab_size], sequences), self._vocab_size).tolist()
+        chosen: list[int] = argmax_rows(
+            edited_logits(logits_RV[:, : self._vocab_size], sequences), self._vocab_size
+        ).tolist()
         return chosen
 
     @torch.inference_mode()
     def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        edited_RV = _edit(logits_RV[:, : self._vocab_size], sequences)
+        edited_RV = edited_logits(logits_RV[:, : self._vocab_size], sequences)
         if self._draws is None:
             return _draw_rows(edited_RV, sequences)
         chosen: list[int] = []
@@ -104,38 +106,6 @@ def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]
         else:
             plain.append(row)
     return plain, edited, drawn
-
-
-# ---------------------------------------------------------------- masks and penalties
-
-
-def _edit(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """fp32 logits with bias, masks and penalties applied; a copy wherever something changes."""
-    edited = logits_SV.float()
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.spec.sampling
-        if edits_logits(sequence):
-            if edited is logits_SV:
-                edited = edited.clone()
-            logits_V = edited[row]
-            if sampling.logit_bias:
-                _add_bias(logits_V, sampling)
-            if masks_stops(sequence):
-                _mask_stops(logits_V, sampling)
-    penalize_rows(edited, sequences)
-    return edited
-
-
-def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
-    """Change one row in place; a token that is named twice gets both."""
-    ids, values = zip(*sampling.logit_bias, strict=True)
-    device = logits_V.device
-    logits_V.index_add_(0, torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
-
-
-def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
-    """Change one row in place."""
-    logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
 
 
 # ---------------------------------------------------------------- the choice

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.plan import QueuedStep, StepPlan, StepQueue, StepResult
-from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model import device_draws, replay
 from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.device_draws import DeviceDraws

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner
-from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.sharding.shards import WHOLE, Shard
 from tests.support.engine import BLOCK, VOCAB_SIZE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disagg.engine.request import Sequence
-from disagg.engine.runner.logprobs import sampled_logprobs
+from disagg.engine.runner.logits import sampled_logprobs
 from disagg.proto.messages import TokenLogprobs
 from tests.support.stepping import make_sequence
 

@@ -12,7 +12,7 @@ import torch
 
 from disagg.engine.commands import Add, Join, Reserve, Scatter
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.runner.penalties import _penalize_on_device, counts_of, penalize_rows
+from disagg.engine.runner.logits import _penalize_on_device, counts_of, penalize_rows
 from disagg.engine.text_counts import TextCounts
 from tests.support.engine import handle_all, key_of, kv_of, make_core, make_prompt, make_spec, run_until_idle
 from tests.support.sampling import SampledRunner
