@@ -219,11 +219,7 @@ class Up:
 
     async def audit(self, address: str) -> AuditReport:
         """What the worker at an address holds."""
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            ask = channel.unary_unary(AUDIT, None, None)
-            frame = await ask(encode(AuditRequest()), metadata=self._secret.metadata, timeout=10.0)
-        report: AuditReport = decoder(AuditReport).decode(frame)
-        return report
+        return await audit(address, self._secret)
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 where it is not there."""
@@ -234,6 +230,15 @@ class Up:
             if head.partition("{")[0] == name and all(part in head for part in wanted):
                 return float(value)
         return 0.0
+
+
+async def audit(address: str, secret: ClusterSecret) -> AuditReport:
+    """What the worker at an address holds."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = channel.unary_unary(AUDIT, None, None)
+        frame = await call(encode(AuditRequest()), metadata=secret.metadata, timeout=10.0)
+    report: AuditReport = decoder(AuditReport).decode(frame)
+    return report
 
 
 async def until(condition: Callable[[], Any], timeout_s: float) -> float:

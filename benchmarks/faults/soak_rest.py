@@ -9,15 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
+from benchmarks.faults.cluster import audit
 from benchmarks.processes import rss_bytes
 from disagg.client import AsyncClient
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FIRED
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.messages import AuditReport, AuditRequest, WorkerInfo, decoder, encode
-from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
 
 REST_TIMEOUT_S = 30.0
 """Leases, and memories of ended attempts that fade, are over by then."""
@@ -97,16 +93,10 @@ async def _held(client: AsyncClient, cluster: ProcessCluster) -> list[str]:
     if not (state.queued_requests or state.running_requests):
         held.clear()
     for info in cluster.workers:
-        audit = await _audit(info, cluster.secret)
-        held += [f"{info.worker_id}: {count} {name}" for name, count in audit.counts.items() if count]
-        held += [f"{info.worker_id}: {problem}" for problem in audit.problems]
+        found = await audit(info.address, cluster.secret)
+        held += [f"{info.worker_id}: {count} {name}" for name, count in found.counts.items() if count]
+        held += [f"{info.worker_id}: {problem}" for problem in found.problems]
     return held
-
-
-async def _audit(info: WorkerInfo, secret: ClusterSecret) -> AuditReport:
-    async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
-        frame = await channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()), metadata=secret.metadata)
-    return decoder(AuditReport).decode(frame)
 
 
 def fired(logs: Path) -> Counter[str]:
