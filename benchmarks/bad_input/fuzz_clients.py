@@ -1,4 +1,8 @@
-"""Clients of the input fuzzer: those that send large messages, and another tenant that reads streams meanwhile."""
+"""Clients of the input fuzzer: those that send large messages, and another tenant that reads streams meanwhile.
+
+Both send bytes that are ready, instead of going through `disagg.client`: a message need not be one that a client would
+make, and what it costs to make or to read one must not be in the times.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
 
 import grpc
 import grpc.aio
 
 from benchmarks.bad_input.fuzz_messages import Message
-from benchmarks.clients.raw import GENERATE
+from benchmarks.clients.raw import GENERATE, http_post
 from benchmarks.gateway.rig import FAKE_TOKENS
 from disagg.v1 import inference_pb2 as pb
 
@@ -103,9 +108,7 @@ class Sender:
 
 def http_bytes(message: Message, headers: Sequence[tuple[str, str]] = ()) -> bytes:
     """The whole request."""
-    lines = [f"POST {message.path} HTTP/1.1", "host: localhost", "content-type: application/json", "connection: close"]
-    lines += [f"{name}: {value}" for name, value in (*headers, *message.headers)]
-    return "\r\n".join([*lines, f"content-length: {len(message.body)}", "", ""]).encode() + message.body
+    return http_post(message.path, message.body, (("connection", "close"), *headers, *message.headers))
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes, piece_bytes: int) -> None:
@@ -205,10 +208,7 @@ class Neighbour:
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between two messages of a stream, of those that ended between two times."""
         return [
-            later - earlier
-            for heard in self.heard
-            for earlier, later in zip(heard.times, heard.times[1:], strict=False)
-            if begin <= later <= end
+            later - earlier for heard in self.heard for earlier, later in pairwise(heard.times) if begin <= later <= end
         ]
 
     def problems(self) -> list[str]:

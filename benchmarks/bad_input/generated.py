@@ -10,14 +10,15 @@ import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.bad_input import generated_grpc, generated_http
+from benchmarks.clients.load import channel as channel_to
+from benchmarks.clients.pace import in_flight
 from benchmarks.clients.raw import GENERATE
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -110,18 +111,18 @@ async def _http(address: str, model: ModelInfo, dice: random.Random, count: int,
         answer = "closed" if reply.status is None else str(reply.status)
         outcomes.note("http", _family(bad.kind), answer, problem and f"{problem} to {bad.kind}: {bad.raw[:600]!r}")
 
-    await _some_at_once(one, itertools.islice(generated_http.bad_requests(dice, model), count))
+    await in_flight(one, itertools.islice(generated_http.bad_requests(dice, model), count), AT_ONCE)
 
 
 async def _messages(address: str, model: ModelInfo, dice: random.Random, count: int, outcomes: Outcomes) -> None:
-    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    async with channel_to(address) as channel:
 
         async def one(bad: generated_grpc.BadMessage) -> None:
             problem = await generated_grpc.call(channel, bad, TIMEOUT_S)
             answer = "/".join(code.name for code in bad.allowed) if problem is None else "other"
             outcomes.note("grpc", _family(bad.kind), answer, problem and f"{problem} to {bad.kind}: {bad.raw[:300]!r}")
 
-        await _some_at_once(one, itertools.islice(generated_grpc.bad_messages(dice, model), count))
+        await in_flight(one, itertools.islice(generated_grpc.bad_messages(dice, model), count), AT_ONCE)
 
 
 async def _frames(address: str, model: ModelInfo, dice: random.Random, count: int, outcomes: Outcomes) -> None:
@@ -129,20 +130,7 @@ async def _frames(address: str, model: ModelInfo, dice: random.Random, count: in
         problem = await generated_grpc.send_frames(address, bad, TIMEOUT_S)
         outcomes.note("http2", bad.kind, "no answer", problem and f"{problem} to {bad.raw[:300]!r}")
 
-    await _some_at_once(one, itertools.islice(generated_grpc.bad_frames(dice, model), count))
-
-
-async def _some_at_once(work: Callable[[T], Coroutine[Any, Any, None]], items: Iterable[T]) -> None:
-    """Work through all items, `AT_ONCE` at a time."""
-    queue: Iterator[T] = iter(items)
-
-    async def take_turns() -> None:
-        for item in queue:
-            await work(item)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
-            group.create_task(take_turns())
+    await in_flight(one, itertools.islice(generated_grpc.bad_frames(dice, model), count), AT_ONCE)
 
 
 def _family(kind: str) -> str:
@@ -161,7 +149,7 @@ async def answers_well(grpc_address: str, http_address: str, model: ModelInfo) -
     request = pb.GenerateRequest(
         model=model.name, text="hello", stopping=pb.StopConditions(max_tokens=2, ignore_eos=True)
     ).SerializeToString()
-    async with grpc.aio.insecure_channel(grpc_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    async with channel_to(grpc_address) as channel:
         try:
             last = b""
             async for message in channel.unary_stream(GENERATE, None, None)(request, timeout=TIMEOUT_S):

@@ -1,6 +1,6 @@
 """The closed loop of load.py over HTTP, for any server of the OpenAI completions API that takes prompts of token ids.
 
-    request bytes -> `HttpCall` (asyncio protocol: first and last event, the end of the text) -> `Timing`
+    request bytes -> `HttpCall` (first and last event, the end of the text) -> `Timing`
 
 One connection a request. Tokens are what the server's usage block counts, since an event may hold several. `ignore_eos`
 is not in OpenAI's own API; disagg, vLLM and SGLang have it.
@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from benchmarks.clients.load import Shape, Timing, random_prompt
-from benchmarks.clients.raw import COMPLETIONS, http_request
+from benchmarks.clients.pace import in_flight
+from benchmarks.clients.raw import COMPLETIONS, HttpStream, http_request
 
-_EVENT = b"data: {"
-_DONE = b"data: [DONE]"
 _STATUS_OK = b"HTTP/1.1 200"
 _TAIL_BYTES = 8192
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -28,55 +27,47 @@ _FIRST_BYTES = 300
 """Of an answer, for error messages."""
 
 
-class HttpCall(asyncio.Protocol):
+class HttpCall(HttpStream):
     """One POST and its events. `done` gets the timing, or a RuntimeError that says what came instead."""
 
     def __init__(self, request: bytes, num_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(request, clock)
         self.done: asyncio.Future[Timing] = asyncio.get_running_loop().create_future()
-        self._request = request
+        self._now = clock
         self._num_tokens = num_tokens
-        self._clock = clock
         self._head = b""
-        self._tail = b""
-        self._sent = self._first = self._last = 0.0
-        self._transport: asyncio.Transport | None = None
+        self._latest = b""
+        self._sent = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._sent = self._clock()
-        transport.write(self._request)
+        self._sent = self._now()
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Note the time of every piece with an event; the last piece has the usage and the end."""
+        """Keep the beginning, for errors, and the end, which has the usage."""
+        super().data_received(data)
         if len(self._head) < _FIRST_BYTES:
             self._head += data[:_FIRST_BYTES]
-        joined = self._tail + data
-        if joined.count(_EVENT) > self._tail.count(_EVENT):
-            self._last = self._clock()
-            self._first = self._first or self._last
-        self._tail = joined[-_TAIL_BYTES:]
-        if _DONE in self._tail:
+        self._latest = (self._latest + data)[-_TAIL_BYTES:]
+        if self.stream.completed:
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The server closed; by then the end has come, or never will."""
+        super().connection_lost(error)
         self._fail("the connection ended before the answer did")
 
     def _end(self) -> None:
-        counts = _COMPLETION_TOKENS.findall(self._tail)
-        if not self._head.startswith(_STATUS_OK) or not counts:
+        counts, times = _COMPLETION_TOKENS.findall(self._latest), self.stream.times
+        if not (self._head.startswith(_STATUS_OK) and counts and times):
             self._fail("no stream with a usage block came")
         elif int(counts[-1]) != self._num_tokens:
             self._fail(f"{int(counts[-1])} tokens came, {self._num_tokens} were asked for")
         elif not self.done.done():
-            timing = Timing(
-                ttft_s=self._first - self._sent, e2e_s=self._last - self._sent, output_tokens=self._num_tokens
-            )
-            self.done.set_result(timing)
-        assert self._transport is not None
-        self._transport.abort()
+            ttft_s, e2e_s = times[0] - self._sent, times[-1] - self._sent
+            self.done.set_result(Timing(ttft_s=ttft_s, e2e_s=e2e_s, output_tokens=self._num_tokens))
+        self.close()
 
     def _fail(self, why: str) -> None:
         if not self.done.done():
@@ -110,15 +101,12 @@ async def closed_loop(
     loop = asyncio.get_running_loop()
     timings: list[Timing] = []
 
-    async def client() -> None:
-        for request in requests:
-            _, call = await loop.create_connection(lambda sent=request: HttpCall(sent, num_tokens), host, int(port))  # type: ignore[misc]
-            timings.append(await call.done)
+    async def one(request: bytes) -> None:
+        _, call = await loop.create_connection(lambda: HttpCall(request, num_tokens), host, int(port))
+        timings.append(await call.done)
 
     started = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(client())
+    await in_flight(one, requests, concurrency)
     return time.perf_counter() - started, tuple(timings)
 
 

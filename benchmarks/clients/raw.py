@@ -102,7 +102,11 @@ class HttpStream(asyncio.Protocol):
 
 def http_request(path: str, body: object, headers: Sequence[tuple[str, str]] = ()) -> bytes:
     """One POST of a JSON body as bytes."""
-    content = json.dumps(body).encode()
+    return http_post(path, json.dumps(body).encode(), headers)
+
+
+def http_post(path: str, content: bytes, headers: Sequence[tuple[str, str]] = ()) -> bytes:
+    """One POST of bytes that are, or should be, JSON."""
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [f"content-length: {len(content)}", *(f"{name}: {value}" for name, value in headers)]
     return "\r\n".join([*lines, "", ""]).encode() + content

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -19,16 +17,10 @@ from benchmarks.faults.kills import NUM_TOKENS, RATE
 from benchmarks.faults.load import Load, Model, send
 from benchmarks.faults.row import Row, all_right, of_streams
 from benchmarks.processes import rss_bytes
-from disagg.client import AsyncClient, Targets
+from disagg.client import AsyncClient
 from disagg.client.failures import error_of
-from disagg.proto.errors import DisaggError, OverloadedError
 from disagg.v1 import inference_pb2 as pb
 
-OVERLOAD_PROMPT = 256
-OVERLOAD_TOKENS = 4
-OVERLOAD_TTFT_MS = 1000.0
-OVERLOAD_S = 6.0
-PROBE_CONCURRENCY = 32
 CAP_BYTES = 256 << 10
 """What one stream that nobody reads may cost the gateway."""
 RSS_SLACK_BYTES = 4 << 20
@@ -42,108 +34,6 @@ SLOW_READ_S = 75.0
 """Longer than a client may leave a message unread (60 s) after these are full."""
 NUM_GONE = 12
 GONE_TOKENS = 400
-
-
-class Tries:
-    """Requests with a target for the first token, and how each ended."""
-
-    def __init__(self, model: Model, seed: str) -> None:
-        self._rng = random.Random(f"{seed} {time.monotonic()}")  # no prompt may be cached
-        self._vocab_size = model.vocab_size
-        self.good = 0
-        """Answered in time."""
-        self.missed = 0
-        self.refused_s: list[float] = []
-        self.failed = 0
-
-    async def send(self, client: AsyncClient) -> None:
-        """One request."""
-        prompt = [self._rng.randrange(self._vocab_size) for _ in range(OVERLOAD_PROMPT)]
-        sent = time.monotonic()
-        first = 0.0
-        try:
-            deltas = client.stream(
-                prompt,
-                max_tokens=OVERLOAD_TOKENS,
-                ignore_eos=True,
-                temperature=0.0,
-                timeout_s=30.0,
-                targets=Targets(ttft_ms=OVERLOAD_TTFT_MS),
-            )
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    first = first or (time.monotonic() if delta.token_ids else 0.0)
-        except OverloadedError:
-            self.refused_s.append(time.monotonic() - sent)
-        except DisaggError:
-            self.failed += 1
-        else:
-            in_time = (first - sent) * 1000 <= OVERLOAD_TTFT_MS
-            self.good += in_time
-            self.missed += not in_time
-
-
-async def _capacity(up: Up, model: Model) -> float:
-    """Answers per second within the target, of clients that come back at once: about what the cluster can do."""
-    tries = Tries(model, "closed")
-    began = time.monotonic()
-
-    async def client() -> None:
-        while time.monotonic() - began < OVERLOAD_S:
-            await tries.send(up.client)
-            await asyncio.sleep(0.05)
-
-    await asyncio.gather(*(client() for _ in range(PROBE_CONCURRENCY)))
-    return tries.good / (time.monotonic() - began)
-
-
-async def _goodput(up: Up, tries: Tries, rate: float) -> float:
-    """Answers per second within the target, of open-loop load at a rate."""
-    elapsed_s = await _offer(up, tries, rate, OVERLOAD_S)
-    await up.emptied()
-    return tries.good / elapsed_s
-
-
-async def _offer(up: Up, tries: Tries, rate: float, duration_s: float) -> float:
-    """Open-loop load at a rate; the seconds until its last request ended."""
-    began = time.monotonic()
-    tasks = []
-    for number in range(round(rate * duration_s)):
-        await asyncio.sleep(max(0.0, began + number / rate - time.monotonic()))
-        tasks.append(asyncio.create_task(tries.send(up.client)))
-    await asyncio.gather(*tasks)
-    return time.monotonic() - began
-
-
-async def overload(up: Up, model: Model) -> Row:
-    """Ten times what the cluster can do."""
-    await up.settled()
-    await _capacity(up, model)  # the router's models of cost settle
-    capacity = await _capacity(up, model)
-    peak = max([await _goodput(up, Tries(model, f"at {share}"), capacity * share) for share in (0.8, 1.0, 1.5)])
-    tries = Tries(model, "overload")
-    goodput = await _goodput(up, tries, 10 * max(peak, capacity))
-    left_for_s, left = await up.emptied()
-    refused_p99_ms = percentile(tries.refused_s, 99) * 1e3 if tries.refused_s else 0.0
-    return Row(
-        name="overload_10x",
-        promise="goodput >= 90 % of peak; refusals answered within 50 ms at p99",
-        met=goodput >= 0.9 * peak and 0.0 < refused_p99_ms <= 50.0 and not tries.failed and not left,
-        streams=tries.good + tries.missed + tries.failed,
-        completed=tries.good + tries.missed,
-        failed=tries.failed,
-        left=sum(left.values()),
-        left_for_s=left_for_s,
-        figures={
-            "peak_per_s": peak,
-            "goodput_per_s": goodput,
-            "share": goodput / peak,
-            "refused": float(len(tries.refused_s)),
-            "refused_p50_ms": percentile(tries.refused_s, 50) * 1e3 if tries.refused_s else 0.0,
-            "refused_p99_ms": refused_p99_ms,
-            "missed": float(tries.missed),
-        },
-    )
 
 
 # ---------------------------------------------------------------- slow readers

@@ -16,13 +16,15 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import grpc.aio
 
+from benchmarks.clients.pace import on_time, steady
 from disagg.client import AsyncClient, Targets
 from disagg.engine.runner.fake import DEFAULT_VOCAB_SIZE, fake_generate
-from disagg.proto.errors import DisaggError
+from disagg.proto.errors import DisaggError, OverloadedError
 
 NUM_PROMPTS = 16
 MIN_PROMPT, MAX_PROMPT = 20, 200
@@ -89,6 +91,10 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     error: str = ""
     ended: float = 0.0
+    counts: list[int] = field(default_factory=list)
+    """How many tokens each of these messages had."""
+    is_refused: bool = False
+    """`error` says that there is too much load."""
 
     @property
     def is_whole(self) -> bool:
@@ -103,12 +109,16 @@ class Stream:
     @property
     def longest_gap_s(self) -> float:
         """Between two messages with tokens."""
-        return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return max((later - earlier for earlier, later in pairwise(self.times)), default=0.0)
 
     @property
     def ttft_s(self) -> float:
         """From sending to the first token, or to the end without one."""
         return (self.times[0] if self.times else self.ended) - self.sent
+
+    def tokens_in(self, begin: float, end: float) -> int:
+        """Those that came in a window."""
+        return sum(count for when, count in zip(self.times, self.counts, strict=True) if begin <= when < end)
 
 
 async def send(
@@ -133,9 +143,11 @@ async def send(
             async for delta in deltas:
                 if delta.token_ids:
                     stream.times.append(time.monotonic())
+                    stream.counts.append(len(delta.token_ids))
                     stream.token_ids += delta.token_ids
     except (DisaggError, grpc.aio.AioRpcError) as error:
         stream.error = f"{type(error).__name__}: {error}"[:200]
+        stream.is_refused = isinstance(error, OverloadedError)
     stream.ended = time.monotonic()
     return stream
 
@@ -164,8 +176,6 @@ class Load:
         await self._client.close()
 
     async def _start(self) -> None:
-        began = time.monotonic()
-        while True:
-            prompt, expected = self._pairs[len(self._tasks) % len(self._pairs)]
+        async for number in on_time(steady(self._rate)):
+            prompt, expected = self._pairs[number % len(self._pairs)]
             self._tasks.append(asyncio.create_task(send(self._client, prompt, expected)))
-            await asyncio.sleep(max(0.0, began + len(self._tasks) / self._rate - time.monotonic()))

@@ -1,4 +1,9 @@
-"""Rows in which the decode side is what there is too little of: places to decode, and KV blocks.
+"""Rows with ten times the load that the cluster can serve.
+
+In `overload_10x` prefill is what there is too little of. Its goodput is in answers within their target per second, and
+the peak is the best of what a closed loop and open loops around its rate get.
+
+In the others the decode side is what there is too little of: places to decode, and KV blocks.
 
     saturate   closed loop without targets: twice as many clients as places, each sends again at once ──> the most
     overload   open loop at ten times that, every request with a TTFT target                          ──> goodput
@@ -16,18 +21,18 @@ leaves out the time between two answers, while a prompt is computed and its KV m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from benchmarks.clients.pace import on_time, steady
 from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up
-from benchmarks.faults.load import Model
+from benchmarks.faults.load import Model, Stream, send
 from benchmarks.faults.row import Row
 from disagg.client import AsyncClient, Targets
-from disagg.proto.errors import DisaggError, OverloadedError
 
 TTFT_MS = 1000.0
 WARM_S = 4.0
@@ -40,40 +45,23 @@ LEAST_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Requests of one size, and how many of them the decode workers hold at a time."""
+    """Requests of one size."""
 
     name: str
     prompt_tokens: int
     answer_tokens: int
-    places: int
+    places: int = 0
+    """How many of them the decode workers hold at a time; 0 where that is not what limits them."""
+    timeout_s: float = 60.0
 
 
 PLACES = Kind(name="overload_decode_10x", prompt_tokens=64, answer_tokens=60, places=8)
 """Two workers with `max_num_seqs: 4`."""
 BLOCKS = Kind(name="overload_kv_10x", prompt_tokens=600, answer_tokens=60, places=6)
 """Two workers with 150 KV blocks, of which such a sequence takes 42."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """One request and what came of it."""
-
-    sent: float
-    tokens: list[tuple[float, int]] = field(default_factory=list)
-    """(When, how many) of each message."""
-    ended: float = 0.0
-    is_whole: bool = False
-    is_refused: bool = False
-    error: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        """Whether it is whole and its first token came in time."""
-        return self.is_whole and (self.tokens[0][0] - self.sent) * 1000 <= TTFT_MS
-
-    def tokens_in(self, begin: float, end: float) -> int:
-        """Those that came in a window."""
-        return sum(count for when, count in self.tokens if begin <= when < end)
+PROMPTS = Kind(name="overload_10x", prompt_tokens=256, answer_tokens=4, timeout_s=30.0)
+PROMPTS_S = 6.0
+PROBE_CONCURRENCY = 32
 
 
 class Source:
@@ -84,36 +72,94 @@ class Source:
         self._vocab_size = model.vocab_size
         self._kind = kind
         self._rng = random.Random(f"{kind.name} {time.monotonic()}")  # no prompt may be cached
-        self.answers: list[Answer] = []
+        self.answers: list[Stream] = []
+        """Those that have ended."""
 
     async def send(self, *, has_target: bool) -> None:
         """One request, to its end."""
-        kind = self._kind
-        prompt = [self._rng.randrange(self._vocab_size) for _ in range(kind.prompt_tokens)]
-        answer = Answer(time.monotonic())
-        self.answers.append(answer)
-        try:
-            deltas = self._client.stream(
-                prompt,
-                max_tokens=kind.answer_tokens,
-                ignore_eos=True,
-                temperature=0.0,
-                timeout_s=60.0,
-                targets=Targets(ttft_ms=TTFT_MS) if has_target else None,
-            )
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    if delta.token_ids:
-                        answer.tokens.append((time.monotonic(), len(delta.token_ids)))
-            answer.is_whole = sum(count for _, count in answer.tokens) == kind.answer_tokens
-        except OverloadedError:
-            answer.is_refused = True
-        except DisaggError as error:
-            answer.error = f"{type(error).__name__}: {error}"[:200]
-        answer.ended = time.monotonic()
+        prompt = [self._rng.randrange(self._vocab_size) for _ in range(self._kind.prompt_tokens)]
+        targets = Targets(ttft_ms=TTFT_MS) if has_target else None
+        anything = (0,) * self._kind.answer_tokens  # computing what is expected would take time from the cluster
+        self.answers.append(await send(self._client, prompt, anything, self._kind.timeout_s, targets))
+
+    async def offer(self, per_s: float, seconds: float) -> None:
+        """Open-loop load with targets, to the end of its last request."""
+        offsets_s = itertools.islice(steady(per_s), round(per_s * seconds))
+        tasks = [asyncio.create_task(self.send(has_target=True)) async for _ in on_time(offsets_s)]
+        await asyncio.gather(*tasks)
 
 
-def rate(answers: Sequence[Answer], begin: float, answer_tokens: int) -> float:
+def is_good(answer: Stream) -> bool:
+    """Whether it is whole and its first token came in time."""
+    return answer.is_whole and answer.ttft_s * 1000 <= TTFT_MS
+
+
+# ---------------------------------------------------------------- prefill
+
+
+async def _capacity(up: Up, model: Model) -> float:
+    """Answers per second within the target, of clients that come back at once: about what the cluster can do."""
+    source = Source(up.client, model, PROMPTS)
+    began = time.monotonic()
+
+    async def client() -> None:
+        while time.monotonic() - began < PROMPTS_S:
+            await source.send(has_target=True)
+            await asyncio.sleep(0.05)
+
+    await asyncio.gather(*(client() for _ in range(PROBE_CONCURRENCY)))
+    return sum(map(is_good, source.answers)) / (time.monotonic() - began)
+
+
+async def _goodput(up: Up, source: Source, per_s: float) -> float:
+    """Answers per second within the target, of open-loop load at a rate."""
+    began = time.monotonic()
+    await source.offer(per_s, PROMPTS_S)
+    elapsed_s = time.monotonic() - began
+    await up.emptied()
+    return sum(map(is_good, source.answers)) / elapsed_s
+
+
+async def overload_prefill(up: Up, model: Model) -> Row:
+    """Short answers to prompts, ten times what the cluster can do."""
+    await up.settled()
+    await _capacity(up, model)  # the router's models of cost settle
+    capacity = await _capacity(up, model)
+    peak = max([await _goodput(up, Source(up.client, model, PROMPTS), capacity * share) for share in (0.8, 1.0, 1.5)])
+    source = Source(up.client, model, PROMPTS)
+    goodput = await _goodput(up, source, OVERLOAD * max(peak, capacity))
+    left_for_s, left = await up.emptied()
+    refused_ms = [(each.ended - each.sent) * 1000 for each in source.answers if each.is_refused]
+    refused_p99_ms = percentile(refused_ms, 99) if refused_ms else 0.0
+    taken = [each for each in source.answers if not each.is_refused]
+    errors = tuple(each.error for each in taken if each.error)
+    num_good = sum(map(is_good, taken))
+    return Row(
+        name=PROMPTS.name,
+        promise=f"goodput >= 90 % of peak; refusals answered within {REFUSED_P99_MS:g} ms at p99",
+        met=goodput >= LEAST_SHARE * peak and 0.0 < refused_p99_ms <= REFUSED_P99_MS and not errors and not left,
+        streams=len(taken),
+        completed=len(taken) - len(errors),
+        failed=len(errors),
+        left=sum(left.values()),
+        left_for_s=left_for_s,
+        errors=errors[:3],
+        figures={
+            "peak_per_s": peak,
+            "goodput_per_s": goodput,
+            "share": goodput / peak,
+            "refused": float(len(refused_ms)),
+            "refused_p50_ms": percentile(refused_ms, 50) if refused_ms else 0.0,
+            "refused_p99_ms": refused_p99_ms,
+            "missed": float(len(taken) - len(errors) - num_good),
+        },
+    )
+
+
+# ---------------------------------------------------------------- decode
+
+
+def rate(answers: Sequence[Stream], begin: float, answer_tokens: int) -> float:
     """Answers per second in the window that begins then."""
     return sum(each.tokens_in(begin, begin + WINDOW_S) for each in answers) / answer_tokens / WINDOW_S
 
@@ -133,11 +179,7 @@ async def _saturate(source: Source, kind: Kind) -> float:
 async def _overload(source: Source, per_s: float) -> float:
     """When the window began."""
     began = time.monotonic()
-    tasks = []
-    for number in range(round(per_s * (WARM_S + WINDOW_S))):
-        await asyncio.sleep(max(0.0, began + number / per_s - time.monotonic()))
-        tasks.append(asyncio.create_task(source.send(has_target=True)))
-    await asyncio.gather(*tasks)
+    await source.offer(per_s, WARM_S + WINDOW_S)
     return began + WARM_S
 
 
@@ -147,20 +189,20 @@ async def _row(up: Up, model: Model, kind: Kind) -> Row:
     begin = await _saturate(saturated, kind)
     most = rate(saturated.answers, begin, kind.answer_tokens)
     whole = [each for each in saturated.answers if each.is_whole]
-    held_s = sum(each.tokens[-1][0] - each.tokens[0][0] for each in whole) / max(1, len(whole))
+    held_s = sum(each.times[-1] - each.times[0] for each in whole) / max(1, len(whole))
     await up.emptied()
     overloaded = Source(up.client, model, kind)
     begin = await _overload(overloaded, OVERLOAD * most)
     left_for_s, left = await up.emptied()
     answers = overloaded.answers
-    good = [each for each in answers if each.is_good]
+    good = [each for each in answers if is_good(each)]
     most = max(most, rate(answers, begin, kind.answer_tokens))
     goodput = rate(good, begin, kind.answer_tokens)
     refused_ms = [(each.ended - each.sent) * 1000 for each in answers if each.is_refused]
     refused_p99_ms = percentile(refused_ms, 99) if refused_ms else 0.0
     taken = [each for each in answers if not each.is_refused]
-    errors = tuple(each.error for each in (*saturated.answers, *answers) if each.error)
-    waits_ms = [(each.tokens[0][0] - each.sent) * 1000 for each in taken if each.tokens]
+    errors = tuple(each.error for each in (*saturated.answers, *answers) if each.error and not each.is_refused)
+    waits_ms = [each.ttft_s * 1000 for each in taken if each.times]
     return Row(
         name=kind.name,
         promise=f"goodput >= 90 % of the most there can be; refusals answered within {REFUSED_P99_MS:g} ms at p99",
@@ -181,7 +223,7 @@ async def _row(up: Up, model: Model, kind: Kind) -> Row:
             "refused": float(len(refused_ms)),
             "refused_p50_ms": percentile(refused_ms, 50) if refused_ms else 0.0,
             "refused_p99_ms": refused_p99_ms,
-            "missed": float(sum(each.is_whole and not each.is_good for each in taken)),
+            "missed": float(sum(each.is_whole and not is_good(each) for each in taken)),
             "ttft_p50_ms": percentile(waits_ms, 50) if waits_ms else 0.0,
         },
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import report, write_json
 from benchmarks.faults import connections, messages
-from benchmarks.faults.clients import bad_input, disconnect, overload, slow_reader
+from benchmarks.faults.clients import bad_input, disconnect, slow_reader
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.connections import silent_connections
 from benchmarks.faults.failing import FAILPOINTS, failing_worker
@@ -35,7 +35,7 @@ from benchmarks.faults.kills import (
 )
 from benchmarks.faults.load import Model, TinyModel
 from benchmarks.faults.messages import worst_messages
-from benchmarks.faults.overload import overload_decode, overload_kv
+from benchmarks.faults.overload import overload_decode, overload_kv, overload_prefill
 from benchmarks.faults.row import Row, show
 from benchmarks.faults.surroundings import (
     checkpoint_at_restart,
@@ -106,7 +106,7 @@ GROUPS = (
         step_ms=2.0,
     ),
     Group({"worst_messages": worst_messages}, is_fake=True, step_ms=20.0, options=lambda: {"keys": messages.KEYS}),
-    Group({"overload_10x": overload}, pool={"token_budget": 64}, step_ms=100.0, is_fake=True),
+    Group({"overload_10x": overload_prefill}, pool={"token_budget": 64}, step_ms=100.0, is_fake=True),
     Group(
         {"silent_connections": silent_connections},
         is_fake=True,

@@ -14,19 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import itertools
 import random
 import secrets
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients.pace import on_time, steady
+from benchmarks.clients.raw import COMPLETIONS, http_request
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.load import Model, Stream, send
@@ -96,14 +97,13 @@ class Flooding:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _start(self) -> None:
-        rng, began = random.Random(2), time.monotonic()
-        while True:
+        rng = random.Random(2)
+        async for number in on_time(steady(self._flood.calls_per_s)):
             prompt = [rng.randrange(1, 250) for _ in range(self._flood.prompt_tokens)]
             task = asyncio.create_task(self._call(prompt))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            self.num_calls += 1
-            await asyncio.sleep(max(0.0, began + self.num_calls / self._flood.calls_per_s - time.monotonic()))
+            self.num_calls = number + 1
 
     async def _call(self, prompt: list[int]) -> None:
         body = {
@@ -113,16 +113,12 @@ class Flooding:
             "n": min(self._flood.num_answers, MAX_N),
             "ignore_eos": True,
         }
-        content = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address}\r\nauthorization: Bearer {self._key}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
-        )
+        request = http_request(COMPLETIONS, body, [("authorization", f"Bearer {self._key}"), ("connection", "close")])
         host, _, port = self._address.rpartition(":")
         writer = None
         try:
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(head.encode() + content)
+            writer.write(request)
             words = (await reader.readline()).split()
             self.statuses[int(words[1]) if len(words) > 1 else 0] += 1
             await reader.read()
@@ -140,15 +136,14 @@ async def neighbour(
     """Its answers from the begin of the flood on, asked for at the times of a Poisson process, the same in each row."""
     rng = random.Random(1)
     pairs = model.pairs(OUTPUT_TOKENS * 3 // 2)
-    tasks, due = [], time.monotonic()
-    for number in range(NUM_BEFORE + num_answers):
-        if number == NUM_BEFORE and flooding is not None:
-            flooding.start()
-        due += rng.expovariate(NEIGHBOUR_PER_S)
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
+    due_s = itertools.accumulate(rng.expovariate(NEIGHBOUR_PER_S) for _ in range(NUM_BEFORE + num_answers))
+    tasks = []
+    async for number in on_time(due_s):
         prompt, expected = pairs[number % len(pairs)]
         num_tokens = rng.randint(OUTPUT_TOKENS // 2, OUTPUT_TOKENS * 3 // 2)
         tasks.append(asyncio.create_task(send(client, prompt, expected[:num_tokens], targets=targets)))
+        if number == NUM_BEFORE - 1 and flooding is not None:
+            flooding.start()
     return list(await asyncio.gather(*tasks))[NUM_BEFORE:]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from benchmarks.clients import load
+from benchmarks.clients.pace import on_time, steady
 from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from disagg.cluster.system.process_tools import available_cores, pin_process
@@ -100,11 +101,8 @@ async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateReques
         ttfts_ms.append((times[0] - sent) * 1e3)
 
     async with asyncio.TaskGroup() as group:
-        due = time.perf_counter()
-        for request in prompts:
-            group.create_task(one(request))
-            due += 1.0
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        async for _ in on_time(steady(1.0)):
+            group.create_task(one(next(prompts)))
 
 
 async def measure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults.load import Model, Stream
-from benchmarks.faults.overload import TTFT_MS, WINDOW_S, Answer, rate
+from benchmarks.faults.overload import TTFT_MS, WINDOW_S, is_good, rate
 from benchmarks.faults.promises import GROUPS, summary
 from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.cluster.config.cluster_config import parse_config
@@ -92,14 +92,14 @@ def test_every_row_has_one_name_and_every_configuration_can_be_used() -> None:
 
 
 def test_an_answer_counts_for_as_much_of_it_as_came_in_the_window() -> None:
-    whole, half, outside = ([(begin + 0.5 * i, 1) for i in range(10)] for begin in (12.0, 7.5, 100.0))
-    answers = [Answer(9.0, tokens, is_whole=True) for tokens in (whole, half, outside)]
+    whole, half, outside = ([begin + 0.5 * i for i in range(10)] for begin in (12.0, 7.5, 100.0))
+    answers = [Stream(9.0, (), times, counts=[1] * 10) for times in (whole, half, outside)]
     assert [answer.tokens_in(10.0, 10.0 + WINDOW_S) for answer in answers] == [10, 5, 0]
     assert rate(answers, 10.0, 10) * WINDOW_S == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(
-    ("late_s", "is_whole", "is_good"), [(0.0, True, True), (0.01, True, False), (0.0, False, False)]
+    ("late_s", "is_whole", "counts"), [(0.0, True, True), (0.01, True, False), (0.0, False, False)]
 )
-def test_an_answer_is_good_that_is_whole_and_began_in_time(late_s: float, is_whole: bool, is_good: bool) -> None:
-    assert Answer(0.0, [(TTFT_MS / 1000 + late_s, 1)], is_whole=is_whole).is_good is is_good
+def test_an_answer_is_good_that_is_whole_and_began_in_time(late_s: float, is_whole: bool, counts: bool) -> None:
+    assert is_good(Stream(0.0, (7,) if is_whole else (7, 8), [TTFT_MS / 1000 + late_s], [7])) is counts
