@@ -165,7 +165,7 @@ async def answers_well(grpc_address: str, http_address: str, model: ModelInfo) -
 async def holdings(http_address: str) -> dict[str, float]:
     """What the cluster has computed up to now (`*_tokens_total`), and holds (blocks by state, requests in flight), from
     its metrics."""
-    question = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    question = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     reply = await generated_http.exchange(http_address, question, TIMEOUT_S)
     if reply.status != 200:
         raise RuntimeError(f"/metrics: status {reply.status}")
