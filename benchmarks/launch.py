@@ -51,8 +51,9 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
     """A running cluster's address. Raises `LaunchError`. Ends the cluster also when this process gets a SIGTERM."""
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
         port = free_port()
+        chosen = {**base, "gateway": {"http_port": free_port(), **base.get("gateway", {})}}  # the next one may be taken
         config = Path(folder) / "cluster.yaml"
-        config.write_text(yaml.safe_dump(cluster_config(base, mode, port)), encoding="utf-8")
+        config.write_text(yaml.safe_dump(cluster_config(chosen, mode, port)), encoding="utf-8")
         log = Path(folder) / "up.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
