@@ -1,7 +1,7 @@
-"""The shell around one `Receiver`: the pair of this decode worker with one life of a prefill worker.
+"""The shell around one `Receiver`: the pair of this decode worker with one incarnation of a prefill worker.
 
-It begins when the prefill worker's stream said hello. The byte transport is formed beside the stream; a chunk that is
-to be received before the transport stands waits for it, and so does all that is said after it (`clearance.py`). The
+It begins with the hello of the prefill worker's stream. The byte transport is formed beside the stream; a chunk that is
+to be received before the transport stands waits for it, and so does every message after it (`ordered_sender.py`). The
 pair is lost with its stream, or when the transport cannot be formed; it is gone when the transport is closed, too.
 Owner: the asyncio thread.
 """
@@ -14,16 +14,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.decode_worker.clearance import Clearance
+from disagg.decode_worker.ordered_sender import OrderedSender
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.commands import Join, Release, Reserve, Scatter
-from disagg.engine.io.blocking import call_on_thread, open_on_thread
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.io.blocking import open_on_thread
+from disagg.engine.kv_transfer.commands import (
     ClosePair,
     JoinSequence,
     ReceiveBytes,
     ReceiveOver,
-    ReceiverEffect,
+    ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
@@ -31,59 +31,57 @@ from disagg.engine.kv_transfer.effects import (
 )
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transports.transport import PairTransport
-from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import PairPlan
+from disagg.engine.shell.pair_link import PairLink
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import CloseWhenIdle, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec, WorkerInfo
+from disagg.proto.messages import EndReason, SequenceSpec, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCallbacks:
-    """What a link tells the role."""
+    """What a link calls of its role."""
 
     on_offered: Callable[[PrefillLink, SequenceSpec], bool]
-    """An attempt reached this worker. If true, its engine events belong to the link until `on_over`; if not, it has
-    another owner here."""
+    """An attempt was offered. If true, its engine events belong to the link until `on_over`; if false, this worker has
+    the attempt already, from elsewhere."""
     on_over: Callable[[PrefillLink, ReceiveOver], None]
     on_gone: Callable[[PrefillLink], None]
     """Nothing of the link is left but what the engine still copies."""
 
 
-class PrefillLink:
+class PrefillLink(PairLink):
     """One pair, from the decode side."""
+
+    _half: Receiver
 
     def __init__(
         self,
         context: RoleContext,
-        sender: WorkerInfo,
+        peer: WorkerInfo,
         outgoing: Outgoing,
         plan: PairPlan,
         accept: Callable[[], PairTransport],
         callbacks: LinkCallbacks,
     ) -> None:
         """`plan` says what the ranks of both workers move; `accept` forms the transport, and blocks."""
+        super().__init__(context, peer.worker_id)
         config = context.config
-        self.sender = sender
-        self._context = context
+        self.peer = peer
         self._outgoing = outgoing
-        self._clearance = Clearance(context.failpoints.sending(outgoing.put))
+        self._ordered = OrderedSender(context.parts.control_out(outgoing.put))
         self._loop_thread = threading.get_ident()
-        self.on_message = context.failpoints.receiving(self._on_message)
+        self.on_message = context.parts.control_in(self._on_message)
         """Takes a control message of the prefill worker."""
         self._callbacks = callbacks
-        self._buffers: dict[int, Buffer] = {}
-        self._scatters: set[tuple[AttemptKey, int]] = set()
         self._early: list[ReceiveBytes] = []
-        self._transport: PairTransport | None = None
+        """Receives to post when the transport stands."""
         self._lost = asyncio.Event()
         self._is_forming = True
-        self.used_at = context.now()
-        """When the last attempt was offered, or the pair was begun."""
-        self._receiver = Receiver(
+        self._half = Receiver(
             context.now(),
             bytes_per_token=plan.bytes_per_token,
             max_chunk_bytes=config.chunk_bytes,
@@ -93,30 +91,31 @@ class PrefillLink:
             heartbeat_s=config.heartbeat_s,
             transfer_timeout_s=config.transfer_timeout_s,
         )
-        self._task = asyncio.create_task(self._run(accept), name=f"transport-{sender.worker_id}")
+        self._task = asyncio.create_task(self._run(accept), name=f"transport-{peer.worker_id}")
         self._task.add_done_callback(lambda _: callbacks.on_gone(self))
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     async def _run(self, accept: Callable[[], PairTransport]) -> None:
         """Form the transport, and close it when the pair is lost."""
         try:
-            transport = await open_on_thread(f"accept-{self.sender.worker_id}", accept)
+            transport = await open_on_thread(f"accept-{self.peer.worker_id}", accept)
         except Exception as error:
-            # Also a fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
-            is_ours = not isinstance(error, OSError | RuntimeError)
-            logger.warning("no transport to %s: %s", self.sender.worker_id, error, exc_info=is_ours)
+            # Also for a bug here. It costs this pair: its attempts fail, and are placed again.
+            is_bug = not isinstance(error, OSError | RuntimeError)
+            logger.warning(
+                "pair with %s: no byte transport, closing it: %s", self.peer.worker_id, error, exc_info=is_bug
+            )
             self._is_forming = False
             self.give_up()
             return
         self._is_forming = False
         self._transport = transport
         early, self._early = self._early, []
-        for effect in early:
-            self._start_receive(transport, effect)
+        for chunk in early:
+            self._start_receive(transport, chunk)
         await self._lost.wait()
-        await call_on_thread(f"close-{self.sender.worker_id}", transport.close)
-        self._buffers.clear()  # now: to the garbage collector they weigh nothing, and a copy under way has its own hold
+        await self._close_transport()
 
     def give_up(self) -> None:
         """End the stream from this side. Idempotent."""
@@ -124,18 +123,18 @@ class PrefillLink:
         self.on_lost()
 
     def on_lost(self) -> None:
-        """The stream ended: nothing of the pair lives on, but what the engine or the transport still touches.
+        """The stream ended: all attempts end; what engine or transport still touch is freed by their answers.
         Idempotent."""
         if self._lost.is_set():
             return
         self._lost.set()
         if self._is_forming:
-            self._task.cancel()  # The peer will not come, or not for this stream; whatever comes is closed.
-        self._carry_out(self._receiver.close(self._context.now()))
-        self._clearance.drop()
+            self._task.cancel()  # A transport that is formed nevertheless is closed.
+        self._carry_out(self._half.close(self._context.now()))
+        self._ordered.drop()
         early, self._early = self._early, []
-        for effect in early:
-            self._on_received(effect, False, 0)
+        for chunk in early:
+            self._on_received(chunk, False, 0)
         self._context.flush()
 
     async def wait_gone(self) -> None:
@@ -145,74 +144,59 @@ class PrefillLink:
     # ------------------------------------------------------------ inputs
 
     def _on_message(self, message: SenderToReceiver) -> None:
-        self._carry_out(self._receiver.on_message(message, self._context.now()))
+        self._carry_out(self._half.on_message(message, self._context.now()))
         self._context.flush()
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
         """The engine counted the blocks."""
-        self._carry_out(self._receiver.on_reserved(key, cached_tokens))
+        self._carry_out(self._half.on_reserved(key, cached_tokens))
 
     def on_reserve_refused(self, key: AttemptKey, reason: str) -> None:
         """The engine has no room."""
-        self._carry_out(self._receiver.on_reserve_refused(key, reason))
+        self._carry_out(self._half.on_reserve_refused(key, reason))
 
     def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> None:
         """The engine copied a chunk into its blocks, or dropped it."""
-        self._scatters.discard((key, seq))
-        self._carry_out(self._receiver.on_scattered(key, seq, ok))
+        self._copies.pop((key, seq), None)
+        self._carry_out(self._half.on_scattered(key, seq, ok))
 
-    def on_ended(self, key: AttemptKey, reason: str) -> None:
+    def on_ended(self, key: AttemptKey, reason: EndReason) -> None:
         """The engine ended the sequence by itself."""
-        self._carry_out(self._receiver.on_ended(key, reason))
+        self._carry_out(self._half.on_ended(key, reason))
 
     def cancel(self, key: AttemptKey) -> None:
         """The gateway gave the attempt up; it may not have been offered yet."""
-        self._carry_out(self._receiver.cancel(key))
+        self._carry_out(self._half.cancel(key))
 
     def tick(self, now: float) -> None:
         """Called every heartbeat."""
-        self._carry_out(self._receiver.tick(now))
+        self._carry_out(self._half.tick(now))
 
-    def is_scattering(self, key: AttemptKey) -> bool:
-        """Whether the engine still owes `on_scattered` for this attempt."""
-        return any(scattering == key for scattering, _ in self._scatters)
+    # ------------------------------------------------------------ commands
 
-    def holdings(self) -> dict[str, int]:
-        """Counts of what the pair holds; zero when idle."""
-        return self._receiver.holdings()
-
-    # ------------------------------------------------------------ effects
-
-    def _carry_out(self, effects: list[ReceiverEffect]) -> None:
-        for effect in effects:
-            match effect:
+    def _carry_out(self, commands: list[ReceiverCommand]) -> None:
+        for command in commands:
+            match command:
                 case Send(message):
-                    self._clearance.say(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
+                    self._ordered.send(message)
                 case ReserveBlocks(spec):
                     self._reserve(spec)
                 case ReceiveBytes():
-                    self._receive(effect)
+                    self._receive(command)
                 case ScatterChunk():
-                    self._scatters.add((effect.key, effect.seq))
-                    data = self._buffer(effect.slot)[: effect.nbytes]
-                    self._context.post(Scatter(effect.key, effect.seq, effect.start, effect.end, data, self.sender.tp))
+                    self._scatter(command)
                 case JoinSequence(key, token_id, logprobs):
                     self._context.post(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
                 case ReceiveOver():
-                    self._callbacks.on_over(self, effect)
-                case ClosePair(reason):
-                    logger.warning("closing the pair with %s: %s", self.sender.worker_id, reason)
+                    self._callbacks.on_over(self, command)
+                case ClosePair(cause):
+                    logger.warning("pair with %s: %s; its attempts fail", self.peer.worker_id, cause.detail)
                     self.give_up()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no attempt uses the pair. Its prefill worker may know of one that is on its way."""
-        return not self._scatters and not any(self.holdings().values())
-
-    def ask_to_close(self) -> None:
-        """Have the prefill worker close the pair, unless it is about to use it."""
+    def close_when_idle(self) -> None:
+        """Have the prefill worker close the pair, unless an attempt uses it there by then."""
         self._outgoing.put(CloseWhenIdle())
 
     def _reserve(self, spec: SequenceSpec) -> None:
@@ -222,33 +206,33 @@ class PrefillLink:
         else:
             self.on_reserve_refused(spec.key, "this attempt is here already")
 
-    def _receive(self, effect: ReceiveBytes) -> None:
-        """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""
-        self._clearance.wait_for((effect.key, effect.seq))
-        if self._transport is None:
-            self._early.append(effect)
-        else:
-            self._start_receive(self._transport, effect)
+    def _scatter(self, chunk: ScatterChunk) -> None:
+        self._copies[chunk.key, chunk.seq] = chunk.nbytes
+        data = self._buffer(chunk.slot)[: chunk.nbytes]
+        self._context.post(Scatter(chunk.key, chunk.seq, chunk.start, chunk.end, data, self.peer.tp))
 
-    def _start_receive(self, transport: PairTransport, effect: ReceiveBytes) -> None:
-        chunk = effect.key, effect.seq
+    def _receive(self, chunk: ReceiveBytes) -> None:
+        """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""
+        self._ordered.wait_for((chunk.key, chunk.seq))
+        if self._transport is None:
+            self._early.append(chunk)
+        else:
+            self._start_receive(self._transport, chunk)
+
+    def _start_receive(self, transport: PairTransport, chunk: ReceiveBytes) -> None:
+        number = chunk.key, chunk.seq
 
         def posted() -> None:
-            if threading.get_ident() == self._loop_thread:  # by most transports, and P need not wait for a turn
-                self._clearance.posted(chunk)
+            # At once where the transport calls on this thread, as most do: P then waits for no turn of the event loop.
+            if threading.get_ident() == self._loop_thread:
+                self._ordered.posted(number)
             else:
-                self._context.call_soon(self._clearance.posted, chunk)
+                self._context.call_soon(self._ordered.posted, number)
 
         def done(ok: bool, error: str, checksum: int) -> None:
-            self._context.call_soon(self._on_received, effect, ok, checksum)
+            self._context.call_soon(self._on_received, chunk, ok, checksum)
 
-        transport.recv(self._buffer(effect.slot), effect.nbytes, done, posted)
+        transport.recv(self._buffer(chunk.slot), chunk.nbytes, done, posted)
 
-    def _on_received(self, effect: ReceiveBytes, ok: bool, checksum: int) -> None:
-        self._carry_out(self._receiver.on_received(effect.key, effect.seq, ok, checksum))
-
-    def _buffer(self, slot: int) -> Buffer:
-        """The memory of a slot, allocated at its first use."""
-        if slot not in self._buffers:
-            self._buffers[slot] = self._context.new_staging(self._context.config.chunk_bytes)
-        return self._buffers[slot]
+    def _on_received(self, chunk: ReceiveBytes, ok: bool, checksum: int) -> None:
+        self._carry_out(self._half.on_received(chunk.key, chunk.seq, ok, checksum))

@@ -1,11 +1,11 @@
-"""The decode role: takes sequences over from prefill workers, or runs them whole (local prefill, colocated mode), and
+"""The decode role: takes sequences over from prefill workers, or runs them alone (local prefill, colocated mode), and
 streams.
 
     hand-over   Offer -> engine Reserve -> chunks scattered -> Commit -> engine Join -> tokens
-    whole       dispatch without a decode worker -> engine Add -> tokens
+    alone       dispatch without a decode worker -> engine Add -> tokens
 
-It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; this file adds
-what else the gateway must know: the hand-over and the end.
+It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; the role adds the
+hand-over and the end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scattered,
 )
-from disagg.engine.kv_transfer.effects import ReceiveOver
-from disagg.engine.kv_transfer.pair_state import to_make_room
+from disagg.engine.kv_transfer.commands import ReceiveOver
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.factory import make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
+from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -50,25 +49,23 @@ class DecodeRole:
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._links: set[PrefillLink] = set()
-        self._link_of: dict[AttemptKey, PrefillLink] = {}
-        """Attempts whose hand-over is under way, or whose data the engine still copies."""
-        self._receiving: set[AttemptKey] = set()
-        """Attempts whose hand-over is under way."""
+        self._link_of = LinkTable[PrefillLink]()
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         """Every attempt of this role, from offer or dispatch to its end."""
         self._kv_bytes_received = 0
         self._rendezvous: Rendezvous | None = None
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     async def start(self) -> None:
         """Open the rendezvous of the byte transport."""
         context = self._context
-        rendezvous = make_rendezvous(context.config.transport, context.config.host, context.cluster_secret)
-        self._rendezvous = context.failpoints.rendezvous(rendezvous)
+        self._rendezvous = context.parts.make_rendezvous(
+            context.config.transport, context.config.host, context.cluster_secret
+        )
 
     async def stop(self) -> None:
-        """Close all links and the rendezvous, which wakes whoever waits there for a peer."""
+        """Close all links and the rendezvous, which ends every wait there for a peer."""
         rendezvous, self._rendezvous = self._rendezvous, None
         links = list(self._links)
         for link in links:
@@ -78,14 +75,14 @@ class DecodeRole:
         await asyncio.gather(*(link.wait_gone() for link in links))
 
     def handlers(self) -> list[object]:
-        """The service that prefill workers dial."""
+        """The service that prefill workers connect to."""
         return [TransferService(self._accept).handler()]
 
     def _accept(self, hello: PairHello, outgoing: Outgoing) -> tuple[PairWelcome, Pair] | PairRefused:
         if self._rendezvous is None:
             return PairRefused(reason="the decode worker is starting or stopping")
         if reason := self._why_not(hello):
-            logger.warning("refused a pair with %s: %s", hello.info.worker_id, reason)
+            logger.warning("pair with %s: refused: %s", hello.info.worker_id, reason)
             return PairRefused(reason=reason)
         context, rendezvous = self._context, self._rendezvous
         info, config = context.info, context.config
@@ -125,9 +122,15 @@ class DecodeRole:
     def _make_room(self) -> None:
         """Have idle pairs closed for one more, those first that were not used for longest."""
         most = self._context.config.max_pairs
-        for link in to_make_room(self._links, most):
-            logger.info("asking %s to close its idle pair: this worker keeps %d", link.sender.worker_id, most)
-            link.ask_to_close()
+        for link in surplus_links(self._links, most):
+            idle_s = self._context.now() - link.used_at
+            logger.info(
+                "pair with %s: idle for %.0f s, having it closed: this worker keeps %d",
+                link.peer.worker_id,
+                idle_s,
+                most,
+            )
+            link.close_when_idle()
 
     def _why_not(self, hello: PairHello) -> str:
         """Why this pair must not be formed; empty if it may."""
@@ -147,23 +150,23 @@ class DecodeRole:
     # ------------------------------------------------------------ dispatches
 
     def takes(self, dispatch: Dispatch) -> bool:
-        """Dispatches without a decode worker: this worker runs them whole."""
+        """Dispatches without a decode worker: this worker runs them alone."""
         return dispatch.decode_peer is None
 
     def dispatch(self, dispatch: Dispatch) -> None:
-        """Run an attempt whole."""
+        """Run an attempt alone, prompt and answer."""
         spec = dispatch.spec
         if spec.key in self._gateway_of:
-            logger.warning("dropped a second dispatch of %s", spec.key)
+            logger.warning("dropped a second dispatch of %s by gateway %s", spec.key, spec.gateway_id)
             return
         self._gateway_of[spec.key] = spec.gateway_id
         self._context.post(Add(spec))
 
     def connect(self, peer: PeerRef) -> None:
-        """A decode worker is dialled, it dials nobody."""
+        """Nothing to do: prefill workers connect to it."""
 
     def cancel(self, key: AttemptKey) -> None:
-        """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers."""
+        """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers it."""
         if (link := self._link_of.get(key)) is not None:
             link.cancel(key)
         elif key in self._gateway_of:
@@ -180,7 +183,7 @@ class DecodeRole:
         return key in self._gateway_of or key in self._link_of
 
     def on_event(self, event: Event) -> None:
-        """Tell the link, and the gateway where it must know."""
+        """Pass an event on to the link, and to the gateway what concerns it."""
         link = self._link_of.get(event.key)
         match event:
             case PrefillComputed():
@@ -193,7 +196,7 @@ class DecodeRole:
                 if link is not None:
                     link.on_ended(event.key, event.reason)
             case Joined():
-                """The hand-over was committed when the receiver asked for the join."""
+                """The hand-over was committed when the receiver ordered the join."""
             case _ if link is not None:
                 self._on_link_event(link, event)
             case _:
@@ -207,7 +210,7 @@ class DecodeRole:
                 link.on_reserve_refused(event.key, event.reason)
             case Scattered():
                 link.on_scattered(event.key, event.seq, event.ok)
-                self._forget_if_done(event.key)
+                self._link_of.copied(event.key)
             case _:
                 raise AssertionError(f"a decode worker got {event}")
 
@@ -215,17 +218,16 @@ class DecodeRole:
 
     def _on_offered(self, link: PrefillLink, spec: SequenceSpec) -> bool:
         if self.owns(spec.key):
-            logger.warning("%s offered %s, which is here already", link.sender.worker_id, spec.key)
+            logger.warning("pair with %s: refused %s, which this worker has already", link.peer.worker_id, spec.key)
             return False
-        self._link_of[spec.key] = link
-        self._receiving.add(spec.key)
+        self._link_of.add(spec.key, link)
         self._gateway_of[spec.key] = spec.gateway_id
         return True
 
     def _on_over(self, link: PrefillLink, over: ReceiveOver) -> None:
         key = over.key
         if self._link_of.get(key) is not link:
-            return  # It was never this link's.
+            return  # `_on_offered` returned false for it.
         gateway_id = self._gateway_of.get(key)
         if over.outcome == "committed":
             self._kv_bytes_received += over.kv_bytes
@@ -239,26 +241,14 @@ class DecodeRole:
                     transfer_s=0.0 if over.began_at is None else self._context.now() - over.began_at,
                 )
                 self._context.outbox.handed_over(gateway_id, message)
-            self._receiving.discard(key)
-            self._forget_if_done(key)
         else:
-            self._drop(key)
-
-    def _drop(self, key: AttemptKey) -> None:
-        """The attempt does not live here any more."""
-        self._gateway_of.pop(key, None)
-        self._receiving.discard(key)
-        self._forget_if_done(key)
-
-    def _forget_if_done(self, key: AttemptKey) -> None:
-        link = self._link_of.get(key)
-        if link is not None and key not in self._receiving and not link.is_scattering(key):
-            del self._link_of[key]
+            self._gateway_of.pop(key, None)
+        self._link_of.decided(key)
 
     # ------------------------------------------------------------ the rest
 
     def transfers(self) -> list[TransferCount]:
-        """The sender counts what moves."""
+        """None: the sending side counts."""
         return []
 
     def tick(self, now: float) -> None:
@@ -272,8 +262,5 @@ class DecodeRole:
 
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
-        total = {"decode_attempts": len(self._gateway_of), "kv_bytes_received": self._kv_bytes_received}
-        for link in self._links:
-            for name, count in link.holdings().items():
-                total[name] = total.get(name, 0) + count
-        return total
+        own = {"decode_attempts": len(self._gateway_of), "kv_bytes_received": self._kv_bytes_received}
+        return total_holdings(own, self._links)

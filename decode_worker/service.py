@@ -1,4 +1,4 @@
-"""The decode worker's end of the pairs' control streams: prefill workers call it, one stream for each pair."""
+"""The decode worker's end of the control streams, which prefill workers open: one for each pair."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import grpc
 import msgspec
 
 from disagg.engine.io.mailbox import Mailbox
-from disagg.proto.frames import frame_decoder, frame_of, frames
+from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
+from disagg.proto.frames import frame_decoder, frame_of
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
+from disagg.proto.ids import WorkerId
 from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
 
 logger = logging.getLogger(__name__)
-
-MAX_UNSENT_MESSAGES = 4096
-"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given
-up."""
 
 Outgoing = Mailbox[ReceiverToSender]
 
@@ -37,7 +35,7 @@ class Pair(Protocol):
 
 
 class TransferService:
-    """Generic handler of the pair streams. `accept` checks the hello and makes the pair, or says why not."""
+    """Generic handler of the pair streams. `accept` checks the hello and makes the pair, or refuses it."""
 
     def __init__(self, accept: Callable[[PairHello, Outgoing], tuple[PairWelcome, Pair] | PairRefused]) -> None:
         self._accept = accept
@@ -59,12 +57,12 @@ class TransferService:
             yield frame_of(accepted)
             return
         welcome, pair = accepted
-        reader = asyncio.create_task(self._read(incoming, pair, outgoing), name=f"pair-{hello.info.worker_id}")
+        peer_id = hello.info.worker_id
+        reader = asyncio.create_task(self._read(incoming, pair, outgoing, peer_id), name=f"pair-{peer_id}")
         try:
             yield frame_of(welcome)
-            async for batch in outgoing.batches():
-                for frame in frames(batch):
-                    yield frame
+            async for frame in outgoing_frames(outgoing):
+                yield frame
         finally:
             reader.cancel()
             pair.on_lost()
@@ -80,18 +78,18 @@ class TransferService:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pair stream begins with PairHello")
         raise AssertionError
 
-    async def _read(self, incoming: AsyncIterator[bytes], pair: Pair, outgoing: Outgoing) -> None:
+    async def _read(self, incoming: AsyncIterator[bytes], pair: Pair, outgoing: Outgoing, peer_id: WorkerId) -> None:
         try:
             async for frame in incoming:
                 for message in self._decoder.decode(frame):
                     pair.on_message(message)
         except msgspec.MsgspecError as error:
-            logger.warning("closing a pair: bad frame: %s", error)
+            logger.warning("pair with %s: a bad frame, closing it: %s", peer_id, error)
         except grpc.RpcError as error:
-            logger.debug("a pair stream broke: %s", error)
+            logger.debug("pair with %s: the control stream broke: %s", peer_id, error)
         except Exception:
-            # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
-            logger.exception("closing a pair")
+            # A bug here. It costs this pair: its attempts fail, and are placed again.
+            logger.exception("pair with %s: a fault of this worker, closing it; its attempts fail", peer_id)
         finally:
             outgoing.close()
-            pair.on_lost()  # Now, since the handler may be blocked in a write to a peer that reads no longer.
+            pair.on_lost()  # Now: the handler may be blocked in a write to a peer that does not read.

@@ -1,8 +1,8 @@
-"""The shell around one `Sender`: the pair of this prefill worker with one life of a decode worker.
+"""The shell around one `Sender`: the pair of this prefill worker with one incarnation of a decode worker.
 
     connecting   control stream, hello, then the byte transport; attempts wait, at most until their deadline
-    open         the sender decides, this file carries its effects out
-    closed       every attempt was reported; the role makes a new link when it is asked to
+    open         the sender decides, this file carries its commands out
+    closed       every attempt was reported; the role makes a new link for the next attempt
     gone         stream, transport and task have ended, too
 
 Owner: the asyncio thread. The engine answers through `on_*`, the transport through `RoleContext.call_soon`.
@@ -20,30 +20,29 @@ import msgspec
 
 from disagg.engine.commands import Add, Gather, Release
 from disagg.engine.io.blocking import call_on_thread, open_on_thread
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
+    Cause,
     ClosePair,
     GatherChunk,
     ReleaseSequence,
     Send,
     SendBytes,
-    SenderEffect,
+    SenderCommand,
     SendOver,
     StartPrefill,
 )
-from disagg.engine.kv_transfer.pair_state import TransitionError
-from disagg.engine.kv_transfer.reasons import PAIR_LOST
+from disagg.engine.kv_transfer.pair_half import TransitionError
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.transport import PairEnd, form_pair
-from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import plan_pair
+from disagg.engine.shell.pair_link import PairLink
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
-from disagg.proto.handover import CloseWhenIdle, PairWelcome, ReceiverToSender
+from disagg.proto.handover import CloseWhenIdle, Failure, PairWelcome, ReceiverToSender
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import PeerRef, SequenceSpec, TokenLogprobs
 
@@ -76,7 +75,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkCallbacks:
-    """What a link tells the role."""
+    """What a link calls of its role."""
 
     on_reserved: Callable[[AttemptKey], None]
     """The decode worker has room for the attempt, and its prefill begins."""
@@ -88,50 +87,39 @@ class LinkCallbacks:
     """Nothing of the link is left but what the engine still copies."""
 
 
-class DecodeLink:
+class DecodeLink(PairLink):
     """One pair, from the prefill side."""
 
+    _half: Sender | None
+
     def __init__(self, context: RoleContext, peer: PeerRef, callbacks: LinkCallbacks) -> None:
+        super().__init__(context, peer.worker_id)
         self.peer = peer
-        self._context = context
         self._callbacks = callbacks
         self._waiting: dict[AttemptKey, _Waiting] = {}
-        self._gathers: dict[tuple[AttemptKey, int], GatherChunk] = {}
-        """Copies that the engine still owes."""
         self._stream = PairStream(peer, context.cluster_secret)
-        self._send = context.failpoints.sending(self._stream.send)
-        self._take = context.failpoints.receiving(self._on_message)
-        self._sender: Sender | None = None
-        self._transport: PairTransport | None = None
-        self._buffers: dict[int, Buffer] = {}
-        self._slot_bytes = 0
+        self._send = context.parts.control_out(self._stream.send)
+        self._take = context.parts.control_in(self._on_message)
         self._peer_tp = 1
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
         self._is_retired = False
-        self.used_at = context.now()
-        """When the last attempt was offered, or the link was made."""
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
         """Form the pair in the background."""
         self._task = asyncio.create_task(self._run(), name=f"pair-{self.peer.worker_id}")
         self._task.add_done_callback(lambda _: self._callbacks.on_gone(self))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no attempt is offered, sent or waiting for the pair."""
-        return not self._gathers and not any(self.holdings().values())
-
     def retire(self, why: str) -> None:
         """End a pair that is idle, in the background; the role makes a new link when it needs one."""
         idle_s = self._context.now() - self.used_at
-        logger.info("closing the pair with %s, idle for %.0f s: %s", self.peer.worker_id, idle_s, why)
+        logger.info("pair with %s: idle for %.0f s, closing it: %s", self.peer.worker_id, idle_s, why)
         self._is_retired = True
         self._callbacks.on_closed(self)
-        if self._sender is not None:
-            self._stream.abandon()  # a cancelled reader would keep call and socket until the collector comes
+        if self._half is not None:
+            self._stream.abandon()  # a cancelled reader would keep call and socket until garbage collection
         elif self._task is not None and not self._is_shutting_down:
             self._task.cancel()
 
@@ -144,30 +132,31 @@ class DecodeLink:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        reason = "the link was closed"
+        peer_id, cause = self.peer.worker_id, Cause(Failure.PAIR_CLOSED, "the link was closed")
         try:
             welcome = await self._stream.open(self._context.info, CONNECT_TIMEOUT_S)
             await self._open(welcome)
             async for message in self._stream.messages():
                 self._take(message)
-            reason = f"{PAIR_LOST} {self.peer.worker_id}: it ended the control stream"
+            cause = self._lost("it ended the control stream")
         except (PairError, OSError, RuntimeError, ValueError) as error:
-            reason = f"{PAIR_LOST} {self.peer.worker_id}: {error}"
+            cause = self._lost(str(error))
             if not self._is_retired:
-                logger.warning("%s", reason)
+                logger.warning("%s; its attempts fail, the next one forms a new pair", cause.detail)
         except Exception:
-            # A fault of ours. The pair is the barrier: its attempts fail, and are placed anew.
-            reason = f"{PAIR_LOST} {self.peer.worker_id}: a fault of this worker"
-            logger.exception("%s", reason)
+            # A bug here. It costs this pair: its attempts fail, and are placed again.
+            cause = self._lost("a fault of this worker")
+            logger.exception("pair with %s: a fault of this worker; its attempts fail", peer_id)
         finally:
             self._is_shutting_down = True
-            await self._shut_down(reason)
+            await self._shut_down(cause)
+
+    def _lost(self, why: str) -> Cause:
+        return Cause(Failure.PAIR_LOST, f"pair with {self.peer.worker_id}: {why}")
 
     async def _open(self, welcome: PairWelcome) -> None:
         config, layout = self._context.config, self._context.info.kv_layout
-        connect = self._context.failpoints.connector(
-            make_connector(welcome.transport, config.host, self._context.cluster_secret)
-        )
+        connect = self._context.parts.make_connector(welcome.transport, config.host, self._context.cluster_secret)
         end = PairEnd(
             plan=plan_pair(layout, self._context.info.tp, welcome.tp),
             side="sender",
@@ -183,7 +172,7 @@ class DecodeLink:
         self._peer_tp = welcome.tp
         self._slot_bytes = min(config.chunk_bytes, welcome.max_chunk_bytes)
         now = self._context.now()
-        self._sender = Sender(
+        self._half = Sender(
             now,
             bytes_per_token=end.plan.bytes_per_token,
             max_chunk_bytes=self._slot_bytes,
@@ -194,7 +183,7 @@ class DecodeLink:
             heartbeat_s=config.heartbeat_s,
             transfer_timeout_s=config.transfer_timeout_s,
         )
-        logger.info("paired with %s over %s", self.peer.worker_id, welcome.transport)
+        logger.info("pair with %s: formed over %s", self.peer.worker_id, welcome.transport)
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
@@ -220,132 +209,123 @@ class DecodeLink:
             leaving.cancel()
             await asyncio.wait((leaving,))
 
-    async def _shut_down(self, reason: str) -> None:
+    async def _shut_down(self, cause: Cause) -> None:
         self._callbacks.on_closed(self)
         waiting, self._waiting = self._waiting, {}
         for key in waiting:
-            self._callbacks.on_over(SendOver(key, "refused", reason))
-        if self._sender is not None:
-            self._carry_out(self._sender.close(self._context.now(), reason))
+            self._callbacks.on_over(SendOver(key, "refused", cause))
+        if self._half is not None:
+            self._carry_out(self._half.close(self._context.now(), cause))
         self._context.flush()
         await self._stream.close()
-        if self._transport is not None:
-            await call_on_thread(f"close-{self.peer.worker_id}", self._transport.close)
-        self._buffers.clear()  # now: to the garbage collector they weigh nothing, and a copy under way has its own hold
+        await self._close_transport()
 
     # ------------------------------------------------------------ inputs
 
     def _on_message(self, message: ReceiverToSender) -> None:
-        assert self._sender is not None
+        assert self._half is not None
         if isinstance(message, CloseWhenIdle):
             if self.is_idle:
                 self.retire("the decode worker has too many")
             return
-        self._carry_out(self._sender.on_message(message, self._context.now()))
+        self._carry_out(self._half.on_message(message, self._context.now()))
         self._context.flush()
 
     def offer(self, spec: SequenceSpec, pair_timeout_s: float | None) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
         `pair_timeout_s` the attempt is refused, while the pair goes on being formed."""
         self.used_at = now = self._context.now()
-        if self._sender is None:
+        if self._half is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s
             self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s)
             return
         try:
-            effects = self._sender.offer(spec, now)
+            commands = self._half.offer(spec, now)
         except TransitionError as error:  # a gateway that uses a key again
-            effects = [SendOver(spec.key, "failed", str(error))]
-        self._carry_out(effects)
+            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)))]
+        self._carry_out(commands)
 
-    def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> None:
+    def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
         """Give an attempt up; unknown ones are ignored."""
         if self._waiting.pop(key, None) is not None:
-            self._callbacks.on_over(SendOver(key, "cancelled", reason))
-        elif self._sender is not None:
-            self._carry_out(self._sender.cancel(key, reason))
+            self._callbacks.on_over(SendOver(key, "cancelled", cause))
+        elif self._half is not None:
+            self._carry_out(self._half.cancel(key, cause))
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> None:
         """The engine computes tokens before `end` now."""
-        if self._sender is not None:
-            self._carry_out(self._sender.on_chunk_planned(key, end))
+        if self._half is not None:
+            self._carry_out(self._half.on_chunk_planned(key, end))
 
     def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """The engine computed the prompt and sampled its first token."""
-        if self._sender is not None:
-            self._carry_out(self._sender.on_prefill_computed(key, token_id, logprobs))
+        if self._half is not None:
+            self._carry_out(self._half.on_prefill_computed(key, token_id, logprobs))
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool, checksum: int) -> None:
         """The engine filled a staging slot."""
-        assert self._sender is not None
-        gather = self._gathers.pop((key, seq))
-        self._carry_out(self._sender.on_gathered(key, seq, ok, gather.nbytes, checksum))
+        assert self._half is not None
+        nbytes = self._copies.pop((key, seq))
+        self._carry_out(self._half.on_gathered(key, seq, ok, nbytes, checksum))
 
     def tick(self, now: float) -> None:
         """Called every heartbeat."""
         self._expire_waiting(now)
-        if self._sender is not None:
-            self._carry_out(self._sender.tick(now))
+        if self._half is not None:
+            self._carry_out(self._half.tick(now))
 
     def _expire_waiting(self, now: float) -> None:
         for key in [key for key, waiting in self._waiting.items() if waiting.is_expired(now)]:
             self.cancel(key, DEADLINE)
         for key in [key for key, waiting in self._waiting.items() if waiting.is_too_long(now)]:
             waited_s = now - self._waiting.pop(key).since
-            reason = f"{PAIR_LOST} {self.peer.worker_id}: not formed after {waited_s:.1f} s"
-            self._callbacks.on_over(SendOver(key, "refused", reason))
-
-    def is_gathering(self, key: AttemptKey) -> bool:
-        """Whether the engine still owes `on_gathered` for this attempt."""
-        return any(gathering == key for gathering, _ in self._gathers)
+            cause = self._lost(f"not formed after {waited_s:.1f} s")
+            self._callbacks.on_over(SendOver(key, "refused", cause))
 
     def holdings(self) -> dict[str, int]:
-        """Counts of what the pair holds; zero when idle."""
-        held = {} if self._sender is None else self._sender.holdings()
-        return {**held, "waiting_for_pair": len(self._waiting)}
+        """See `PairLink.holdings`."""
+        return {**super().holdings(), "waiting_for_pair": len(self._waiting)}
 
-    # ------------------------------------------------------------ effects
+    # ------------------------------------------------------------ commands
 
-    def _carry_out(self, effects: list[SenderEffect]) -> None:
-        for effect in effects:
-            match effect:
+    def _carry_out(self, commands: list[SenderCommand]) -> None:
+        for command in commands:
+            match command:
                 case Send(message):
-                    self._send(message)  # type: ignore[arg-type]  # A sender says what senders say.
+                    self._send(message)
                 case StartPrefill(spec):
                     self._callbacks.on_reserved(spec.key)
                     self._context.post(Add(spec, hold_after_prefill=True))
                 case GatherChunk():
-                    self._gather(effect)
+                    self._gather(command)
                 case SendBytes():
-                    self._send_bytes(effect)
+                    self._send_bytes(command)
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
                 case SendOver():
-                    self._callbacks.on_over(effect)
-                case ClosePair(reason):
-                    logger.warning("closing the pair with %s: %s", self.peer.worker_id, reason)
+                    self._callbacks.on_over(command)
+                case ClosePair(cause):
+                    logger.warning(
+                        "pair with %s: %s; its attempts fail, the next one forms a new pair",
+                        self.peer.worker_id,
+                        cause.detail,
+                    )
                     self._callbacks.on_closed(self)
                     self._stream.abandon()
 
-    def _gather(self, effect: GatherChunk) -> None:
-        self._gathers[effect.key, effect.seq] = effect
-        buffer = self._buffer(effect.slot)[: effect.nbytes]
-        self._context.post(Gather(effect.key, effect.seq, effect.start, effect.end, buffer, self._peer_tp))
+    def _gather(self, chunk: GatherChunk) -> None:
+        self._copies[chunk.key, chunk.seq] = chunk.nbytes
+        buffer = self._buffer(chunk.slot)[: chunk.nbytes]
+        self._context.post(Gather(chunk.key, chunk.seq, chunk.start, chunk.end, buffer, self._peer_tp))
 
-    def _send_bytes(self, effect: SendBytes) -> None:
+    def _send_bytes(self, chunk: SendBytes) -> None:
         assert self._transport is not None
 
         def done(ok: bool, error: str) -> None:
-            self._context.call_soon(self._on_sent, effect.key, effect.seq, ok)
+            self._context.call_soon(self._on_sent, chunk.key, chunk.seq, ok)
 
-        self._transport.send(self._buffer(effect.slot), effect.nbytes, done)
+        self._transport.send(self._buffer(chunk.slot), chunk.nbytes, done)
 
     def _on_sent(self, key: AttemptKey, seq: int, ok: bool) -> None:
-        assert self._sender is not None
-        self._carry_out(self._sender.on_sent(key, seq, ok))
-
-    def _buffer(self, slot: int) -> Buffer:
-        """The memory of a slot, allocated at its first use."""
-        if slot not in self._buffers:
-            self._buffers[slot] = self._context.new_staging(self._slot_bytes)
-        return self._buffers[slot]
+        assert self._half is not None
+        self._carry_out(self._half.on_sent(key, seq, ok))

@@ -1,9 +1,9 @@
 """The prefill role: takes dispatches that name a decode worker, computes their prompts, hands their KV over.
 
-    dispatch -> link to D (made on demand, or ahead of time when a gateway asks) -> Offer -> Reserved -> engine Add
+    dispatch -> link to D (made on demand, or ahead of time by `Connect`) -> Offer -> Reserved -> engine Add
              -> KV chunks as they are computed -> token 0 to the gateway, Commit to D -> CommitAck -> engine Release
 
-The protocol is the pure `Sender` of each link; this file knows which link an attempt belongs to.
+The protocol is the pure `Sender` of each link; the role routes attempts and engine events to the links.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, PrefillComputed
-from disagg.engine.kv_transfer.effects import DEADLINE, SendOver
-from disagg.engine.kv_transfer.pair_state import to_make_room
-from disagg.engine.kv_transfer.reasons import PAIR_LOST, kind_of_failure
-from disagg.engine.kv_transfer.transports.factory import make_connector
+from disagg.engine.kv_transfer.commands import Cause, SendOutcome, SendOver
+from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
+from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
 from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount
 
@@ -46,11 +45,16 @@ class _Transfers:
 
     def note(self, over: SendOver) -> None:
         """A hand-over is decided."""
-        if over.outcome == "handed_over":
+        if over.cause is None:
             self.num_transfers += 1
             self.num_bytes += over.kv_bytes
-        elif (over.outcome == "failed" and over.reason != DEADLINE) or over.reason.startswith(PAIR_LOST):
-            self.failures[kind_of_failure(over.reason)] += 1
+        elif _is_fault_of_pair(over.outcome, over.cause) and over.cause.failure is not Failure.DEADLINE:
+            self.failures[over.cause.failure] += 1
+
+
+def _is_fault_of_pair(outcome: SendOutcome, cause: Cause) -> bool:
+    """Not so if D had no room, or the attempt was cancelled."""
+    return outcome == "failed" or cause.failure is Failure.PAIR_LOST
 
 
 class PrefillRole:
@@ -65,24 +69,25 @@ class PrefillRole:
         self._all_links: set[DecodeLink] = set()
         """Also those that are being closed."""
         self._warm: set[PeerRef] = set()
-        """Peers whose pairs a gateway asked for ahead of time: those are not closed for being idle."""
-        self._link_of: dict[AttemptKey, DecodeLink] = {}
+        """Peers whose pairs were formed ahead of time, by `Connect`: those are not closed for being idle."""
+        self._link_of = LinkTable[DecodeLink]()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         """Until each is over."""
         self._kv_bytes_sent = 0
         self._transfers: dict[WorkerId, _Transfers] = {}
 
     async def start(self) -> None:
-        """Links are made when decode workers are named. What their transport needs is loaded now: that may take seconds
-        in which this process answers nobody. Raises as `make_connector` does."""
-        make_connector(self._context.config.transport, self._context.config.host, self._context.cluster_secret)
+        """Load what the transport needs, because that may hold the event loop for seconds. Links are made later, when
+        decode workers are named. Raises as `make_connector` does."""
+        config = self._context.config
+        self._context.parts.make_connector(config.transport, config.host, self._context.cluster_secret)
 
     async def stop(self) -> None:
         """Close all links."""
         await asyncio.gather(*(link.close() for link in list(self._all_links)))
 
     def handlers(self) -> list[object]:
-        """The prefill role serves nobody but gateways."""
+        """None: it serves gateways only."""
         return []
 
     def connect(self, peer: PeerRef) -> None:
@@ -110,7 +115,7 @@ class PrefillRole:
         """Close pairs for one more, those first that were not used for longest. Where all are in use there are more for
         a while."""
         most = self._context.config.max_pairs
-        for link in to_make_room(self._links.values(), most):
+        for link in surplus_links(self._links.values(), most):
             link.retire(f"this worker keeps {most}")
 
     def takes(self, dispatch: Dispatch) -> bool:
@@ -122,13 +127,13 @@ class PrefillRole:
         assert dispatch.decode_peer is not None
         spec = dispatch.spec
         if spec.key in self._link_of:
-            logger.warning("dropped a second dispatch of %s", spec.key)
+            logger.warning("dropped a second dispatch of %s by gateway %s", spec.key, spec.gateway_id)
             return
-        if not spec.num_known_tokens:  # a decode worker would take such an offer for a broken peer
+        if not spec.num_known_tokens:  # a decode worker would close the pair for such an offer
             self._context.outbox.end(spec.gateway_id, spec.key, "failed", "the prompt is empty")
             return
         link = self._link_to(dispatch.decode_peer)
-        self._link_of[spec.key] = link
+        self._link_of.add(spec.key, link)
         self._attempts[spec.key] = _Attempt(spec.gateway_id, self._context.now())
         link.offer(spec, dispatch.pair_timeout_s)
 
@@ -136,15 +141,16 @@ class PrefillRole:
         """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one
         session."""
         if (link := self._link_of.get(key)) is not None:
-            link.cancel(key, "cancelled")
+            link.cancel(key)
 
     def owns(self, key: AttemptKey) -> bool:
         """Whether a link holds the attempt, if only for a buffer that is still being filled."""
         return key in self._link_of
 
     def on_event(self, event: Event) -> None:
-        """Tell the link, and the gateway where it must know."""
-        link = self._link_of[event.key]
+        """Pass an event on to the link, and to the gateway what concerns it."""
+        link = self._link_of.get(event.key)
+        assert link is not None, event
         match event:
             case ChunkPlanned():
                 link.on_chunk_planned(event.key, event.end)
@@ -154,10 +160,10 @@ class PrefillRole:
             case Ended():
                 outbox, reason = self._context.outbox, event.reason
                 outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
-                link.cancel(event.key, f"ended on the prefill worker: {event.reason}")
+                link.cancel(event.key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
             case Gathered():
                 link.on_gathered(event.key, event.seq, event.ok, event.checksum)
-                self._forget_if_done(event.key)
+                self._link_of.copied(event.key)
             case _:
                 raise AssertionError(f"a prefill worker got {event}")
 
@@ -176,14 +182,11 @@ class PrefillRole:
 
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
-        total = {"prefill_attempts": len(self._attempts), "kv_bytes_sent": self._kv_bytes_sent}
-        for link in self._all_links:
-            for name, count in link.holdings().items():
-                total[name] = total.get(name, 0) + count
-        return total
+        own = {"prefill_attempts": len(self._attempts), "kv_bytes_sent": self._kv_bytes_sent}
+        return total_holdings(own, self._all_links)
 
     def transfers(self) -> list[TransferCount]:
-        """What was sent to each decode worker, whichever of its lives, since the start."""
+        """What was sent to each decode worker since the start, in all of its incarnations."""
         transport = self._context.config.transport
         return [
             TransferCount(
@@ -213,22 +216,17 @@ class PrefillRole:
     def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
         gateway_id = self._attempts.pop(over.key).gateway_id
         self._transfers.setdefault(decode_worker, _Transfers()).note(over)
-        match over.outcome:
-            case "handed_over":
+        match over.outcome, over.cause:
+            case _, None:
                 self._kv_bytes_sent += over.kv_bytes
-            case "failed" | "cancelled" if over.reason == DEADLINE:
-                self._context.outbox.end(gateway_id, over.key, "deadline", "the deadline passed")
-            case "refused" | "failed":
-                is_pair = over.outcome == "failed" or over.reason.startswith(PAIR_LOST)  # else D has no room
-                self._context.outbox.end(gateway_id, over.key, over.outcome, over.reason, in_transfer=is_pair)
-            case "cancelled":
-                """Whoever cancelled knows: the gateway, or the engine, whose own end was sent on."""
-        self._forget_if_done(over.key)
-
-    def _forget_if_done(self, key: AttemptKey) -> None:
-        link = self._link_of.get(key)
-        if link is not None and key not in self._attempts and not link.is_gathering(key):
-            del self._link_of[key]
+            case _, cause if cause.failure is Failure.DEADLINE:
+                self._context.outbox.end(gateway_id, over.key, "deadline", cause.detail)
+            case ("refused" | "failed") as outcome, cause:
+                is_pair = _is_fault_of_pair(outcome, cause)
+                self._context.outbox.end(gateway_id, over.key, outcome, cause.detail, in_transfer=is_pair)
+            case _:
+                """Cancelled by the gateway, or ended by the engine, whose own end was sent on."""
+        self._link_of.decided(over.key)
 
     def _link_closed(self, link: DecodeLink) -> None:
         if self._links.get(link.peer) is link:

@@ -1,28 +1,23 @@
-"""The prefill worker's end of a pair's control stream: it dials the decode worker and exchanges hand-over messages
-with it."""
+"""The prefill worker's end of a pair's control stream, which it opens to the decode worker."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
 import msgspec
 
 from disagg.engine.io.mailbox import Mailbox
+from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_channel
-from disagg.proto.frames import frame_decoder, frames
+from disagg.proto.frames import frame_decoder
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.messages import PeerRef, WorkerInfo
 from disagg.proto.services import TRANSFER
-
-MAX_UNSENT_MESSAGES = 4096
-"""Control messages that may wait for the network; more means that the peer reads no longer, and the pair is given
-up."""
-
 
 END_TIMEOUT_S = 1.0
 """For the end of a call that is over; it is there at once."""
@@ -33,7 +28,7 @@ class PairError(Exception):
 
 
 class PairStream:
-    """One life of a control stream to a decode worker. Owner: the asyncio thread."""
+    """One control stream to a decode worker, opened once. Owner: the asyncio thread."""
 
     def __init__(self, peer: PeerRef, secret: ClusterSecret) -> None:
         self._peer = peer
@@ -46,13 +41,15 @@ class PairStream:
         self._decoder = frame_decoder(ReceiverToSender)
 
     async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
-        """Dial and shake hands.
+        """Connect, and exchange `PairHello` and `PairWelcome`.
 
         Raises:
             PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
         """
         self._channel = open_channel(self._peer.address, self._secret)
-        self._call = self._channel.stream_stream(TRANSFER, None, None)(self._frames(), metadata=self._secret.metadata)
+        self._call = self._channel.stream_stream(TRANSFER, None, None)(
+            outgoing_frames(self._outgoing), metadata=self._secret.metadata
+        )
         # Not `read()`, which reads nothing after a write has failed; see `_read_out`.
         self._incoming = aiter(self._call)
         self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
@@ -71,23 +68,23 @@ class PairStream:
             case [PairRefused(reason=reason)]:
                 raise PairError(f"{self._peer.worker_id} refused the pair: {reason}")
             case others:
-                said = ", ".join(type(other).__name__ for other in others)
-                raise PairError(f"{self._peer.worker_id} began with {said} instead of a welcome")
+                names = ", ".join(type(other).__name__ for other in others)
+                raise PairError(f"{self._peer.worker_id} began with {names} instead of PairWelcome")
 
     def send(self, message: SenderToReceiver) -> None:
-        """Queue a message. A peer that reads no longer loses the stream, which `messages` then reports."""
+        """Queue a message. If the peer has stopped reading, the stream is cancelled, which `messages` then reports."""
         self._outgoing.put(message)
         if self._outgoing.closed:
             self.abandon()
 
     def abandon(self) -> None:
-        """Break the stream off; `messages` ends."""
+        """Cancel the stream; `messages` ends."""
         self._abandoned = True
         if self._call is not None:
             self._call.cancel()
 
     async def messages(self) -> AsyncGenerator[ReceiverToSender, None]:
-        """What the peer says, until the stream ends; raises `PairError` when it breaks."""
+        """The peer's messages, until the stream ends; raises `PairError` when it breaks."""
         assert self._incoming is not None
         try:
             async for frame in self._incoming:
@@ -96,14 +93,14 @@ class PairStream:
         except grpc.RpcError as error:
             raise PairError(f"the stream to {self._peer.worker_id} broke: {_reason(error)}") from error
         except asyncio.CancelledError:
-            # gRPC raises it for a call that we cancelled, too. Let through, it would end up in the task of whoever
-            # reads, and keep call and socket until the collector comes.
+            # gRPC raises it also for a call that was cancelled here. Let through, it would cancel the reading task, and
+            # keep call and socket until garbage collection.
             if not self._abandoned:
                 raise
             raise PairError(f"the stream to {self._peer.worker_id} was given up") from None
 
     async def ended(self) -> None:
-        """Returns when the stream is over, whoever ended it. To be called once it is open."""
+        """Returns when the stream is over, whichever side ended it. To be called once it is open."""
         await self._call.code()
 
     async def close(self) -> None:
@@ -125,15 +122,10 @@ class PairStream:
         except msgspec.MsgspecError as error:
             raise PairError(f"{self._peer.worker_id} sent a bad frame: {error}") from error
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        async for batch in self._outgoing.batches():
-            for frame in frames(batch):
-                yield frame
-
 
 async def _read_out(incoming: AsyncGenerator[Any, None]) -> None:
-    """Read to the end of a call that is over. gRPC keeps one whose last messages nobody reads, and its connection with
-    it; where a write has failed, not even a cancel ends it."""
+    """Read to the end of a call that is over. gRPC keeps a call with unread messages, and its connection with it; where
+    a write has failed, not even a cancel ends it."""
     with contextlib.suppress(grpc.RpcError, asyncio.CancelledError, TimeoutError):  # gRPC's, of its own cancel
         async with asyncio.timeout(END_TIMEOUT_S):
             async for _ in incoming:

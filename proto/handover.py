@@ -1,4 +1,4 @@
-"""The control half of a hand-over: what a prefill worker (P) and a decode worker (D) say on their pair's stream.
+"""The control messages of a hand-over, between a prefill worker (P) and a decode worker (D) on their pair's stream.
 
     P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, ChunkSum*, Commit    Abort, AbortAck  PairHeartbeat
     D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck    the same
@@ -8,13 +8,50 @@ The bytes themselves travel beside it, over the pair's transport. P sends a payl
 
 from __future__ import annotations
 
+import enum
 from typing import Literal
 
-from disagg.proto.ids import Incarnation, RequestId
+from disagg.proto.ids import AttemptKey, Incarnation, RequestId
 from disagg.proto.messages import Message, SequenceSpec, TokenLogprobs, WorkerInfo
 
 Side = Literal["sender", "receiver"]
 """Of a pair: P sends, D receives."""
+
+
+class Failure(enum.StrEnum):
+    """Why a hand-over did not succeed: for programs, and the `reason` of `disagg_kv_transfer_failures`. Text that goes
+    with it is for people."""
+
+    CANCELLED = "cancelled"
+    """On purpose; the other side does not report it as a failure either."""
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+    """D has no room, or has or had this attempt."""
+    ENDED = "ended"
+    """The engine of one side ended the sequence itself."""
+    LEASE_LOST = "lease_lost"
+    """The peer was silent for too long."""
+    STUCK = "stuck"
+    """The peer sends heartbeats, but not what is due."""
+    PAIR_LOST = "pair_lost"
+    """The control stream broke, or the pair could not be formed."""
+    PAIR_CLOSED = "pair_closed"
+    TRANSPORT = "transport"
+    """The byte transport broke."""
+    VIOLATION = "violation"
+    """The peer broke the protocol."""
+    KV_GONE = "kv_gone"
+    """P lost the sequence before all of its KV was gathered."""
+    BLOCKS_GONE = "blocks_gone"
+    """D lost the sequence before all of its KV was scattered."""
+    CHUNK_REJECTED = "chunk_rejected"
+    """A chunk did not arrive as it was sent."""
+    OTHER = "other"
+    """Also what a peer sends that is not listed here."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Failure:
+        return cls.OTHER
 
 
 class PairHello(Message, frozen=True, kw_only=True, tag=True):
@@ -22,11 +59,11 @@ class PairHello(Message, frozen=True, kw_only=True, tag=True):
 
     info: WorkerInfo
     receiver_incarnation: Incarnation
-    """The life of D that P means; another one refuses."""
+    """The incarnation of D that P means; another one refuses."""
 
 
 class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
-    """D's answer: where the pair's process group meets."""
+    """D's answer: where the pair's byte transport is formed."""
 
     incarnation: Incarnation
     pair_name: str
@@ -48,43 +85,54 @@ class PairRefused(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class AttemptMessage(Message, frozen=True, kw_only=True):
+    """Concerns one attempt."""
+
+    request_id: RequestId
+    attempt: int
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt."""
+        return AttemptKey(self.request_id, self.attempt)
+
+
+class ReservationMessage(AttemptMessage, frozen=True, kw_only=True):
+    """Concerns one reservation of an attempt; one with another generation is stale."""
+
+    generation: int
+    """Number of the reservation, from `Reserved`."""
+
+
 class Offer(Message, frozen=True, kw_only=True, tag=True):
     """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
 
     spec: SequenceSpec
 
 
-class Reserved(Message, frozen=True, kw_only=True, tag=True):
+class Reserved(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """D counted the blocks and locked its cached prefix."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
-    """Names this reservation; every later message of the attempt carries it."""
     cached_tokens: int
     """Leading tokens whose KV D has; P does not send them."""
 
 
-class Refused(Message, frozen=True, kw_only=True, tag=True):
+class Refused(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """D cannot take it now. No fault: the router places again."""
 
-    request_id: RequestId
-    attempt: int
     reason: str
+    """For people."""
 
 
-class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
+class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """Announces `nbytes` of KV for tokens [start_token, end_token).
 
     The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
     (`engine/sharding/slices.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
     the local layout. Each slice travels between its two ranks; several of the same two follow each other in the order
-    of the plan. Both sides know the plan since the hello, so no header names ranks or heads.
+    of the plan. Both sides have the plan since `PairHello`, so no header names ranks or heads.
     """
 
-    request_id: RequestId
-    attempt: int
-    generation: int
     seq: int
     """Counts chunks of the attempt from 0."""
     start_token: int
@@ -93,75 +141,55 @@ class ChunkHeader(Message, frozen=True, kw_only=True, tag=True):
     """Of all slices."""
     checksum: int | None
     """xxh3-64 of the payload; of several slices, that of their checksums in the order of the plan. None where P still
-    computes these tokens: `ChunkSum` will tell."""
+    computes these tokens: `ChunkSum` follows."""
 
 
-class ChunkSum(Message, frozen=True, kw_only=True, tag=True):
+class ChunkSum(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """The checksum of a chunk that was announced without one. D may have cleared the chunk before, and its bytes may
     come before this; nothing of them is used until it is here."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
     seq: int
     checksum: int
 
 
-class ClearToSend(Message, frozen=True, kw_only=True, tag=True):
+class ClearToSend(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """A staging slot is held and the receive is posted, on every rank: the payload of chunk `seq` must now be sent in
     full."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
     seq: int
     turn: int
     """Counts the receives of the pair from 0; bytes are sent in this order."""
 
 
-class ChunkDone(Message, frozen=True, kw_only=True, tag=True):
+class ChunkDone(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """The chunk's staging slot is free again: one credit back. `ok` is false when the checksum did not match."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
     seq: int
     ok: bool = True
 
 
-class Commit(Message, frozen=True, kw_only=True, tag=True):
+class Commit(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Of that token, where the request asks."""
     num_chunks: int
 
 
-class CommitAck(Message, frozen=True, kw_only=True, tag=True):
+class CommitAck(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """D owns the sequence; P may drop its KV."""
 
-    request_id: RequestId
-    attempt: int
-    generation: int
 
-
-class Abort(Message, frozen=True, kw_only=True, tag=True):
+class Abort(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """Either side gives the attempt up. Idempotent."""
 
-    request_id: RequestId
-    attempt: int
-    reason: str
+    failure: Failure
+    detail: str = ""
 
 
-class AbortAck(Message, frozen=True, kw_only=True, tag=True):
+class AbortAck(AttemptMessage, frozen=True, kw_only=True, tag=True):
     """The other side holds nothing of the attempt any more, but what bytes under way still need."""
-
-    request_id: RequestId
-    attempt: int
 
 
 class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):

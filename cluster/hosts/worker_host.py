@@ -36,7 +36,7 @@ class WorkerHost:
         self._secret = secret
         failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
         roles = [ROLE_FACTORIES[role] for role in config.roles]
-        self._worker = Worker(config, roles, secret, start_ranks, failpoints=failpoints)
+        self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
         self.crashed = self._worker.crashed
         self.unwanted = threading.Event()
         self._link = RegisterLink(resolve, secret, self.unwanted.set, self._worker.turn_s)

@@ -101,7 +101,7 @@ class Plan:
     seed: int = 0
 
     def of(self, worker_id: str) -> list[Trigger]:
-        """The triggers of one life of a worker."""
+        """The triggers of one incarnation of a worker."""
         return [
             Trigger(each, self.seed ^ zlib.crc32(f"{worker_id} {number} {each}".encode()))
             for number, each in enumerate(self.failpoints)

@@ -1,12 +1,13 @@
-"""Where the failpoints of a worker (`failpoints.py`) take effect: wrappers, put in place when a thing is made.
+"""Where the failpoints of a worker (`failpoints.py`) take effect: wrappers around the parts that it is made of.
 
     Failpoints.connector, .rendezvous   pairs that do not form, or form over a `FaultyTransport`
     Failpoints.sending, .receiving      control messages of one pair, lost, doubled, late or wrong
     Failpoints.runner                   steps that raise, hang, or end the process
     Failpoints.mailbox                  sessions with gateways that break
 
-Where no failpoint is set each returns what it was given, so that nothing is paid for them. Every fault that happens is
-a line in the log, which begins with `FIRED`.
+`Failpoints.parts` gives a worker all of them, once, at its start. The code of a worker imports nothing of this. Where
+no failpoint is set a worker has the parts of any other, and nothing is paid. Every fault that happens is a line in the
+log, which begins with `FIRED`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from disagg.engine.faults.faulty_transport import FaultyTransport
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, TransportError
 from disagg.engine.plan import ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
+from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ M = TypeVar("M")
 
 
 class Failpoints:
-    """The failpoints of one life of a worker. Its methods are called when what they wrap is made."""
+    """The failpoints of one incarnation of a worker. Its methods are called when what they wrap is made."""
 
     def __init__(self, triggers: Sequence[Trigger] = (), pause_file: Path | None = None) -> None:
         self._triggers = triggers
@@ -51,7 +53,7 @@ class Failpoints:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], worker_id: str, *, allowed: bool) -> Failpoints:
-        """What `DISAGG_FAILPOINTS` says for this worker; nothing where it is not set.
+        """The failpoints of `DISAGG_FAILPOINTS` for this worker; none where it is not set.
 
         Args:
             environment: of the process.
@@ -90,6 +92,20 @@ class Failpoints:
             "; ".join(str(trigger.failpoint) for trigger in triggers),
         )
         return cls(triggers, pause_file)
+
+    def parts(self) -> WorkerParts:
+        """What a worker with these failpoints is made of; without any, what every worker is made of."""
+        if not self._triggers:
+            return DEFAULT_PARTS
+        real = DEFAULT_PARTS
+        return WorkerParts(
+            make_rendezvous=lambda *args: self.rendezvous(real.make_rendezvous(*args)),
+            make_connector=lambda *args: self.connector(real.make_connector(*args)),
+            control_out=self.sending,
+            control_in=self.receiving,
+            wrap_runner=self.runner,
+            new_mailbox=self.mailbox,
+        )
 
     def connector(self, connect: Connector) -> Connector:
         """P's way to D: pairs form with faults, and over channels with faults."""

@@ -1,64 +1,262 @@
-"""D's chunks under way: which are announced, which have a staging slot, what the transport and the engine still work
-on.
+"""D's attempts and chunks: their records, their transitions, and the chunks under way (`ReceiveWindow`).
 
-The window knows when a slot's memory may be used again; the `Receiver` decides what is accepted and what is given up.
+An attempt:
+
+    RESERVING ──(reserved)──> RECEIVING ──(committed, all verified)──> JOINING ──(all scattered)──> OVER
+        └─────────────────────────┴──(refused, aborted, ended, pair closed)──┴──────────────────────> OVER
+
+A chunk, which lives longer than its attempt once D has cleared it, because its bytes will come:
+
+    WAITING ──(slot)──> RECEIVING ──(verified)──────────────> SCATTERING ──(scattered)──> GONE
+       │                    └──(no checksum yet)──> HELD ──(verified)──┘
+       └──(attempt over)──────┴──────────────────────┴──(not verified, or attempt over)──> GONE
 """
 
 from __future__ import annotations
 
+import enum
 from collections import deque
+from dataclasses import dataclass
 
-from disagg.engine.kv_transfer.chunks import tokens_per_chunk
-from disagg.engine.kv_transfer.pair_state import PeerError, SlotPool, TransitionError
-from disagg.engine.kv_transfer.receiving import (
-    RECEIVED_CHUNK_TABLE,
-    ReceiveAttempt,
-    ReceivedChunk,
-    ReceivedChunkEvent,
-    ReceivedChunkState,
-    check_header,
-)
-from disagg.proto.handover import ChunkHeader
+from disagg.engine.kv_transfer.commands import ReceiveBytes, ScatterChunk
+from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
+from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Reserved
 from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import SequenceSpec
 
 
-class ReceiveWindow:
-    """Chunks of all attempts of a pair. Owner: its `Receiver`.
+class ReceiveState(enum.Enum):
+    """Where the hand-over of an attempt is, seen from D."""
+
+    RESERVING = "reserving"
+    RECEIVING = "receiving"
+    JOINING = "joining"
+    OVER = "over"
+
+
+class ReceiveEvent(enum.Enum):
+    """Events of an attempt."""
+
+    RESERVED = "reserved"
+    REFUSED = "refused"
+    HEADER = "ChunkHeader"
+    COMMIT = "Commit"
+    JOIN = "join"
+    JOINED = "joined"
+    GIVE_UP = "give up"
+
+
+_S, _E = ReceiveState, ReceiveEvent
+RECEIVE_TABLE: Table[ReceiveState, ReceiveEvent] = Table(
+    {
+        (_S.RESERVING, _E.RESERVED): _S.RECEIVING,
+        (_S.RESERVING, _E.REFUSED): _S.OVER,
+        (_S.RESERVING, _E.GIVE_UP): _S.OVER,
+        (_S.RECEIVING, _E.HEADER): _S.RECEIVING,
+        (_S.RECEIVING, _E.COMMIT): _S.RECEIVING,
+        (_S.RECEIVING, _E.JOIN): _S.JOINING,
+        (_S.RECEIVING, _E.GIVE_UP): _S.OVER,
+        (_S.JOINING, _E.JOINED): _S.OVER,
+        (_S.JOINING, _E.GIVE_UP): _S.OVER,
+    }
+)
+
+
+class ReceivedChunkState(enum.Enum):
+    """Where a chunk is, seen from D."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    HELD = "held"
+    SCATTERING = "scattering"
+    GONE = "gone"
+
+
+class ReceivedChunkEvent(enum.Enum):
+    """Events of a chunk."""
+
+    CLEAR = "clear"
+    HOLD = "hold"
+    VERIFIED = "verified"
+    DISCARD = "discard"
+    SCATTERED = "scattered"
+
+
+_C, _F = ReceivedChunkState, ReceivedChunkEvent
+RECEIVED_CHUNK_TABLE: Table[ReceivedChunkState, ReceivedChunkEvent] = Table(
+    {
+        (_C.WAITING, _F.CLEAR): _C.RECEIVING,
+        (_C.WAITING, _F.DISCARD): _C.GONE,
+        (_C.RECEIVING, _F.VERIFIED): _C.SCATTERING,
+        (_C.RECEIVING, _F.DISCARD): _C.GONE,
+        (_C.RECEIVING, _F.HOLD): _C.HELD,
+        (_C.HELD, _F.VERIFIED): _C.SCATTERING,
+        (_C.HELD, _F.DISCARD): _C.GONE,
+        (_C.SCATTERING, _F.SCATTERED): _C.GONE,
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class ReceiveAttempt:
+    """One attempt on D. Owner: the `Receiver`."""
+
+    spec: SequenceSpec
+    generation: int
+    state: ReceiveState = ReceiveState.RESERVING
+    cached_tokens: int = 0
+    next_token: int = 0
+    """Tokens before this one are here already or were announced. Chunks come in order and without gaps."""
+    next_seq: int = 0
+    num_unverified_tokens: int = 0
+    """Tokens whose KV is neither in the cache nor on its way there from a staging slot."""
+    num_missing_tokens: int = 0
+    """Tokens whose KV is not in the cache yet."""
+    kv_bytes: int = 0
+    began_at: float | None = None
+    """When its first chunk was announced."""
+    commit: Commit | None = None
+
+    @property
+    def key(self) -> AttemptKey:
+        """The key of the attempt."""
+        return self.spec.key
+
+    @property
+    def reservation(self) -> Reserved:
+        """Sent when the blocks are counted."""
+        request_id, number = self.key
+        return Reserved(
+            request_id=request_id, attempt=number, generation=self.generation, cached_tokens=self.cached_tokens
+        )
+
+    @property
+    def acknowledgement(self) -> CommitAck:
+        """Sent when all is in the cache."""
+        request_id, number = self.key
+        return CommitAck(request_id=request_id, attempt=number, generation=self.generation)
+
+    @property
+    def live(self) -> bool:
+        """Whether the hand-over can still succeed."""
+        return self.state is not ReceiveState.OVER
+
+
+@dataclass(slots=True, eq=False)
+class ReceivedChunk:
+    """One announced chunk on D. Owner: the `Receiver`."""
+
+    attempt: ReceiveAttempt
+    header: ChunkHeader
+    announced: int | None
+    """The checksum that P computed; None until it is here."""
+    arrived: int | None = None
+    """The checksum of the bytes that came."""
+    state: ReceivedChunkState = ReceivedChunkState.WAITING
+    slot: int | None = None
+    cleared_at: float = 0.0
+    turn: int = 0
+    """Which receive of the pair it is, from 0; once it is cleared."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.header.end_token - self.header.start_token
+
+    @property
+    def receive(self) -> ReceiveBytes:
+        """What fills the slot."""
+        assert self.slot is not None
+        return ReceiveBytes(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
+
+    @property
+    def scatter(self) -> ScatterChunk:
+        """What writes the slot to the cache."""
+        assert self.slot is not None
+        header = self.header
+        start, end = header.start_token, header.end_token
+        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes)
+
+    def done(self, *, ok: bool) -> ChunkDone:
+        """Gives P its credit back."""
+        header = self.header
+        return ChunkDone(
+            request_id=header.request_id, attempt=header.attempt, generation=header.generation, seq=header.seq, ok=ok
+        )
+
+    def clear(self) -> ClearToSend:
+        """Has P send the bytes."""
+        header = self.header
+        return ClearToSend(
+            request_id=header.request_id,
+            attempt=header.attempt,
+            generation=header.generation,
+            seq=header.seq,
+            turn=self.turn,
+        )
+
+
+def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: int, max_chunk_bytes: int) -> None:
+    """Everything that a header may get wrong, before a byte is asked for: a transport dies on a payload of another
+    size.
 
     Raises:
-        ValueError: if there is no slot or no credit, or not even one token fits a chunk.
+        PeerError: if the header is not the one that is due for this reservation.
     """
+    num_tokens = header.end_token - header.start_token
+    where = f"chunk {header.seq} of {attempt.key}"
+    if attempt.commit is not None:
+        raise PeerError(f"{where} was announced after Commit")
+    if header.seq != attempt.next_seq:
+        raise PeerError(f"{where} was announced where chunk {attempt.next_seq} was due")
+    if header.start_token != attempt.next_token:
+        raise PeerError(f"{where} starts at token {header.start_token}, not {attempt.next_token}")
+    if num_tokens < 1 or header.end_token > attempt.spec.num_known_tokens:
+        raise PeerError(f"{where} ends at token {header.end_token} of {attempt.spec.num_known_tokens}")
+    if header.nbytes != num_tokens * bytes_per_token or header.nbytes > max_chunk_bytes:
+        raise PeerError(f"{where} has {header.nbytes} bytes for {num_tokens} tokens")
+
+
+def check_checksum(chunk: ReceivedChunk | None, message: ChunkSum) -> ReceivedChunk:
+    """The chunk that a checksum is for.
+
+    Raises:
+        PeerError: if no chunk waits for it.
+    """
+    if chunk is None or chunk.announced is not None:
+        raise PeerError(f"a checksum for chunk {message.seq} of {message.key}, which waits for none")
+    return chunk
+
+
+def check_commit(attempt: ReceiveAttempt, commit: Commit) -> None:
+    """A commit must come once, after the headers of all chunks; the stream is ordered.
+
+    Raises:
+        PeerError: if it does not.
+    """
+    num_known = attempt.spec.num_known_tokens
+    if attempt.commit is not None:
+        raise PeerError(f"a second Commit of {attempt.key}")
+    if commit.num_chunks != attempt.next_seq or attempt.next_token != num_known:
+        raise PeerError(f"Commit of {attempt.key} after {attempt.next_token} of {num_known} tokens")
+    if commit.token_id < 0:
+        raise PeerError(f"Commit of {attempt.key} with token {commit.token_id}")
+
+
+class ReceiveWindow(ChunkWindow[ReceivedChunk]):
+    """D's chunks under way: which are announced, which have a slot. Owner: the `Receiver`."""
 
     def __init__(self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int) -> None:
-        if credits < 1:
-            raise ValueError(f"a pair needs at least one credit, not {credits}")
-        tokens_per_chunk(max_chunk_bytes, bytes_per_token)
-        self._credits = credits
-        self._bytes_per_token = bytes_per_token
-        self._max_chunk_bytes = max_chunk_bytes
-        self._slots = SlotPool(num_slots)
-        self._chunks: dict[tuple[AttemptKey, int], ReceivedChunk] = {}
+        super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._waiting: deque[ReceivedChunk] = deque()
         """Announced chunks without a slot, in order of their headers."""
         self._num_cleared = 0
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    @property
-    def num_busy_slots(self) -> int:
-        """Slots whose memory is in use."""
-        return self._slots.num_busy
-
     @property
     def oldest_clear(self) -> float | None:
-        """When the chunk was cleared that has held its slot for longest; of those that came, none waits for bytes."""
+        """When the chunk was cleared that has held its slot for longest, of those that wait for bytes or the engine."""
         idle = (ReceivedChunkState.WAITING, ReceivedChunkState.HELD)
         return min((chunk.cleared_at for chunk in self._chunks.values() if chunk.state not in idle), default=None)
-
-    def has_any_of(self, key: AttemptKey) -> bool:
-        """Whether a chunk of this attempt is under way."""
-        return any(chunk_key == key for chunk_key, _ in self._chunks)
 
     def announce(self, attempt: ReceiveAttempt, header: ChunkHeader) -> None:
         """Queue a chunk.
@@ -87,15 +285,11 @@ class ReceiveWindow:
         self._num_cleared += 1
         return chunk
 
-    def get(self, key: AttemptKey, seq: int) -> ReceivedChunk | None:
-        """A chunk under way, if it is."""
-        return self._chunks.get((key, seq))
-
     def hold(self, chunk: ReceivedChunk) -> None:
-        """The transport is done with the slot; nobody knows yet whether what came is right."""
+        """The transport is done with the slot; the checksum to compare with is still to come."""
         chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, ReceivedChunkEvent.HOLD)
 
-    def judge(self, chunk: ReceivedChunk, *, keep: bool) -> None:
+    def settle(self, chunk: ReceivedChunk, *, keep: bool) -> None:
         """`keep` the bytes to scatter them, or give the slot back."""
         event = ReceivedChunkEvent.VERIFIED if keep else ReceivedChunkEvent.DISCARD
         chunk.state = RECEIVED_CHUNK_TABLE.next(chunk.state, event)
@@ -114,13 +308,13 @@ class ReceiveWindow:
         return chunk
 
     def drop_idle(self, attempt: ReceiveAttempt) -> list[ReceivedChunk]:
-        """Forget what nobody works on: chunks that were not cleared, for which no bytes will come, and those that came
-        and were not judged, which are returned, since P waits for their credit."""
+        """Drop what neither engine nor transport works on: chunks that were not cleared, for which no bytes will come,
+        and those that came without a checksum, which are returned, since P waits for their credit."""
         self._waiting = deque(chunk for chunk in self._waiting if chunk.attempt is not attempt)
         mine = [chunk for chunk in self._chunks.values() if chunk.attempt is attempt]
         held = [chunk for chunk in mine if chunk.state is ReceivedChunkState.HELD]
         for chunk in [chunk for chunk in mine if chunk.state is ReceivedChunkState.WAITING] + held:
-            self.judge(chunk, keep=False)
+            self.settle(chunk, keep=False)
         return held
 
     def under_way(self, key: AttemptKey, seq: int, state: ReceivedChunkState) -> ReceivedChunk:

@@ -1,41 +1,40 @@
-"""D's half of the hand-over: a pure state machine, one per pair and life of its control stream.
+"""D's half of the hand-over: a pure state machine, one per pair and control stream.
 
 An offer becomes a reservation in D's engine. Each announced chunk is checked against it before it is cleared; then
-its bytes arrive in a staging slot, are compared with the checksum that P tells, and D's own engine scatters them. When
-`Commit` is here and all bytes are verified, the join is asked for behind the last scatter, so that the engine does both
+its bytes arrive in a staging slot, are compared with the checksum that P sent, and D's own engine scatters them. When
+`Commit` is here and all bytes are verified, the join is ordered behind the last scatter, so that the engine does both
 between the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
 A staging slot is held from `ReceiveBytes` until the engine scattered it, or until the transport is done with it where
-the attempt ended meanwhile: ending an attempt never proves that the writer stopped.
+the attempt ended meanwhile: ending an attempt never proves that the writer stopped. The states are in
+`receive_window.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
+    BLOCKS_GONE,
     CANCELLED,
+    DEADLINE,
     LEASE_LOST,
-    PAIR_CLOSED,
-    STUCK,
-    ClosePair,
+    Cause,
     JoinSequence,
     ReceiveOutcome,
     ReceiveOver,
-    ReceiverEffect,
+    ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     Send,
 )
-from disagg.engine.kv_transfer.pair_state import FadingSet, PairClock, PeerError
-from disagg.engine.kv_transfer.receive_window import ReceiveWindow
-from disagg.engine.kv_transfer.receiving import (
+from disagg.engine.kv_transfer.pair_half import FadingSet, PairHalf, PeerError, abort, abort_ack
+from disagg.engine.kv_transfer.receive_window import (
     RECEIVE_TABLE,
     ReceiveAttempt,
     ReceivedChunk,
     ReceivedChunkState,
     ReceiveEvent,
     ReceiveState,
+    ReceiveWindow,
     check_checksum,
     check_commit,
 )
@@ -45,24 +44,25 @@ from disagg.proto.handover import (
     ChunkHeader,
     ChunkSum,
     Commit,
+    Failure,
     Offer,
     PairHeartbeat,
     Refused,
     SenderToReceiver,
 )
 from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import EndReason
 
-Effects = list[ReceiverEffect]
+Commands = list[ReceiverCommand]
 
 MAX_TOMBSTONES = 4096
 ATTEMPT_IS_OVER = "this attempt is over here"
 
 
-class Receiver:
-    """The receiving half of one pair. Owner: the asyncio thread of D.
+class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
+    """The receiving half of one pair; see `PairHalf`. Owner: the asyncio thread of D.
 
-    Every input returns the effects to carry out, in order. `counters` counts what a healthy pair never sees (`stale`,
-    `violations`, `corrupt_chunks`) and what moved (`chunks_received`, `kv_bytes_received`).
+    `counters` also counts `corrupt_chunks`, and what moved (`chunks_received`, `kv_bytes_received`).
 
     Args:
         now: this process's clock, seconds.
@@ -72,13 +72,16 @@ class Receiver:
         num_slots: staging slots of `max_chunk_bytes` each.
         lease_timeout_s: silence of P after which attempts fail; after twice as long the pair is closed, if bytes of it
             are still to come.
-        heartbeat_s: how often to beat.
+        heartbeat_s: how often to send a heartbeat.
         transfer_timeout_s: how long cleared bytes may take before the pair is closed.
         tombstone_ttl_s: how long a cancel waits for its offer, and an ended attempt is remembered.
 
     Raises:
         ValueError: if not even one token fits a chunk, or there is no slot or credit.
     """
+
+    PEER = "prefill worker"
+    HOLDINGS = "receiving"
 
     def __init__(
         self,
@@ -93,19 +96,15 @@ class Receiver:
         transfer_timeout_s: float = 30.0,
         tombstone_ttl_s: float = 10.0,
     ) -> None:
-        self._window = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
-        self._transfer_timeout_s = transfer_timeout_s
-        self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
-        self._attempts: dict[AttemptKey, ReceiveAttempt] = {}
+        super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
+        self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._cancelled_early = FadingSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = FadingSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_generation = 0
-        self.closed = False
-        self.counters: Counter[str] = Counter()
 
     # ------------------------------------------------------------ our own inputs
 
-    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> Effects:
+    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> Commands:
         """The engine counted the blocks; the KV of the first `cached_tokens` tokens is here."""
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -117,7 +116,7 @@ class Receiver:
         attempt.num_unverified_tokens = attempt.num_missing_tokens = num_known - cached_tokens
         return [Send(attempt.reservation)]
 
-    def on_reserve_refused(self, key: AttemptKey, reason: str) -> Effects:
+    def on_reserve_refused(self, key: AttemptKey, reason: str) -> Commands:
         """The engine has no room; it holds nothing."""
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -125,36 +124,37 @@ class Receiver:
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.REFUSED)
         del self._attempts[key]
         refused = Refused(request_id=key.request_id, attempt=key.attempt, reason=reason)
-        return [Send(refused), ReceiveOver(key, "aborted", reason)]
+        return [Send(refused), ReceiveOver(key, "aborted", Cause(Failure.REFUSED, reason))]
 
-    def on_received(self, key: AttemptKey, seq: int, ok: bool, checksum: int = 0) -> Effects:
+    def on_received(self, key: AttemptKey, seq: int, ok: bool, checksum: int = 0) -> Commands:
         """The transport is done with the slot; not `ok` if the connection broke, which ends the pair.
 
         Raises:
             TransitionError: if this chunk was not being received.
         """
-        out: Effects = []
+        out: Commands = []
         chunk = self._window.under_way(key, seq, ReceivedChunkState.RECEIVING)
         if not ok:
-            self._window.judge(chunk, keep=False)
-            return out if self.closed else self._close_pair("the transport failed while receiving")
+            self._window.settle(chunk, keep=False)
+            cause = Cause(Failure.TRANSPORT, "the transport failed while receiving")
+            return out if self.closed else self._close_pair(cause)
         self.counters["chunks_received"] += 1
         self.counters["kv_bytes_received"] += chunk.header.nbytes
         chunk.arrived = checksum
         if chunk.announced is None and chunk.attempt.live:
             self._window.hold(chunk)
         else:
-            self._judge(chunk, out)
+            self._verify(chunk, out)
         self._pump(out)
         return out
 
-    def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> Effects:
+    def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> Commands:
         """The engine is done with the slot; not `ok` if the sequence was gone.
 
         Raises:
             TransitionError: if this chunk was not being scattered.
         """
-        out: Effects = []
+        out: Commands = []
         chunk = self._window.scattered(key, seq)
         attempt = chunk.attempt
         if not self.closed:
@@ -164,85 +164,37 @@ class Receiver:
             attempt.kv_bytes += chunk.header.nbytes
             self._acknowledge_if_whole(attempt, out)
         elif attempt.live:
-            self._give_up(attempt, "its blocks are gone on the decode worker", out)
+            self._give_up(attempt, BLOCKS_GONE, out)
         self._pump(out)
         return out
 
-    def on_ended(self, key: AttemptKey, reason: str) -> Effects:
+    def on_ended(self, key: AttemptKey, reason: EndReason) -> Commands:
         """The engine ended the reserved sequence by itself (its deadline passed) and holds nothing of it."""
-        return self._end_own(key, reason, release=False)
+        match reason:
+            case "cancelled":
+                cause = CANCELLED
+            case "deadline":
+                cause = DEADLINE
+            case _:
+                cause = Cause(Failure.ENDED, f"ended on the decode worker: {reason}")
+        return self._end_own(key, cause, release=False)
 
-    def cancel(self, key: AttemptKey) -> Effects:
-        """The gateway wants this attempt to stop. Idempotent; one that was not offered yet will be turned away.
+    def cancel(self, key: AttemptKey) -> Commands:
+        """A gateway cancels this attempt. Idempotent; one that was not offered yet is refused when it is.
 
-        After the hand-over the sequence is the engine's, and cancelling it too.
+        After the hand-over the engine owns the sequence: cancel it there.
         """
         if key not in self._attempts and key not in self._ended and not self.closed:
             self._cancelled_early.add(key, self._clock.now)
         return self._end_own(key, CANCELLED, release=True)
 
-    def tick(self, now: float) -> Effects:
-        """Let time pass: beat, and end what waited too long. To be called at least every `heartbeat_s`."""
-        out: Effects = []
-        if self.closed:
-            return out
-        if self._clock.tick(now):
-            out.append(Send(PairHeartbeat()))
-        self._cancelled_early.fade(now)
-        self._ended.fade(now)
-        if self._clock.silence_s >= self._clock.lease_timeout_s:
-            for attempt in list(self._attempts.values()):
-                self._give_up(attempt, LEASE_LOST, out)
-        if self._clock.silence_s >= 2 * self._clock.lease_timeout_s and len(self._window):
-            return out + self._close_pair(LEASE_LOST)
-        if self._is_stuck():
-            return out + self._close_pair(STUCK)
-        self._pump(out)
-        return out
-
-    def close(self, now: float, reason: str = PAIR_CLOSED) -> Effects:
-        """The control stream ended, or P is gone: every attempt is aborted. Idempotent.
-
-        Slots that the transport or the engine still works on are freed by `on_received` and `on_scattered`; closing
-        the transport makes it answer.
-        """
-        self._clock.see(now)
-        out: Effects = []
-        if self.closed:
-            return out
-        self.closed = True
-        for attempt in list(self._attempts.values()):
-            self._end(attempt, reason, out, release=True)
-        self._cancelled_early.clear()
-        self._ended.clear()
-        return out
-
     def holdings(self) -> dict[str, int]:
-        """What this half holds; all zero when idle, a while after the last cancel."""
-        return {
-            "receiving": len(self._attempts),
-            "receiving_chunks": len(self._window),
-            "receiving_slots": self._window.num_busy_slots,
-            "tombstones": len(self._cancelled_early),
-        }
+        """See `PairHalf.holdings`; zero a while after the last cancel."""
+        return {**super().holdings(), "tombstones": len(self._cancelled_early)}
 
     # ------------------------------------------------------------ the peer's messages
 
-    def on_message(self, message: SenderToReceiver, now: float) -> Effects:
-        """A control message of P. One that P must not send closes the pair."""
-        if self.closed:
-            return []
-        self._clock.heard(now)
-        out: Effects = []
-        try:
-            self._receive(message, out)
-            self._pump(out)
-        except PeerError as error:
-            self.counters["violations"] += 1
-            out += self._close_pair(f"protocol violation by the prefill worker: {error}")
-        return out
-
-    def _receive(self, message: SenderToReceiver, out: Effects) -> None:
+    def _receive(self, message: SenderToReceiver, out: Commands) -> None:
         match message:
             case PairHeartbeat() | AbortAck():
                 pass
@@ -259,7 +211,7 @@ class Receiver:
             case _:
                 raise PeerError(f"{type(message).__name__} in the middle of the stream")
 
-    def _on_offer(self, message: Offer, out: Effects) -> None:
+    def _on_offer(self, message: Offer, out: Commands) -> None:
         key = message.spec.key
         if message.spec.num_known_tokens < 1:
             raise PeerError(f"Offer of {key} without tokens")
@@ -268,7 +220,7 @@ class Receiver:
         elif key in self._cancelled_early:
             self._cancelled_early.discard(key)
             self._ended.add(key, self._clock.now)
-            out.append(Send(Abort(request_id=key.request_id, attempt=key.attempt, reason=CANCELLED)))
+            out.append(abort(key, CANCELLED))
         elif key in self._ended or self._window.has_any_of(key):
             self.counters["stale"] += 1
             out.append(Send(Refused(request_id=key.request_id, attempt=key.attempt, reason=ATTEMPT_IS_OVER)))
@@ -285,16 +237,16 @@ class Receiver:
         self._window.announce(attempt, header)
         attempt.began_at = self._clock.now if attempt.began_at is None else attempt.began_at
 
-    def _on_checksum(self, message: ChunkSum, out: Effects) -> None:
+    def _on_checksum(self, message: ChunkSum, out: Commands) -> None:
         attempt = self._current(message)
         if attempt is None:
             return
         chunk = check_checksum(self._window.get(attempt.key, message.seq), message)
         chunk.announced = message.checksum
         if chunk.arrived is not None:
-            self._judge(chunk, out)
+            self._verify(chunk, out)
 
-    def _on_commit(self, commit: Commit, out: Effects) -> None:
+    def _on_commit(self, commit: Commit, out: Commands) -> None:
         attempt = self._current(commit)
         if attempt is None:
             return
@@ -303,32 +255,24 @@ class Receiver:
         attempt.commit = commit
         self._join_if_verified(attempt, out)
 
-    def _on_abort(self, message: Abort, out: Effects) -> None:
-        key = AttemptKey(message.request_id, message.attempt)
-        attempt = self._attempts.get(key)
-        held = [] if attempt is None else self._end(attempt, message.reason, out, release=True)
-        out += [Send(AbortAck(request_id=key.request_id, attempt=key.attempt)), *held]
-
-    def _current(self, message: ChunkHeader | ChunkSum | Commit) -> ReceiveAttempt | None:
-        """The attempt that a message means; where it is over, or the reservation an earlier one, that is counted."""
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
-        if attempt is None or attempt.generation != message.generation:
-            self.counters["stale"] += 1
-            return None
-        return attempt
+    def _on_abort(self, message: Abort, out: Commands) -> None:
+        attempt = self._attempts.get(message.key)
+        cause = Cause(message.failure, message.detail)
+        held = [] if attempt is None else self._end(attempt, cause, out, release=True)
+        out += [abort_ack(message.key), *held]
 
     # ------------------------------------------------------------ moving on
 
-    def _pump(self, out: Effects) -> None:
+    def _pump(self, out: Commands) -> None:
         """Clear announced chunks while there are slots. P sends in this order, so the receives are posted in it."""
         while not self.closed and (chunk := self._window.clear_next(self._clock.now)) is not None:
             out += [chunk.receive, Send(chunk.clear())]
 
-    def _judge(self, chunk: ReceivedChunk, out: Effects) -> None:
-        """The bytes are here, and their checksum is known, or nobody wants them any more."""
+    def _verify(self, chunk: ReceivedChunk, out: Commands) -> None:
+        """The bytes are here, and P's checksum is, too, or the attempt is over."""
         attempt = chunk.attempt
         intact = chunk.announced in (None, chunk.arrived)
-        self._window.judge(chunk, keep=intact and attempt.live)
+        self._window.settle(chunk, keep=intact and attempt.live)
         if intact and attempt.live:
             out.append(chunk.scatter)
             attempt.num_unverified_tokens -= chunk.num_tokens
@@ -338,61 +282,72 @@ class Receiver:
         if not intact:
             self.counters["corrupt_chunks"] += 1
             if attempt.live:
-                self._give_up(attempt, f"chunk {chunk.header.seq} has another checksum than announced", out)
+                detail = f"chunk {chunk.header.seq} has another checksum than announced"
+                self._give_up(attempt, Cause(Failure.CHUNK_REJECTED, detail), out)
 
-    def _join_if_verified(self, attempt: ReceiveAttempt, out: Effects) -> None:
-        """Ask for the join; it does not wait for the answers of the scatters before it."""
+    def _join_if_verified(self, attempt: ReceiveAttempt, out: Commands) -> None:
+        """Order the join; it does not wait for the answers of the scatters before it."""
         if attempt.commit is None or attempt.num_unverified_tokens:
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOIN)
         out.append(JoinSequence(attempt.key, attempt.commit.token_id, attempt.commit.logprobs))
         self._acknowledge_if_whole(attempt, out)
 
-    def _acknowledge_if_whole(self, attempt: ReceiveAttempt, out: Effects) -> None:
+    def _acknowledge_if_whole(self, attempt: ReceiveAttempt, out: Commands) -> None:
         """All is in the cache and joined: P may let go."""
         if attempt.state is not ReceiveState.JOINING or attempt.num_missing_tokens:
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOINED)
         self._forget(attempt)
         out.append(Send(attempt.acknowledgement))
-        self._report(attempt, "committed", "", out)
+        self._report(attempt, "committed", None, out)
 
     # ------------------------------------------------------------ giving up
 
-    def _end_own(self, key: AttemptKey, reason: str, *, release: bool) -> Effects:
-        out: Effects = []
+    def _end_own(self, key: AttemptKey, cause: Cause, *, release: bool) -> Commands:
+        out: Commands = []
         attempt = self._attempts.get(key)
         if attempt is not None:
-            self._give_up(attempt, reason, out, release=release)
+            self._give_up(attempt, cause, out, release=release)
             self._pump(out)
         return out
 
-    def _give_up(self, attempt: ReceiveAttempt, reason: str, out: Effects, *, release: bool = True) -> None:
-        """End an attempt from this side and tell P, which answers only to be polite: nothing here waits for it."""
-        held = self._end(attempt, reason, out, release=release)
-        request_id, number = attempt.key
-        out += [Send(Abort(request_id=request_id, attempt=number, reason=reason)), *held]
+    def _give_up(self, attempt: ReceiveAttempt, cause: Cause, out: Commands, *, release: bool = True) -> None:
+        """End an attempt from this side. Nothing here waits for P's AbortAck."""
+        held = self._end(attempt, cause, out, release=release)
+        out += [abort(attempt.key, cause), *held]
 
-    def _end(self, attempt: ReceiveAttempt, reason: str, out: Effects, *, release: bool) -> list[Send]:
-        """The credits that P is owed, to be told after the end: before it, they would say that chunks were bad."""
+    def _end(self, attempt: ReceiveAttempt, cause: Cause, out: Commands, *, release: bool) -> list[Send]:
+        """Returns the credits that P is owed, to be sent after the end: before it, they would mean rejected chunks."""
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.GIVE_UP)
         self._forget(attempt)
         if release:
             out.append(ReleaseSequence(attempt.key))
-        self._report(attempt, "aborted", reason, out)
+        self._report(attempt, "aborted", cause, out)
         return [Send(chunk.done(ok=False)) for chunk in self._window.drop_idle(attempt)]
 
     def _forget(self, attempt: ReceiveAttempt) -> None:
         del self._attempts[attempt.key]
         self._ended.add(attempt.key, self._clock.now)
 
-    def _report(self, attempt: ReceiveAttempt, outcome: ReceiveOutcome, reason: str, out: Effects) -> None:
+    def _report(self, attempt: ReceiveAttempt, outcome: ReceiveOutcome, cause: Cause | None, out: Commands) -> None:
         kv_bytes, cached = attempt.kv_bytes, attempt.cached_tokens
-        out.append(ReceiveOver(attempt.key, outcome, reason, kv_bytes, cached, attempt.began_at))
+        out.append(ReceiveOver(attempt.key, outcome, cause, kv_bytes, cached, attempt.began_at))
 
-    def _close_pair(self, reason: str) -> Effects:
-        return [*self.close(self._clock.now, reason), ClosePair(reason)]
+    def _end_all(self, cause: Cause, out: Commands) -> None:
+        for attempt in list(self._attempts.values()):
+            self._end(attempt, cause, out, release=True)
+        self._cancelled_early.clear()
+        self._ended.clear()
 
-    def _is_stuck(self) -> bool:
-        oldest = self._window.oldest_clear
-        return oldest is not None and self._clock.now - oldest >= self._transfer_timeout_s
+    # ------------------------------------------------------------ time
+
+    def _expire(self, now: float, lease_is_lost: bool, out: Commands) -> None:
+        self._cancelled_early.fade(now)
+        self._ended.fade(now)
+        if lease_is_lost:
+            for attempt in list(self._attempts.values()):
+                self._give_up(attempt, LEASE_LOST, out)
+
+    def _oldest_debt(self) -> float | None:
+        return self._window.oldest_clear

@@ -1,49 +1,321 @@
-"""P's chunks under way: staging slots, the order of announcing, and D's credits.
+"""P's attempts and chunks: their records, their transitions, and the chunks under way (`SendWindow`).
 
-The window knows when a slot's memory may be used again; the `Sender` decides what is worth sending and what is given
-up.
+An attempt:
+
+    OFFERED ──Reserved──> PREFILLING ──Commit──> COMMITTING ──CommitAck──> OVER
+       │ Refused: OVER        │                      │
+       └──────────────────────┴──────────────────────┴──(given up here)──> ABORTING ──AbortAck──> OVER
+    any ──(peer aborts, pair closes)──> OVER
+
+A chunk, which lives longer than its attempt if D has granted it, because its bytes are owed:
+
+    GATHERING ─────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
+        │                            ^                       ^   └─ChunkDone─> TAKEN ──(sent)──> GONE
+        └──> PROMISED ──(gathered)───┘                       │
+                └──ClearToSend──> OWED ──────(gathered)──────┘
+
+The last chunk of a prompt is announced while its tokens are computed (PROMISED), so that D's receive is posted by then.
+
+A payload has whole tokens and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
+step left at least half of a full one; what is smaller waits for the next step, because a lone small message costs
+milliseconds. When the prompt is computed, the rest goes out whatever its size.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from disagg.engine.kv_transfer.chunks import TokenRange, next_chunk, tokens_per_chunk
-from disagg.engine.kv_transfer.pair_state import PeerError, SlotPool, TransitionError
-from disagg.engine.kv_transfer.sending import (
-    AWAITED,
-    CREDITED,
-    HOLDS_SLOT,
-    SENT_CHUNK_TABLE,
-    TOUCHED,
-    UNANNOUNCED,
-    SendAttempt,
-    SendState,
-    SentChunk,
-    SentChunkEvent,
-    SentChunkState,
-)
+from disagg.engine.kv_transfer.commands import GatherChunk, SendBytes
+from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
+from disagg.proto.handover import ChunkHeader, ChunkSum, Commit
 from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 
-class SendWindow:
-    """Chunks of all attempts of a pair. Owner: its `Sender`.
+class SendState(enum.Enum):
+    """Where the hand-over of an attempt is, seen from P."""
 
-    Raises:
-        ValueError: if there is no slot or no credit, or not even one token fits a chunk.
+    OFFERED = "offered"
+    PREFILLING = "prefilling"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+    OVER = "over"
+
+
+class SendEvent(enum.Enum):
+    """Events of an attempt."""
+
+    RESERVED = "Reserved"
+    REFUSED = "Refused"
+    COMMIT = "commit"
+    ACKED = "CommitAck"
+    GIVE_UP = "give up"
+    PEER_ABORT = "Abort"
+    ABORT_ACKED = "AbortAck"
+
+
+_S, _E = SendState, SendEvent
+SEND_TABLE: Table[SendState, SendEvent] = Table(
+    {
+        (_S.OFFERED, _E.RESERVED): _S.PREFILLING,
+        (_S.OFFERED, _E.REFUSED): _S.OVER,
+        (_S.PREFILLING, _E.COMMIT): _S.COMMITTING,
+        (_S.COMMITTING, _E.ACKED): _S.OVER,
+        (_S.OFFERED, _E.GIVE_UP): _S.ABORTING,
+        (_S.PREFILLING, _E.GIVE_UP): _S.ABORTING,
+        (_S.COMMITTING, _E.GIVE_UP): _S.ABORTING,
+        (_S.OFFERED, _E.PEER_ABORT): _S.OVER,
+        (_S.PREFILLING, _E.PEER_ABORT): _S.OVER,
+        (_S.COMMITTING, _E.PEER_ABORT): _S.OVER,
+        (_S.ABORTING, _E.PEER_ABORT): _S.OVER,
+        (_S.ABORTING, _E.ABORT_ACKED): _S.OVER,
+        # These crossed our Abort on the wire; its acknowledgement is still to come.
+        (_S.ABORTING, _E.RESERVED): _S.ABORTING,
+        (_S.ABORTING, _E.REFUSED): _S.ABORTING,
+        (_S.ABORTING, _E.ACKED): _S.ABORTING,
+    }
+)
+
+
+class SentChunkState(enum.Enum):
+    """Where a chunk is, seen from P."""
+
+    GATHERING = "gathering"
+    PROMISED = "promised"
+    OWED = "owed"
+    READY = "ready"
+    ANNOUNCED = "announced"
+    SENDING = "sending"
+    SENT = "sent"
+    TAKEN = "taken"
+    GONE = "gone"
+
+
+class SentChunkEvent(enum.Enum):
+    """Events of a chunk."""
+
+    GATHERED = "gathered"
+    ANNOUNCE = "announce"
+    GRANTED = "ClearToSend"
+    SENT = "sent"
+    DONE = "ChunkDone"
+
+
+_C, _F = SentChunkState, SentChunkEvent
+SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
+    {
+        (_C.GATHERING, _F.GATHERED): _C.READY,
+        (_C.READY, _F.ANNOUNCE): _C.ANNOUNCED,
+        (_C.GATHERING, _F.ANNOUNCE): _C.PROMISED,
+        (_C.PROMISED, _F.GATHERED): _C.ANNOUNCED,
+        (_C.PROMISED, _F.GRANTED): _C.OWED,
+        (_C.OWED, _F.GATHERED): _C.SENDING,
+        (_C.ANNOUNCED, _F.GRANTED): _C.SENDING,
+        (_C.SENDING, _F.SENT): _C.SENT,
+        (_C.SENT, _F.DONE): _C.GONE,
+        # D may have the bytes before our transport says that they left.
+        (_C.SENDING, _F.DONE): _C.TAKEN,
+        (_C.TAKEN, _F.SENT): _C.GONE,
+    }
+)
+
+UNANNOUNCED = frozenset({_C.GATHERING, _C.READY})
+CREDITED = frozenset({_C.PROMISED, _C.OWED, _C.ANNOUNCED, _C.SENDING, _C.SENT})
+"""States in which a chunk uses one of D's credits."""
+AWAITED = frozenset({_C.PROMISED, _C.ANNOUNCED, _C.SENDING, _C.SENT, _C.TAKEN})
+"""States in which D, or the transport, is to do something."""
+HOLDS_SLOT = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.TAKEN})
+TOUCHED = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.SENDING, _C.TAKEN})
+"""States in which the engine or the transport works on the slot, whatever becomes of attempt and pair."""
+
+
+@dataclass(slots=True, eq=False)
+class SendAttempt:
+    """One attempt on P. Owner: the `Sender`."""
+
+    spec: SequenceSpec
+    state: SendState
+    deadline: float | None
+    generation: int = 0
+    cached_tokens: int = 0
+    num_planned: int = 0
+    """The engine computes, or has computed, the tokens before this one."""
+    next_token: int = 0
+    """Tokens before this one are D's already or were cut into chunks."""
+    next_seq: int = 0
+    num_unannounced: int = 0
+    num_gathering: int = 0
+    token_id: int | None = None
+    """Output token 0, when the prompt is computed."""
+    logprobs: TokenLogprobs | None = None
+    """Of that token, where the request asks."""
+    kv_bytes: int = 0
+    started: bool = False
+    """Whether the engine runs or holds it: `StartPrefill` was issued, `ReleaseSequence` was not."""
+    waiting_since: float = 0.0
+    """When the offer, commit or abort was sent that D must answer next."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """The key of the attempt."""
+        return self.spec.key
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose KV must be on D in the end."""
+        return self.spec.num_known_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether the engine computes the end of the prompt, or has."""
+        return self.num_planned == self.num_known_tokens
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """Sort key, lower goes first: computed prompts, whose streams wait for this, then the earliest deadline."""
+        return not self.complete, math.inf if self.deadline is None else self.deadline
+
+    @property
+    def live(self) -> bool:
+        """Whether the hand-over can still succeed."""
+        return self.state not in (SendState.ABORTING, SendState.OVER)
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether D must answer an offer or a commit."""
+        return self.state in (SendState.OFFERED, SendState.COMMITTING)
+
+    @property
+    def can_commit(self) -> bool:
+        """Whether all is announced and token 0 is known."""
+        return (
+            self.state is SendState.PREFILLING
+            and self.token_id is not None
+            and self.next_token == self.num_known_tokens
+            and self.num_unannounced == 0
+        )
+
+    @property
+    def commit(self) -> Commit:
+        """Sent when all is announced."""
+        assert self.token_id is not None
+        request_id, number = self.key
+        return Commit(
+            request_id=request_id,
+            attempt=number,
+            generation=self.generation,
+            token_id=self.token_id,
+            logprobs=self.logprobs,
+            num_chunks=self.next_seq,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SentChunk:
+    """One chunk on P: tokens [start, end) in staging slot `slot`. Owner: the `Sender`."""
+
+    attempt: SendAttempt
+    seq: int
+    start: int
+    end: int
+    slot: int
+    nbytes: int
+    state: SentChunkState = SentChunkState.GATHERING
+    checksum: int | None = None
+    """Known when it is gathered."""
+    announced_at: float = 0.0
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether D has its header."""
+        return self.state not in UNANNOUNCED
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.end == self.attempt.num_known_tokens
+
+    @property
+    def header(self) -> ChunkHeader:
+        """The announcement."""
+        request_id, number = self.attempt.key
+        return ChunkHeader(
+            request_id=request_id,
+            attempt=number,
+            generation=self.attempt.generation,
+            seq=self.seq,
+            start_token=self.start,
+            end_token=self.end,
+            nbytes=self.nbytes,
+            checksum=self.checksum,
+        )
+
+    @property
+    def gather(self) -> GatherChunk:
+        """The command that fills the slot."""
+        return GatherChunk(self.attempt.key, self.seq, self.start, self.end, self.slot, self.nbytes)
+
+    @property
+    def send(self) -> SendBytes:
+        """The command that sends the slot."""
+        return SendBytes(self.attempt.key, self.seq, self.slot, self.nbytes)
+
+    @property
+    def late_checksum(self) -> ChunkSum:
+        """Sent when a promised chunk is gathered."""
+        assert self.checksum is not None
+        request_id, number = self.attempt.key
+        return ChunkSum(
+            request_id=request_id,
+            attempt=number,
+            generation=self.attempt.generation,
+            seq=self.seq,
+            checksum=self.checksum,
+        )
+
+
+class TokenRange(NamedTuple):
+    """Tokens [start, end)."""
+
+    start: int
+    end: int
+
+
+def next_chunk(next_token: int, num_planned: int, max_tokens: int, *, complete: bool) -> TokenRange | None:
+    """The next payload to send, if there is one worth sending.
+
+    Args:
+        next_token: the first token that was not cut yet.
+        num_planned: tokens before this one are computed, or will be in the running step.
+        max_tokens: tokens of a full payload.
+        complete: whether that is the whole prompt.
+    """
+    available = num_planned - next_token
+    if available <= 0:
+        return None
+    if available >= max_tokens:
+        return TokenRange(next_token, next_token + max_tokens)
+    if complete or 2 * available >= max_tokens:
+        return TokenRange(next_token, num_planned)
+    return None
+
+
+class SendWindow(ChunkWindow[SentChunk]):
+    """P's chunks under way: staging slots, the order of announcing, and D's credits. Owner: the `Sender`.
+
+    Args:
+        promises: whether a prompt's last chunk is announced before it is gathered.
     """
 
     def __init__(
         self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int, *, promises: bool
     ) -> None:
-        if credits < 1:
-            raise ValueError(f"a pair needs at least one credit, not {credits}")
-        self._credits = credits
-        self._bytes_per_token = bytes_per_token
+        super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._promises = promises
-        self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
-        self._slots = SlotPool(num_slots)
-        self._chunks: dict[tuple[AttemptKey, int], SentChunk] = {}
         self._num_granted = 0
         self._closed = False
         self._outbox: deque[SentChunk] = deque()
@@ -51,31 +323,15 @@ class SendWindow:
         self._due: deque[SentChunk] = deque()
         """Chunks that D has cleared and whose bytes have not begun to leave, in the order of D's receives."""
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    @property
-    def num_busy_slots(self) -> int:
-        """Slots whose memory is in use."""
-        return self._slots.num_busy
-
     @property
     def num_credited(self) -> int:
         """Chunks announced and not done."""
         return sum(chunk.state in CREDITED for chunk in self._chunks.values())
 
     @property
-    def announced_at(self) -> list[float]:
-        """When each chunk was announced that is not done with."""
+    def awaited_since(self) -> list[float]:
+        """When each chunk was announced that D or the transport is to do something with."""
         return [chunk.announced_at for chunk in self._chunks.values() if chunk.state in AWAITED]
-
-    def has_any_of(self, key: AttemptKey) -> bool:
-        """Whether a chunk of this attempt is under way."""
-        return any(chunk_key == key for chunk_key, _ in self._chunks)
-
-    def get(self, key: AttemptKey, seq: int) -> SentChunk | None:
-        """A chunk under way, if it is."""
-        return self._chunks.get((key, seq))
 
     def cut(self, attempt: SendAttempt) -> list[SentChunk]:
         """The next chunks of `attempt`, as many as there are free slots; to be gathered now."""
@@ -99,8 +355,8 @@ class SendWindow:
         return chunk
 
     def gathered(self, key: AttemptKey, seq: int) -> SentChunk:
-        """The engine is done with the slot. A chunk for which D cannot ask any more is dropped; one that D has cleared
-        is to be sent now, whatever became of its attempt."""
+        """The engine is done with the slot. A chunk that D cannot clear any more is dropped; one that D has cleared is
+        to be sent now, whatever became of its attempt."""
         chunk = self._advance(key, seq, SentChunkEvent.GATHERED)
         attempt = chunk.attempt
         attempt.num_gathering -= 1
@@ -129,14 +385,14 @@ class SendWindow:
         return chunk
 
     def grant(self, chunk: SentChunk, turn: int) -> None:
-        """D has posted the receive: the bytes are owed. Were a grant lost and we sent on, the bytes would end in the
-        receive of another chunk, perhaps of another size; so D counts them.
+        """D has posted the receive: the bytes are owed. If a grant were lost and the next one obeyed, its bytes would
+        end in the receive of another chunk, perhaps of another size; so D numbers them.
 
         Raises:
             PeerError: if the chunk was not announced, was cleared before, or is not the next one of D's receives.
         """
         if turn != self._num_granted:
-            raise PeerError(f"receive {turn} was posted, {self._num_granted} were heard of")
+            raise PeerError(f"receive {turn} was posted, but {self._num_granted} were announced before it")
         chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.GRANTED)
         self._num_granted += 1
         self._due.append(chunk)
@@ -161,14 +417,14 @@ class SendWindow:
         """D's slot is free: one credit back.
 
         Raises:
-            PeerError: if D had not cleared the chunk, or said so before.
+            PeerError: if D had not cleared the chunk, or sent this before.
         """
         chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.DONE)
         if chunk.state is SentChunkState.GONE:
             del self._chunks[chunk.attempt.key, chunk.seq]
 
     def drop_unannounced(self, attempt: SendAttempt) -> None:
-        """Take back what D does not know of; a slot that the engine writes to stays until it answers."""
+        """Drop what was not announced; a slot that the engine writes to is freed by its answer."""
         mine = [chunk for chunk in self._outbox if chunk.attempt is attempt]
         self._outbox = deque(chunk for chunk in self._outbox if chunk.attempt is not attempt)
         for chunk in mine:
@@ -177,7 +433,7 @@ class SendWindow:
                 self._drop(chunk)
 
     def drop_uncleared(self, attempt: SendAttempt) -> None:
-        """D can ask for nothing more of this attempt: free what it did not clear."""
+        """D can clear nothing more of this attempt: free what it did not clear."""
         for chunk in list(self._chunks.values()):
             if chunk.attempt is attempt and chunk.state is SentChunkState.ANNOUNCED:
                 self._drop(chunk)

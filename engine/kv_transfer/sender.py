@@ -1,4 +1,4 @@
-"""P's half of the hand-over: a pure state machine, one per pair and life of its control stream.
+"""P's half of the hand-over: a pure state machine, one per pair and control stream.
 
 An attempt is offered; when D has reserved, its prefill starts. What a prefill step computes is gathered into a
 staging slot, announced to D with its checksum, and sent when D clears it. The end of a prompt, which a stream waits
@@ -6,39 +6,37 @@ for, is announced while it is computed, and its checksum follows. When all chunk
 `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
 
 The blocks of a sequence are kept until then, or until the attempt is given up, and never released while a gather from
-them is to come. A staging slot is held from `GatherChunk` until the bytes left, or until D can no longer ask for
-them: it acknowledged our abort, or aborted itself (its stream is ordered, so nothing of the attempt follows). A chunk
-that D cleared is always sent in full.
+them is to come. A staging slot is held from `GatherChunk` until the bytes left, or until D can no longer clear them: it
+acknowledged our abort, or aborted itself (its stream is ordered, so nothing of the attempt follows). A chunk that D
+cleared is always sent in full. The states are in `send_window.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
+    KV_GONE,
     LEASE_LOST,
     PAIR_CLOSED,
     STUCK,
-    ClosePair,
+    Cause,
     ReleaseSequence,
     Send,
-    SenderEffect,
+    SenderCommand,
     SendOutcome,
     SendOver,
     StartPrefill,
 )
-from disagg.engine.kv_transfer.pair_state import PairClock, PeerError, TransitionError
-from disagg.engine.kv_transfer.reasons import CHUNK_REJECTED, KV_GONE, TRANSPORT_FAILED, VIOLATION
-from disagg.engine.kv_transfer.send_window import SendWindow
-from disagg.engine.kv_transfer.sending import SEND_TABLE, SendAttempt, SendEvent, SendState
+from disagg.engine.kv_transfer.pair_half import PairHalf, PeerError, TransitionError, abort, abort_ack
+from disagg.engine.kv_transfer.send_window import SEND_TABLE, SendAttempt, SendEvent, SendState, SendWindow
 from disagg.proto.handover import (
     Abort,
     AbortAck,
     ChunkDone,
     ClearToSend,
     CommitAck,
+    Failure,
     Offer,
     PairHeartbeat,
     ReceiverToSender,
@@ -48,14 +46,13 @@ from disagg.proto.handover import (
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
-Effects = list[SenderEffect]
+Commands = list[SenderCommand]
 
 
-class Sender:
-    """The sending half of one pair. Owner: the asyncio thread of P.
+class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
+    """The sending half of one pair; see `PairHalf`. Owner: the asyncio thread of P.
 
-    Every input returns the effects to carry out, in order. `counters` counts what a healthy pair never sees (`stale`,
-    `violations`) and what moved (`chunks_sent`, `kv_bytes_sent`).
+    `counters` also counts what moved (`chunks_sent`, `kv_bytes_sent`).
 
     Args:
         now: this process's clock, seconds.
@@ -65,12 +62,15 @@ class Sender:
         num_slots: staging slots of `max_chunk_bytes` each.
         promises: announce the end of a prompt while it is computed.
         lease_timeout_s: silence of D after which attempts fail, and after twice as long what is left of the pair.
-        heartbeat_s: how often to beat.
+        heartbeat_s: how often to send a heartbeat.
         transfer_timeout_s: how long D may owe an answer (the attempt fails), or an AbortAck or chunk (the pair closes).
 
     Raises:
         ValueError: if not even one token fits a chunk, or there is no slot or credit.
     """
+
+    PEER = "decode worker"
+    HOLDINGS = "sending"
 
     def __init__(
         self,
@@ -85,17 +85,14 @@ class Sender:
         heartbeat_s: float = 0.5,
         transfer_timeout_s: float = 30.0,
     ) -> None:
-        self._window = SendWindow(credits, num_slots, bytes_per_token, max_chunk_bytes, promises=promises)
-        self._transfer_timeout_s = transfer_timeout_s
-        self._clock = PairClock(now, lease_timeout_s, heartbeat_s)
-        self._attempts: dict[AttemptKey, SendAttempt] = {}
-        self._moving: dict[AttemptKey, SendAttempt] = {}  # being computed or computed, until their commit
-        self.closed = False
-        self.counters: Counter[str] = Counter()
+        super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
+        self._window: SendWindow = SendWindow(credits, num_slots, bytes_per_token, max_chunk_bytes, promises=promises)
+        self._moving: dict[AttemptKey, SendAttempt] = {}
+        """Being computed or computed, until their commit."""
 
     # ------------------------------------------------------------ our own inputs
 
-    def offer(self, spec: SequenceSpec, now: float) -> Effects:
+    def offer(self, spec: SequenceSpec, now: float) -> Commands:
         """Ask D to take this attempt.
 
         Raises:
@@ -110,11 +107,11 @@ class Sender:
         self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline, waiting_since=self._clock.now)
         return [Send(Offer(spec=spec))]
 
-    def on_chunk_planned(self, key: AttemptKey, end: int) -> Effects:
+    def on_chunk_planned(self, key: AttemptKey, end: int) -> Commands:
         """P's engine computes tokens before `end` now, and gathers what is asked for when that is done."""
         return self._move(attempt, end) if (attempt := self._attempts.get(key)) is not None else []
 
-    def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> Effects:
+    def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> Commands:
         """The whole prompt is computed, and token 0 is sampled and was not the last."""
         attempt = self._attempts.get(key)
         if attempt is None:
@@ -122,13 +119,13 @@ class Sender:
         attempt.token_id, attempt.logprobs = token_id, logprobs
         return self._move(attempt, attempt.num_known_tokens)
 
-    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Effects:
+    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Commands:
         """The copy into the slot is done; not `ok` if the sequence is gone.
 
         Raises:
             TransitionError: if this chunk was not to be gathered.
         """
-        out: Effects = []
+        out: Commands = []
         chunk = self._window.gathered(key, seq)
         attempt = chunk.attempt
         if not attempt.live:
@@ -144,13 +141,13 @@ class Sender:
         self._pump(out)
         return out
 
-    def on_sent(self, key: AttemptKey, seq: int, ok: bool) -> Effects:
+    def on_sent(self, key: AttemptKey, seq: int, ok: bool) -> Commands:
         """The transport is done with the slot; not `ok` if the connection broke, which ends the pair.
 
         Raises:
             TransitionError: if this chunk was not being sent.
         """
-        out: Effects = []
+        out: Commands = []
         chunk = self._window.sent(key, seq)
         if self.closed:
             self._window.forget(chunk)
@@ -158,85 +155,21 @@ class Sender:
             self.counters["chunks_sent"] += 1
             self.counters["kv_bytes_sent"] += chunk.nbytes
         elif not self.closed:
-            return self._close_pair(f"{TRANSPORT_FAILED} while sending")
+            return self._close_pair(Cause(Failure.TRANSPORT, "the transport failed while sending"))
         self._pump(out)
         return out
 
-    def cancel(self, key: AttemptKey, reason: str = CANCELLED) -> Effects:
+    def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> Commands:
         """Give the attempt up: the client went, the sequence ended on P, or its deadline passed. Idempotent."""
-        out: Effects = []
+        out: Commands = []
         if (attempt := self._attempts.get(key)) is not None and attempt.live:
-            self._give_up(attempt, "cancelled", reason, out)
+            self._give_up(attempt, "cancelled", cause, out)
             self._pump(out)
         return out
-
-    def tick(self, now: float) -> Effects:
-        """Let time pass: beat, and end what waited too long. To be called at least every `heartbeat_s`."""
-        out: Effects = []
-        if self.closed:
-            return out
-        if self._clock.tick(now):
-            out.append(Send(PairHeartbeat()))
-        lost = self._clock.silence_s >= self._clock.lease_timeout_s
-        for attempt in [a for a in self._attempts.values() if a.live]:
-            if lost:
-                self._give_up(attempt, "failed", LEASE_LOST, out)
-            elif attempt.deadline is not None and now >= attempt.deadline:
-                self._give_up(attempt, "cancelled", DEADLINE, out)
-            elif attempt.is_asking and now - attempt.waiting_since >= self._transfer_timeout_s:
-                self._give_up(attempt, "failed", STUCK, out)
-        if self._clock.silence_s >= 2 * self._clock.lease_timeout_s and (self._attempts or len(self._window)):
-            return out + self._close_pair(LEASE_LOST)
-        if self._is_stuck():
-            return out + self._close_pair(STUCK)
-        self._pump(out)
-        return out
-
-    def close(self, now: float, reason: str = PAIR_CLOSED) -> Effects:
-        """The control stream ended, or D is gone: every attempt fails. Idempotent.
-
-        Slots that the engine or the transport still works on are freed by `on_gathered` and `on_sent`; closing the
-        transport makes it answer.
-        """
-        self._clock.see(now)
-        out: Effects = []
-        if self.closed:
-            return out
-        self.closed = True
-        for attempt in self._attempts.values():
-            if attempt.live:
-                self._report(attempt, "failed", reason, out)
-            attempt.state = SendState.OVER
-            self._release(attempt, out)
-        self._attempts.clear()
-        self._window.close()
-        return out
-
-    def holdings(self) -> dict[str, int]:
-        """What this half holds; all zero when idle."""
-        return {
-            "sending": len(self._attempts),
-            "sending_chunks": len(self._window),
-            "sending_slots": self._window.num_busy_slots,
-        }
 
     # ------------------------------------------------------------ the peer's messages
 
-    def on_message(self, message: ReceiverToSender, now: float) -> Effects:
-        """A control message of D. One that D must not send closes the pair."""
-        if self.closed:
-            return []
-        self._clock.heard(now)
-        out: Effects = []
-        try:
-            self._receive(message, out)
-            self._pump(out)
-        except PeerError as error:
-            self.counters["violations"] += 1
-            out += self._close_pair(f"{VIOLATION} by the decode worker: {error}")
-        return out
-
-    def _receive(self, message: ReceiverToSender, out: Effects) -> None:
+    def _receive(self, message: ReceiverToSender, out: Commands) -> None:
         match message:
             case PairHeartbeat():
                 pass
@@ -257,12 +190,12 @@ class Sender:
             case _:
                 raise PeerError(f"{type(message).__name__} in the middle of the stream")
 
-    def _on_reserved(self, message: Reserved, out: Effects) -> None:
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+    def _on_reserved(self, message: Reserved, out: Commands) -> None:
+        attempt = self._attempts.get(message.key)
         if attempt is None:
-            # D holds a reservation that nobody here wants: tell it, or it would be kept for as long as the pair lives.
+            # D would keep this reservation for as long as the pair lives.
             self.counters["stale"] += 1
-            out.append(Send(Abort(request_id=message.request_id, attempt=message.attempt, reason="not offered")))
+            out.append(abort(message.key, Cause(Failure.OTHER, "this attempt was not offered")))
             return
         attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.RESERVED)
         if attempt.state is SendState.ABORTING:
@@ -274,61 +207,60 @@ class Sender:
         attempt.started = True
         out.append(StartPrefill(attempt.spec))
 
-    def _on_refused(self, message: Refused, out: Effects) -> None:
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+    def _on_refused(self, message: Refused, out: Commands) -> None:
+        attempt = self._attempts.get(message.key)
         if attempt is None:
             self.counters["stale"] += 1
             return
         attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.REFUSED)
         if attempt.state is SendState.OVER:
-            self._report(attempt, "refused", message.reason, out)
+            self._report(attempt, "refused", Cause(Failure.REFUSED, message.reason), out)
             self._forget(attempt)
 
-    def _on_clear_to_send(self, message: ClearToSend, out: Effects) -> None:
-        key = AttemptKey(message.request_id, message.attempt)
-        chunk = self._window.get(key, message.seq)
+    def _on_clear_to_send(self, message: ClearToSend, out: Commands) -> None:
+        chunk = self._window.get(message.key, message.seq)
         if chunk is None or chunk.attempt.generation != message.generation:
-            # D has posted a receive that nothing of ours belongs to: it would swallow the next chunk.
-            raise PeerError(f"ClearToSend for chunk {message.seq} of {key}, which was not announced")
+            # D has posted a receive for which there are no bytes: it would swallow the next chunk.
+            raise PeerError(f"ClearToSend for chunk {message.seq} of {message.key}, which was not announced")
         self._window.grant(chunk, message.turn)
         out += [due.send for due in self._window.pop_due()]
 
-    def _on_chunk_done(self, message: ChunkDone, out: Effects) -> None:
-        key = AttemptKey(message.request_id, message.attempt)
-        chunk = self._window.get(key, message.seq)
+    def _on_chunk_done(self, message: ChunkDone, out: Commands) -> None:
+        chunk = self._window.get(message.key, message.seq)
         if chunk is None or chunk.attempt.generation != message.generation:
             self.counters["stale"] += 1
             return
         self._window.done(chunk)
         if not message.ok and chunk.attempt.live:
-            self._give_up(chunk.attempt, "failed", f"{CHUNK_REJECTED} chunk {message.seq}", out)
+            cause = Cause(Failure.CHUNK_REJECTED, f"the decode worker rejected chunk {message.seq}")
+            self._give_up(chunk.attempt, "failed", cause, out)
 
-    def _on_commit_ack(self, message: CommitAck, out: Effects) -> None:
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
-        if attempt is None or attempt.generation != message.generation:
-            self.counters["stale"] += 1
+    def _on_commit_ack(self, message: CommitAck, out: Commands) -> None:
+        attempt = self._current(message)
+        if attempt is None:
             return
         attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.ACKED)
         if attempt.state is SendState.OVER:
-            self._report(attempt, "handed_over", "", out)
+            self._report(attempt, "handed_over", None, out)
             self._forget(attempt)
             self._release(attempt, out)
 
-    def _on_abort(self, message: Abort, out: Effects) -> None:
-        out.append(Send(AbortAck(request_id=message.request_id, attempt=message.attempt)))
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+    def _on_abort(self, message: Abort, out: Commands) -> None:
+        out.append(abort_ack(message.key))
+        attempt = self._attempts.get(message.key)
         if attempt is None:
             return
         was_live = attempt.live
         attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.PEER_ABORT)
         if was_live:
-            self._report(attempt, "cancelled" if message.reason == CANCELLED else "failed", message.reason, out)
+            outcome: SendOutcome = "cancelled" if message.failure is Failure.CANCELLED else "failed"
+            self._report(attempt, outcome, Cause(message.failure, message.detail), out)
         self._window.drop_unannounced(attempt)
         self._forget(attempt)
         self._release(attempt, out)
 
     def _on_abort_ack(self, message: AbortAck) -> None:
-        attempt = self._attempts.get(AttemptKey(message.request_id, message.attempt))
+        attempt = self._attempts.get(message.key)
         if attempt is None:
             return
         attempt.state = SEND_TABLE.next_from_peer(attempt.state, SendEvent.ABORT_ACKED)
@@ -336,8 +268,8 @@ class Sender:
 
     # ------------------------------------------------------------ moving on
 
-    def _move(self, attempt: SendAttempt, end: int) -> Effects:
-        out: Effects = []
+    def _move(self, attempt: SendAttempt, end: int) -> Commands:
+        out: Commands = []
         if attempt.live:
             assert end <= attempt.num_known_tokens, (attempt.key, end)
             attempt.num_planned = end
@@ -345,7 +277,7 @@ class Sender:
             self._pump(out)
         return out
 
-    def _pump(self, out: Effects) -> None:
+    def _pump(self, out: Commands) -> None:
         """Do all that slots, credits and computed tokens allow."""
         if self.closed:
             return
@@ -363,32 +295,49 @@ class Sender:
 
     # ------------------------------------------------------------ giving up
 
-    def _give_up(self, attempt: SendAttempt, outcome: SendOutcome, reason: str, out: Effects) -> None:
+    def _give_up(self, attempt: SendAttempt, outcome: SendOutcome, cause: Cause, out: Commands) -> None:
         """Abort a live attempt; announced chunks keep their slots until D can no longer clear them."""
         attempt.state = SEND_TABLE.next(attempt.state, SendEvent.GIVE_UP)
         attempt.waiting_since = self._clock.now
         self._window.drop_unannounced(attempt)
-        out.append(Send(Abort(request_id=attempt.key.request_id, attempt=attempt.key.attempt, reason=reason)))
-        self._report(attempt, outcome, reason, out)
+        out.append(abort(attempt.key, cause))
+        self._report(attempt, outcome, cause, out)
         self._release(attempt, out)
 
     def _forget(self, attempt: SendAttempt) -> None:
-        """D can ask for nothing more of this attempt."""
+        """D can clear nothing more of this attempt."""
         del self._attempts[attempt.key]
         self._window.drop_uncleared(attempt)
 
-    def _release(self, attempt: SendAttempt, out: Effects) -> None:
+    def _release(self, attempt: SendAttempt, out: Commands) -> None:
         """Let the engine drop the sequence, once, when no gather from it is to come."""
         if attempt.started and attempt.num_gathering == 0:
             attempt.started = False
             out.append(ReleaseSequence(attempt.key))
 
-    def _report(self, attempt: SendAttempt, outcome: SendOutcome, reason: str, out: Effects) -> None:
-        out.append(SendOver(attempt.key, outcome, reason, attempt.kv_bytes, attempt.cached_tokens))
+    def _report(self, attempt: SendAttempt, outcome: SendOutcome, cause: Cause | None, out: Commands) -> None:
+        out.append(SendOver(attempt.key, outcome, cause, attempt.kv_bytes, attempt.cached_tokens))
 
-    def _close_pair(self, reason: str) -> Effects:
-        return [*self.close(self._clock.now, reason), ClosePair(reason)]
+    def _end_all(self, cause: Cause, out: Commands) -> None:
+        for attempt in self._attempts.values():
+            if attempt.live:
+                self._report(attempt, "failed", cause, out)
+            attempt.state = SendState.OVER
+            self._release(attempt, out)
+        self._attempts.clear()
+        self._window.close()
 
-    def _is_stuck(self) -> bool:
-        since = [a.waiting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
-        return any(self._clock.now - moment >= self._transfer_timeout_s for moment in since + self._window.announced_at)
+    # ------------------------------------------------------------ time
+
+    def _expire(self, now: float, lease_is_lost: bool, out: Commands) -> None:
+        for attempt in [a for a in self._attempts.values() if a.live]:
+            if lease_is_lost:
+                self._give_up(attempt, "failed", LEASE_LOST, out)
+            elif attempt.deadline is not None and now >= attempt.deadline:
+                self._give_up(attempt, "cancelled", DEADLINE, out)
+            elif attempt.awaits_answer and now - attempt.waiting_since >= self._transfer_timeout_s:
+                self._give_up(attempt, "failed", STUCK, out)
+
+    def _oldest_debt(self) -> float | None:
+        aborts = [a.waiting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
+        return min(aborts + self._window.awaited_since, default=None)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from disagg.engine.commands import Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
-from disagg.engine.faults.faulty import Failpoints
 from disagg.engine.parallel.interfaces import Followers
 from disagg.engine.plan import Buffer
+from disagg.engine.shell.parts import WorkerParts
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount, WorkerInfo
@@ -28,8 +28,8 @@ class RoleContext(Protocol):
     cluster_secret: ClusterSecret
     """For calls to other workers."""
     outbox: Outbox
-    failpoints: Failpoints
-    """Faults on purpose; a role puts them in place where it makes pairs."""
+    parts: WorkerParts
+    """What pairs are made of."""
 
     @property
     def followers(self) -> Followers:
@@ -96,7 +96,7 @@ class Role(Protocol):
         ...
 
     def owns(self, key: AttemptKey) -> bool:
-        """Whether the attempt is in this role's hands, so that its engine events belong here."""
+        """Whether the attempt is this role's, so that its engine events belong here."""
         ...
 
     def on_event(self, event: Event) -> None:

@@ -15,7 +15,6 @@ import msgspec
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.reports import StepSampler, WorkerCounters
-from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.io.guard import ClusterGuard
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
@@ -146,13 +145,24 @@ class _Watch:
 
 
 class WorkerService:
-    """Owner of the worker's gRPC server. All methods run on the asyncio thread. `load` is the idle worker's."""
+    """Owner of the worker's gRPC server. All methods run on the asyncio thread.
+
+    Args:
+        worker: what it serves.
+        load: of the idle worker, for reports until the engine's first batch.
+        secret: of the cluster.
+        new_mailbox: makes the queue of a session, of at most so many updates.
+    """
 
     def __init__(
-        self, worker: ServedWorker, load: Load, secret: ClusterSecret, failpoints: Failpoints = NO_FAILPOINTS
+        self,
+        worker: ServedWorker,
+        load: Load,
+        secret: ClusterSecret,
+        new_mailbox: Callable[[int], Mailbox[StepUpdate]] = Mailbox,
     ) -> None:
         self._worker = worker
-        self._failpoints = failpoints
+        self._new_mailbox = new_mailbox
         self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
         self._watches: set[_Watch] = set()
         self._load = load
@@ -227,7 +237,7 @@ class WorkerService:
         if (earlier := self._sessions.get(gateway_id)) is not None:
             earlier.close()
         self._worker.on_gateway_lost(gateway_id)
-        session: Mailbox[StepUpdate] = self._failpoints.mailbox(MAX_PENDING_UPDATES)
+        session = self._new_mailbox(MAX_PENDING_UPDATES)
         self._sessions[gateway_id] = session
         return session
 

@@ -29,13 +29,13 @@ from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.core.reports import PendingPrompts
-from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.shell.engine_thread import Batch, EngineThread
+from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
 from disagg.proto.cluster_secret import ClusterSecret
@@ -82,13 +82,13 @@ class Worker:
         secret: ClusterSecret,
         start_ranks: StartRanks | None = None,
         *,
-        failpoints: Failpoints = NO_FAILPOINTS,
+        parts: WorkerParts = DEFAULT_PARTS,
     ) -> None:
         if config.tp > 1 and start_ranks is None:
             raise ConfigError(f"tp: a worker of {config.tp} ranks needs somebody to start {config.tp - 1} of them")
         self.config = config
         self.cluster_secret = secret
-        self.failpoints = failpoints
+        self.parts = parts
         self.outbox = Outbox()
         self.incarnation = Incarnation(uuid.uuid4().hex[:16])
         self._role_factories = role_factories
@@ -132,7 +132,7 @@ class Worker:
         runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
         warm_up(runner, config)
         self._calibration = calibrate(runner, config, time.monotonic)
-        core = EngineCore(self.failpoints.runner(runner), config=config)
+        core = EngineCore(self.parts.wrap_runner(runner), config=config)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
@@ -183,7 +183,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._stop_event = asyncio.Event()
         self._roles = [factory(self) for factory in self._role_factories]
-        self._service = WorkerService(self, self._idle_load, self.cluster_secret, self.failpoints)
+        self._service = WorkerService(self, self._idle_load, self.cluster_secret, self.parts.new_mailbox)
         ticker: asyncio.Task[None] | None = None
         try:
             await self._open()

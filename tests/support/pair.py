@@ -19,7 +19,7 @@ import numpy as np
 from disagg.engine.commands import Add, Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.kv_transfer.effects import ReceiveOver, SendOver
+from disagg.engine.kv_transfer.commands import ReceiveOver, SendOver
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash

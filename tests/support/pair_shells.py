@@ -1,4 +1,4 @@
-"""The shells around a `Sender` and a `Receiver` in a `WorkerPair`: they carry effects out, and check the order that
+"""The shells around a `Sender` and a `Receiver` in a `WorkerPair`: they carry commands out, and check the order that
 was promised.
 
 Each keeps a table of who works on which staging slot (the engine or the transport); a second user at the same time is
@@ -28,19 +28,20 @@ from disagg.engine.commands import (
     Scattered,
     TokenSampled,
 )
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
+    Cause,
     ClosePair,
     GatherChunk,
     JoinSequence,
     ReceiveBytes,
     ReceiveOver,
-    ReceiverEffect,
+    ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
     Send,
     SendBytes,
-    SenderEffect,
+    SenderCommand,
     SendOver,
     StartPrefill,
 )
@@ -48,7 +49,7 @@ from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.engine.plan import Buffer
-from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
+from disagg.proto.handover import ChunkDone, ChunkHeader, Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec
 
@@ -64,7 +65,7 @@ class SenderShell:
     def __init__(self, pair: WorkerPair, *, num_slots: int, max_chunk_bytes: int, **options: Any) -> None:
         self.machine = Sender(0.0, num_slots=num_slots, max_chunk_bytes=max_chunk_bytes, **options)
         self.slots_in_use: dict[int, Chunk] = {}
-        self.close_reason = ""
+        self.close_cause: Cause | None = None
         self._pair = pair
         self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
         self._gathers: dict[Chunk, GatherChunk] = {}
@@ -75,11 +76,16 @@ class SenderShell:
         """Chunks announced to D and not done, of attempts that P has not ended."""
         return len(self._unfinished)
 
+    @property
+    def close_detail(self) -> str:
+        """Why the machine closed the pair, for people; empty if it did not."""
+        return "" if self.close_cause is None else self.close_cause.detail
+
     def offer(self, spec: SequenceSpec) -> None:
         self._carry_out(self.machine.offer(spec, self._pair.now))
 
-    def cancel(self, key: AttemptKey, reason: str = "cancelled") -> None:
-        self._carry_out(self.machine.cancel(key, reason))
+    def cancel(self, key: AttemptKey) -> None:
+        self._carry_out(self.machine.cancel(key))
 
     def tick(self) -> None:
         self._carry_out(self.machine.tick(self._pair.now))
@@ -109,14 +115,14 @@ class SenderShell:
                 self._carry_out(machine.on_gathered(key, seq, ok, gather.nbytes, digest))
             case Ended(key, _, reason):
                 pair.ends[key].append(("p", reason))
-                self._carry_out(machine.cancel(key, f"ended on P: {reason}"))
+                self._carry_out(machine.cancel(key, Cause(Failure.ENDED, f"ended on P: {reason}")))
             case _:
                 raise AssertionError(event)
 
-    def _carry_out(self, effects: Iterable[SenderEffect]) -> None:
+    def _carry_out(self, commands: Iterable[SenderCommand]) -> None:
         pair = self._pair
-        for effect in effects:
-            match effect:
+        for command in commands:
+            match command:
                 case Send(message):
                     self._send(message)  # type: ignore[arg-type]  # A sender says what senders say.
                 case StartPrefill(spec):
@@ -124,20 +130,20 @@ class SenderShell:
                 case GatherChunk(key, seq, start, end, slot, nbytes):
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
-                    self._gathers[key, seq] = effect
+                    self._gathers[key, seq] = command
                     pair.p.commands.append(Gather(key, seq, start, end, self._buffers[slot][:nbytes]))
                 case SendBytes(key, seq, slot):
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
-                    self._send_bytes(effect)
+                    self._send_bytes(command)
                 case ReleaseSequence(key):
                     assert not any(gathering == key for gathering, _ in self._gathers)
                     pair.p.commands.append(Release(key))
                 case SendOver(key):
-                    pair.p_overs[key].append(effect)
+                    pair.p_overs[key].append(command)
                     self._unfinished = {entry for entry in self._unfinished if entry[0][0] != key}
-                case ClosePair(reason):
-                    self.close_reason = reason
+                case ClosePair(cause):
+                    self.close_cause = cause
                     pair.break_stream()
 
     def _send(self, message: SenderToReceiver) -> None:
@@ -170,7 +176,7 @@ class ReceiverShell:
     def __init__(self, pair: WorkerPair, *, num_slots: int, max_chunk_bytes: int, **options: Any) -> None:
         self.machine = Receiver(0.0, num_slots=num_slots, max_chunk_bytes=max_chunk_bytes, **options)
         self.slots_in_use: dict[int, Chunk] = {}
-        self.close_reason = ""
+        self.close_cause: Cause | None = None
         self._pair = pair
         self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
         self._scatters: dict[Chunk, int] = {}
@@ -178,6 +184,11 @@ class ReceiverShell:
         """Tokens that were asked to be scattered, or were cached."""
         self._owned: set[AttemptKey] = set()
         """Committed attempts that the engine runs."""
+
+    @property
+    def close_detail(self) -> str:
+        """Why the machine closed the pair, for people; empty if it did not."""
+        return "" if self.close_cause is None else self.close_cause.detail
 
     def cancel(self, key: AttemptKey) -> None:
         self._carry_out(self.machine.cancel(key))
@@ -212,10 +223,10 @@ class ReceiverShell:
                 self._owned.discard(key)
                 self._carry_out(machine.on_ended(key, reason))
 
-    def _carry_out(self, effects: Iterable[ReceiverEffect]) -> None:
+    def _carry_out(self, commands: Iterable[ReceiverCommand]) -> None:
         pair = self._pair
-        for effect in effects:
-            match effect:
+        for command in commands:
+            match command:
                 case Send(message):
                     pair.messages[type(message).__name__] += 1
                     if not pair.broken:
@@ -226,7 +237,7 @@ class ReceiverShell:
                 case ReceiveBytes(key, seq, slot):
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
-                    self._receive(effect)
+                    self._receive(command)
                 case ScatterChunk(key, seq, start, end, slot, nbytes):
                     assert slot not in self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
@@ -240,9 +251,9 @@ class ReceiverShell:
                 case ReleaseSequence(key):
                     pair.d.commands.append(Release(key))
                 case ReceiveOver(key):
-                    pair.d_overs[key].append(effect)
-                case ClosePair(reason):
-                    self.close_reason = reason
+                    pair.d_overs[key].append(command)
+                case ClosePair(cause):
+                    self.close_cause = cause
                     pair.break_stream()
 
     def _receive(self, effect: ReceiveBytes) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from disagg.engine.commands import Command
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
-from disagg.engine.faults.faulty import NO_FAILPOINTS
 from disagg.engine.parallel.interfaces import Followers, NoFollowers
 from disagg.engine.plan import Buffer
+from disagg.engine.shell.parts import DEFAULT_PARTS
 from disagg.prefill_worker.service import PairError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import PairWelcome, ReceiverToSender, SenderToReceiver
@@ -93,7 +93,7 @@ class PlayedContext:
         )
         self.cluster_secret = SECRET
         self.outbox = Outbox()
-        self.failpoints = NO_FAILPOINTS
+        self.parts = DEFAULT_PARTS
         self.followers: Followers = NoFollowers()
         self.info = info_of(worker_id, role)
         self.time = 100.0

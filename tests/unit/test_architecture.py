@@ -45,7 +45,7 @@ PURE_FILES = (
     "cluster/hosts/ranks.py",
     "cluster/on_ray/nodes/table.py",
     "cluster/system/restart_pause.py",
-    "decode_worker/clearance.py",
+    "decode_worker/ordered_sender.py",
     "engine/faults/failpoints.py",
     "engine/kv_transfer/transports/checksum.py",
     "engine/parallel/messages.py",

@@ -60,7 +60,7 @@ async def test_p_may_send_when_all_ranks_have_posted_in_the_order_of_the_receive
         peer.announce(0)
         peer.announce(1)
         await from_another_thread(transport.posts[1])
-        await until(lambda: not peer.link._clearance._unposted.get((key_of("a"), 1)))
+        await until(lambda: not peer.link._ordered._unposted.get((key_of("a"), 1)))
         assert peer.said() == []
         await from_another_thread(transport.posts[0])
         await until(lambda: len(peer.outgoing._items) == 2)

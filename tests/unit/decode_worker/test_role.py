@@ -40,6 +40,7 @@ from disagg.proto.handover import (
     CloseWhenIdle,
     Commit,
     CommitAck,
+    Failure,
     Offer,
     PairHello,
 )
@@ -244,7 +245,7 @@ async def test_a_cancel_before_the_offer_turns_it_away() -> None:
         peer = await it.paired()
         it.role.cancel(key_of("a"))
         peer.offer()
-        assert peer.message(Abort).reason == "cancelled"
+        assert peer.message(Abort).failure is Failure.CANCELLED
         assert it.context.commands() == []
         assert it.idle()
 
@@ -463,7 +464,7 @@ async def test_a_deadline_of_a_reserved_sequence_is_told_to_both() -> None:
         it.reserved(peer)
         it.role.on_event(Ended(key_of("a"), GATEWAY, "deadline"))
         assert it.context.reasons() == [("a", "deadline")]
-        assert peer.message(Abort).reason == "deadline"
+        assert peer.message(Abort).failure is Failure.DEADLINE
         assert it.context.commands() == []  # the engine holds nothing of it
         assert it.idle()
 

@@ -10,7 +10,7 @@ from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.prefill_worker import link as link_module
-from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Offer
+from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Failure, Offer
 from disagg.proto.ids import RequestId
 from tests.support.reshard import Answer
 from tests.support.roles import PlayedStream, key_of, settle, spec_of, until
@@ -64,7 +64,7 @@ async def test_a_wider_decode_worker_gets_each_rank_its_slices(streams: list[Pla
         for seq in (1, 2):
             it.role.on_event(Gathered(key_of("a"), seq, ok=True))
         streams[0].say(ChunkDone(request_id=RequestId("a"), attempt=1, generation=1, seq=0))
-        streams[0].say(Abort(request_id=RequestId("a"), attempt=1, reason="enough"))
+        streams[0].say(Abort(request_id=RequestId("a"), attempt=1, failure=Failure.OTHER))
         await until(it.idle)
 
 

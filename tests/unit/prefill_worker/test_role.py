@@ -14,7 +14,6 @@ import pytest
 
 from disagg.engine.commands import Add, ChunkPlanned, Ended, Gather, Gathered, PrefillComputed, Release
 from disagg.engine.io.blocking import call_on_thread
-from disagg.engine.kv_transfer.reasons import KV_GONE
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
 from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
@@ -29,6 +28,7 @@ from disagg.proto.handover import (
     CloseWhenIdle,
     Commit,
     CommitAck,
+    Failure,
     Offer,
     PairWelcome,
     Refused,
@@ -257,7 +257,7 @@ async def test_a_deadline_after_the_offer_is_told_to_the_gateway_and_to_d(stream
 
 async def test_a_deadline_that_d_saw_first_is_a_deadline(streams: list[PlayedStream]) -> None:
     async with offered(spec_of("a"), streams) as (it, stream):
-        stream.say(Abort(request_id=A, attempt=1, reason="deadline"))
+        stream.say(Abort(request_id=A, attempt=1, failure=Failure.DEADLINE))
         await until(it.idle)
         assert it.context.reasons() == [("a", "deadline")]
 
@@ -341,7 +341,7 @@ async def test_a_stop_while_the_other_side_does_not_come_leaves_nothing(streams:
         assert it.idle()
         late = await call_on_thread("accept", lambda: it.rendezvous.accept(welcome.pair_name))
         answers: list[bool] = []
-        await until(lambda: late._channel.closed)  # P's end was opened for nobody, and is closed
+        await until(lambda: late._channel.closed)  # P's end was opened after the stop, and is closed
         late.recv(it.context.new_staging(8), 8, lambda ok, *_: answers.append(ok))
         assert answers == [False]
 
@@ -405,6 +405,27 @@ async def test_waits_are_measured_and_hand_overs_counted(streams: list[PlayedStr
         assert (count.num_transfers, count.failures) == (1, {"pair_lost": 1})
 
 
+@pytest.mark.parametrize(
+    ("failure", "ends", "counted"),
+    [
+        (Failure.LEASE_LOST, [("a", "failed")], {"lease_lost": 1}),
+        (Failure.ENDED, [("a", "failed")], {"ended": 1}),
+        (Failure.OTHER, [("a", "failed")], {"other": 1}),
+        (Failure.DEADLINE, [("a", "deadline")], {}),
+        (Failure.CANCELLED, [], {}),
+    ],
+)
+async def test_an_abort_of_d_is_counted_by_its_failure(
+    streams: list[PlayedStream], failure: Failure, ends: list[tuple[str, str]], counted: dict[str, int]
+) -> None:
+    async with offered(spec_of("a"), streams) as (it, stream):
+        stream.say(Abort(request_id=A, attempt=1, failure=failure, detail="whatever a peer says"))
+        await until(it.idle)
+        assert it.context.reasons() == ends
+        [count] = it.role.transfers()
+        assert count.failures == counted
+
+
 async def test_an_empty_prompt_is_not_offered(streams: list[PlayedStream]) -> None:
     async with bench() as it:
         it.dispatch(spec_of("a", num_tokens=0))
@@ -427,7 +448,7 @@ async def test_an_answer_of_one_token_ends_here_and_cancels_the_reservation(stre
         it.context.commands()
         it.role.on_event(Ended(key_of("a"), GATEWAY, "stop", cached_tokens=2))
         assert [(end.reason, end.cached_tokens) for end in it.context.ends] == [("stop", 2)]
-        assert stream.message(Abort).reason == "ended on the prefill worker: stop"
+        assert stream.message(Abort).detail == "ended on the prefill worker: stop"
         stream.say(AbortAck(request_id=A, attempt=1))
         await until(it.idle)
 
@@ -442,7 +463,7 @@ async def test_a_prompt_without_a_token_to_sample_has_one_end_that_names_the_cau
         it.role.on_event(Ended(key_of("a"), GATEWAY, "invalid", "nothing to sample"))
         it.role.on_event(Gathered(key_of("a"), 0, ok=False))
         assert [(end.reason, end.detail) for end in it.context.ends] == [("invalid", "nothing to sample")]
-        assert stream.message(Abort).reason == "ended on the prefill worker: invalid"
+        assert stream.message(Abort).detail == "ended on the prefill worker: invalid"
         stream.say(AbortAck(request_id=A, attempt=1))
         await until(it.idle)
 
@@ -455,7 +476,7 @@ async def test_a_gather_that_fails_ends_its_attempt_and_nothing_else(streams: li
         it.context.command(Gather)
         it.role.on_event(Gathered(key_of("a"), 0, ok=False))  # before the engine says that it ended the sequence
         assert it.context.reasons() == [("a", "failed")]
-        assert stream.message(Abort).reason == KV_GONE
+        assert stream.message(Abort).failure is Failure.KV_GONE
         assert it.context.command(Release) == Release(key_of("a"))
         assert not it.role.owns(key_of("a"))
         stream.say(AbortAck(request_id=A, attempt=1))

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from disagg.proto.frames import FULL_FRAME_BYTES, frame_decoder, frame_of, frames
-from disagg.proto.handover import Abort, AbortAck, CommitAck, PairHeartbeat, SenderToReceiver
+from disagg.proto.handover import Abort, AbortAck, CommitAck, Failure, PairHeartbeat, SenderToReceiver
 from disagg.proto.ids import RequestId
 
 BEAT = PairHeartbeat()
 decode = frame_decoder(SenderToReceiver).decode
 
 
-def abort(reason: str) -> Abort:
-    return Abort(request_id=RequestId("r"), attempt=0, reason=reason)
+def abort(detail: str) -> Abort:
+    return Abort(request_id=RequestId("r"), attempt=0, failure=Failure.OTHER, detail=detail)
 
 
 def test_messages_share_a_frame_and_keep_their_order() -> None:

@@ -95,7 +95,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=None),
             h.ChunkSum(**OPERATION, seq=0, checksum=2**64 - 1),
             h.Commit(**OPERATION, token_id=5, num_chunks=1),
-            h.Abort(request_id=R, attempt=2, reason="cancelled"),
+            h.Abort(request_id=R, attempt=2, failure=h.Failure.CANCELLED, detail="cancelled"),
             h.AbortAck(request_id=R, attempt=2),
             h.PairHeartbeat(),
         ],
@@ -112,7 +112,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             h.ClearToSend(**OPERATION, seq=0, turn=0),
             h.ChunkDone(**OPERATION, seq=0, ok=False),
             h.CommitAck(**OPERATION),
-            h.Abort(request_id=R, attempt=2, reason="lease"),
+            h.Abort(request_id=R, attempt=2, failure=h.Failure.LEASE_LOST),
             h.AbortAck(request_id=R, attempt=2),
             h.PairHeartbeat(),
             h.CloseWhenIdle(),
@@ -225,3 +225,25 @@ def test_a_block_without_a_hash_is_refused(kind: type[m.BlocksStored | m.BlocksR
     frame = m.encode(kind(hashes=(BlockHash(b"a"), BlockHash(b""))))
     with pytest.raises(msgspec.ValidationError, match="length >= 1"):
         m.decoder(kind).decode(frame)
+
+
+def test_a_failure_that_is_not_known_here_is_another_one() -> None:
+    frame = m.encode(h.Abort(request_id=R, attempt=2, failure=h.Failure.STUCK))
+    changed = msgspec.msgpack.encode({**msgspec.msgpack.decode(frame), "failure": "of a later version"})
+    message = m.decoder(h.ReceiverToSender).decode(changed)
+    assert message == h.Abort(request_id=R, attempt=2, failure=h.Failure.OTHER)
+
+
+def test_failures_are_the_reasons_of_a_metric() -> None:
+    """Dashboards name them."""
+    assert {failure.value for failure in h.Failure} >= {
+        "lease_lost",
+        "pair_lost",
+        "pair_closed",
+        "transport",
+        "stuck",
+        "chunk_rejected",
+        "kv_gone",
+        "violation",
+        "other",
+    }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.core.reports import EngineTotals, WorkerCounters
-from disagg.engine.kv_transfer.effects import LEASE_LOST, PAIR_CLOSED, STUCK
-from disagg.engine.kv_transfer.reasons import CHUNK_REJECTED, KV_GONE, PAIR_LOST, TRANSPORT_FAILED, kind_of_failure
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TransferCount, WorkerMetrics
 
@@ -27,21 +25,3 @@ def test_steps_fall_into_their_intervals() -> None:
 def test_what_the_roles_count_goes_along() -> None:
     moved = TransferCount(decode_worker=WorkerId("d0"), transport="fake", num_bytes=3)
     assert WorkerCounters().metrics((moved,)).transfers == (moved,)
-
-
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    [
-        (LEASE_LOST, "lease_lost"),
-        (PAIR_CLOSED, "pair_closed"),
-        (STUCK, "stuck"),
-        (KV_GONE, "kv_gone"),
-        (f"{CHUNK_REJECTED} chunk 17", "chunk_rejected"),
-        (f"{TRANSPORT_FAILED} while sending", "transport"),
-        ("protocol violation by the decode worker: x", "violation"),
-        (f"{PAIR_LOST} d0: it ended the control stream", "pair_lost"),
-        ("whatever a peer says", "other"),
-    ],
-)
-def test_reasons_have_kinds(reason: str, kind: str) -> None:
-    assert kind_of_failure(reason) == kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.faults.failpoints import ACTIONS, MESSAGES, Failpoint, Plan, Tamper, Trigger, parse
-from disagg.proto.handover import Abort, ChunkHeader, ClearToSend, PairHeartbeat
+from disagg.proto.handover import Abort, ChunkHeader, ClearToSend, Failure, PairHeartbeat
 from disagg.proto.ids import RequestId
 
 RID = RequestId("a")
@@ -144,7 +144,7 @@ def test_a_stale_copy_comes_first_where_there_are_generations() -> None:
 
 
 def test_only_a_header_can_say_another_size() -> None:
-    abort = Abort(request_id=RID, attempt=0, reason="")
+    abort = Abort(request_id=RID, attempt=0, failure=Failure.OTHER)
     (same, header, again) = through("control.send=resize(times=1)", abort, HEADER, HEADER)
     assert (same, again) == (abort, HEADER)
     assert isinstance(header, ChunkHeader)

@@ -20,6 +20,7 @@ from disagg.engine.kv_transfer.transports.local import LocalRendezvous, local_co
 from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.shell.parts import DEFAULT_PARTS
 from tests.support.engine import (
     assert_idle,
     end_of,
@@ -96,6 +97,7 @@ def test_the_environment_alone_turns_nothing_on(caplog: pytest.LogCaptureFixture
 def test_without_failpoints_nothing_is_wrapped() -> None:
     rendezvous, runner = LocalRendezvous(SECRET), FakeModelRunner(4, 16, 64)
     seen: list[object] = []
+    assert NO_FAILPOINTS.parts() is DEFAULT_PARTS
     assert NO_FAILPOINTS.rendezvous(rendezvous) is rendezvous
     assert NO_FAILPOINTS.connector(CONNECT) == CONNECT
     assert NO_FAILPOINTS.runner(runner) is runner

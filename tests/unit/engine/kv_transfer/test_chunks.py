@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.engine.kv_transfer.chunks import TokenRange, next_chunk, tokens_per_chunk
+from disagg.engine.kv_transfer.pair_half import tokens_per_chunk
+from disagg.engine.kv_transfer.send_window import TokenRange, next_chunk
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg.engine.kv_transfer.effects import PAIR_CLOSED
+from disagg.engine.kv_transfer.commands import PAIR_CLOSED
 from disagg.proto.ids import AttemptKey
 from tests.support.pair import BYTES_PER_TOKEN, WorkerPair, prompt_of, spec_of
 
@@ -219,7 +219,7 @@ def test_the_pair_breaks_at_every_point() -> None:
             if not pair.committed(key) and pair.ends[key] == []:
                 assert pair.outcome(key) == "failed"
             over = pair.p_overs[key][0]
-            assert over.outcome == "handed_over" or over.reason == PAIR_CLOSED
+            assert over.outcome == "handed_over" or over.cause == PAIR_CLOSED
 
 
 def fail_next_transfer(pair: WorkerPair) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from disagg.engine.faults.failpoints import MESSAGES
-from disagg.engine.kv_transfer.effects import STUCK
+from disagg.engine.kv_transfer.commands import STUCK
 from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
 from tests.support.pair_faults import (
     SCENARIOS,
@@ -97,7 +97,7 @@ def test_a_lost_question_or_answer_fails_its_attempt_and_no_other(way: str, kind
     pair.settle(TRANSFER_TIMEOUT_S - 0.5)
     assert pair.p_overs[lost] == []
     pair.settle(1.5)
-    assert (pair.outcome(lost), pair.p_overs[lost][0].reason) == ("failed", STUCK)
+    assert (pair.outcome(lost), pair.p_overs[lost][0].cause) == ("failed", STUCK)
     assert (pair.outcome(other), pair.answer(other)) == ("handed_over", pair.expected(other))
     assert not pair.broken
     pair.settle()
@@ -113,7 +113,7 @@ def test_a_lost_abort_closes_the_pair(way: str, kind: str) -> None:
     pair.run_some(20)
     pair.cancel(key, "p")
     pair.settle(TRANSFER_TIMEOUT_S + 1.0)
-    assert pair.sender.close_reason == STUCK
+    assert pair.sender.close_cause == STUCK
     pair.assert_at_rest()
 
 
@@ -123,7 +123,7 @@ def test_a_chunk_that_waits_for_ever_closes_the_pair(way: str, kind: str) -> Non
     pair = losing(way, kind, credits=1)
     key = pair.offer(spec_of("a", prompt_of(40)))
     pair.settle(TRANSFER_TIMEOUT_S + 1.0)
-    assert STUCK in (pair.sender.close_reason, pair.receiver.close_reason)
+    assert STUCK in (pair.sender.close_cause, pair.receiver.close_cause)
     assert pair.outcome(key) == "failed"
     pair.assert_at_rest()
 
@@ -141,6 +141,6 @@ def test_chunks_that_are_cleared_out_of_order_close_the_pair_before_a_byte_is_se
     pair = WorkerPair(tampers=OneFault("to_p", "ClearToSend", "reorder").tampers)
     pair.offer(spec_of("a", prompt_of(20)))
     pair.run()
-    assert "receive 1 was posted, 0 were heard of" in pair.sender.close_reason
+    assert "receive 1 was posted, but 0 were announced before it" in pair.sender.close_detail
     assert pair.receiver.machine.counters["chunks_received"] == 0
     pair.assert_at_rest()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.kv_transfer.pair_state import FadingSet, PairClock, PeerError, SlotPool, Table, TransitionError
+from disagg.engine.kv_transfer.pair_half import FadingSet, PairClock, PeerError, SlotPool, Table, TransitionError
 from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.proto.ids import AttemptKey, RequestId
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.kv_transfer.effects import LEASE_LOST, STUCK
+from disagg.engine.kv_transfer.commands import DEADLINE, LEASE_LOST, STUCK
 from disagg.proto.handover import (
     Abort,
     AbortAck,
@@ -17,6 +17,7 @@ from disagg.proto.handover import (
     ClearToSend,
     Commit,
     CommitAck,
+    Failure,
     Offer,
     PairHeartbeat,
     PairRefused,
@@ -55,7 +56,8 @@ def changed(kind: type, at: int | None = None, **changes: Any) -> Callable[[Mess
 def assert_pair_was_closed_cleanly(pair: WorkerPair, side: str) -> None:
     machine, shell = (pair.sender.machine, pair.sender) if side == "p" else (pair.receiver.machine, pair.receiver)
     assert machine.counters["violations"] == 1
-    assert "protocol violation" in shell.close_reason
+    assert shell.close_cause is not None
+    assert shell.close_cause.failure is Failure.VIOLATION
     pair.assert_answers_are_right()
     pair.assert_at_rest()
 
@@ -124,7 +126,7 @@ def test_announcing_beyond_the_credits_closes_the_pair() -> None:
     pair.receiver.machine._window._credits = 2
     pair.offer(spec_of("a", prompt_of(100)))
     pair.run()
-    assert "without a credit" in pair.receiver.close_reason
+    assert "without a credit" in pair.receiver.close_detail
     assert_pair_was_closed_cleanly(pair, "d")
 
 
@@ -182,7 +184,7 @@ def test_an_empty_offer_closes_the_pair() -> None:
     pair = WorkerPair()
     pair.to_d.append(Offer(spec=spec_of("a", [])))
     pair.run()
-    assert "without tokens" in pair.receiver.close_reason
+    assert "without tokens" in pair.receiver.close_detail
     assert_pair_was_closed_cleanly(pair, "d")
 
 
@@ -288,7 +290,7 @@ def test_silence_ends_all_attempts(silent: str, num_deliveries: int) -> None:
     machine: Any = pair.receiver.machine if silent == "p" else pair.sender.machine
     overs: Any = pair.d_overs.get(key, []) if silent == "p" else pair.p_overs[key]
     assert not any(machine.holdings().values())
-    assert all(over.reason == LEASE_LOST for over in overs if over.outcome not in ("handed_over", "committed"))
+    assert all(over.cause == LEASE_LOST for over in overs if over.outcome not in ("handed_over", "committed"))
     pair.break_stream()
     pair.run()
     pair.assert_at_rest()
@@ -318,7 +320,7 @@ def test_a_peer_that_beats_and_does_not_send_is_cut_off() -> None:
         for name in pair.ready():
             if name != "bytes":
                 pair.deliver(name)
-    assert STUCK in (pair.sender.close_reason, pair.receiver.close_reason)
+    assert STUCK in (pair.sender.close_cause, pair.receiver.close_cause)
     pair.run()
     pair.assert_at_rest()
 
@@ -338,7 +340,7 @@ def test_an_offer_without_an_answer_ends_with_the_deadline() -> None:
     pair.settle(2.0)
     assert pair.p_overs[key] == []
     pair.settle(2.0)
-    assert (pair.outcome(key), pair.p_overs[key][0].reason) == ("cancelled", "deadline")
+    assert (pair.outcome(key), pair.p_overs[key][0].cause) == ("cancelled", DEADLINE)
     pair.assert_at_rest()
 
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from disagg.engine.kv_transfer.effects import GatherChunk, ReleaseSequence, Send, SendBytes, SendOver
+from disagg.engine.kv_transfer.commands import KV_GONE, GatherChunk, ReleaseSequence, Send, SendBytes, SendOver
+from disagg.engine.kv_transfer.pair_half import abort
 from disagg.engine.kv_transfer.sender import Sender
-from disagg.proto.handover import Abort, AbortAck, ChunkDone, ChunkSum, ClearToSend, Commit, Reserved
+from disagg.proto.handover import Abort, AbortAck, ChunkDone, ChunkSum, ClearToSend, Commit, Failure, Reserved
 from disagg.proto.ids import AttemptKey
 from tests.support.pair import prompt_of, spec_of
 from tests.unit.engine.kv_transfer.test_sender import ID, KEY, NAMED, SPEC, header, prefilling, sender
 
 
 def promised() -> Sender:
-    """A sender with 12 of 20 tokens on D that was told of the rest, which is computed now."""
+    """A sender with 12 of 20 tokens on D; the rest is announced, and computed now."""
     machine = sender()
     machine.offer(SPEC, 0.0)
     machine.on_message(Reserved(**NAMED, cached_tokens=12), 0.0)
@@ -91,10 +92,9 @@ def test_what_was_promised_is_sent_though_its_attempt_was_cancelled() -> None:
 def test_what_was_promised_and_cannot_be_gathered_is_sent_and_fails_its_attempt() -> None:
     machine = promised()
     machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
-    reason = "its KV is gone on the prefill worker"
     assert machine.on_gathered(KEY, 0, False) == [
-        Send(Abort(**ID, reason=reason)),
-        SendOver(KEY, "failed", reason, 64, 12),
+        abort(KEY, KV_GONE),
+        SendOver(KEY, "failed", KV_GONE, 64, 12),
         ReleaseSequence(KEY),
         SendBytes(KEY, 0, slot=0, nbytes=64),
     ]
@@ -113,7 +113,7 @@ def test_a_promise_dies_with_the_pair(cleared: bool) -> None:
 
 def test_a_promise_that_d_gave_up_frees_its_slot_when_it_is_gathered() -> None:
     machine = promised()
-    machine.on_message(Abort(**ID, reason="deadline"), 0.0)
+    machine.on_message(Abort(**ID, failure=Failure.DEADLINE), 0.0)
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
     assert machine.on_gathered(KEY, 0, True, 64, 11) == [ReleaseSequence(KEY)]
     assert not any(machine.holdings().values())

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
+    BLOCKS_GONE,
     CANCELLED,
+    DEADLINE,
     STUCK,
+    Cause,
     ClosePair,
     JoinSequence,
     ReceiveBytes,
@@ -18,7 +21,7 @@ from disagg.engine.kv_transfer.effects import (
     ScatterChunk,
     Send,
 )
-from disagg.engine.kv_transfer.pair_state import TransitionError
+from disagg.engine.kv_transfer.pair_half import TransitionError, abort
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.proto.handover import (
     Abort,
@@ -29,18 +32,20 @@ from disagg.proto.handover import (
     ClearToSend,
     Commit,
     CommitAck,
+    Failure,
     Offer,
     PairHeartbeat,
     Refused,
     Reserved,
 )
-from disagg.proto.messages import TokenLogprobs
+from disagg.proto.messages import EndReason, TokenLogprobs
 from tests.support.pair import prompt_of, spec_of
 
 SPEC = spec_of("a", prompt_of(20))
 KEY = SPEC.key
 ID: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
 NAMED: dict[str, Any] = {**ID, "generation": 1}
+GONE = Cause(Failure.PAIR_LOST, "gone")
 NOTHING = {"receiving": 0, "receiving_chunks": 0, "receiving_slots": 0, "tombstones": 0}
 
 
@@ -86,7 +91,7 @@ def test_a_whole_hand_over() -> None:
     assert machine.on_scattered(KEY, 1, True) == [
         done(1),
         Send(CommitAck(**NAMED)),
-        ReceiveOver(KEY, "committed", "", kv_bytes=128, cached_tokens=4),
+        ReceiveOver(KEY, "committed", kv_bytes=128, cached_tokens=4),
     ]
     assert machine.holdings() == NOTHING
     assert machine.counters == {"chunks_received": 2, "kv_bytes_received": 128}
@@ -124,12 +129,12 @@ def test_a_late_checksum_that_differs_fails_the_attempt(bytes_first: bool) -> No
     effects = machine.on_received(KEY, 0, True, 5) if bytes_first else []
     effects += machine.on_message(ChunkSum(**NAMED, seq=0, checksum=6), 0.0)
     effects += [] if bytes_first else machine.on_received(KEY, 0, True, 5)
-    reason = "chunk 0 has another checksum than announced"
+    cause = Cause(Failure.CHUNK_REJECTED, "chunk 0 has another checksum than announced")
     assert effects == [
         done(0, ok=False),
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", reason, 0, 12, 0.0),
-        Send(Abort(**ID, reason=reason)),
+        ReceiveOver(KEY, "aborted", cause, 0, 12, 0.0),
+        abort(KEY, cause),
     ]
     assert machine.holdings() == NOTHING
     assert machine.counters["corrupt_chunks"] == 1
@@ -141,7 +146,7 @@ def test_bytes_whose_checksum_never_comes_are_dropped_with_their_attempt() -> No
     assert machine.cancel(KEY) == [
         ReleaseSequence(KEY),
         ReceiveOver(KEY, "aborted", CANCELLED, 0, 12, 0.0),
-        Send(Abort(**ID, reason=CANCELLED)),
+        abort(KEY, CANCELLED),
         done(0, ok=False),
     ]
     assert {**machine.holdings(), "tombstones": 0} == NOTHING
@@ -163,7 +168,7 @@ def test_a_checksum_that_nothing_waits_for_closes_the_pair(seq: int) -> None:
     machine.on_message(header(0, 4, 12), 0.0)
     effects = machine.on_message(ChunkSum(**NAMED, seq=seq, checksum=5), 0.0)
     assert isinstance(effects[-1], ClosePair)
-    assert f"a checksum for chunk {seq}" in effects[-1].reason
+    assert f"a checksum for chunk {seq}" in effects[-1].cause.detail
 
 
 def joining() -> Receiver:
@@ -180,12 +185,12 @@ def joining() -> Receiver:
 
 def test_a_join_behind_a_scatter_that_failed_is_taken_back() -> None:
     machine = joining()
-    reason = "its blocks are gone on the decode worker"
+    cause = BLOCKS_GONE
     assert machine.on_scattered(KEY, 1, False) == [
         done(1, ok=False),
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", reason, 64, 4),
-        Send(Abort(**ID, reason=reason)),
+        ReceiveOver(KEY, "aborted", cause, 64, 4),
+        abort(KEY, cause),
     ]
     assert machine.holdings() == NOTHING
 
@@ -194,8 +199,8 @@ def test_a_cancel_while_joining_releases_behind_the_join() -> None:
     machine = joining()
     assert machine.cancel(KEY) == [
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", "cancelled", 64, 4),
-        Send(Abort(**ID, reason="cancelled")),
+        ReceiveOver(KEY, "aborted", CANCELLED, 64, 4),
+        abort(KEY, CANCELLED),
     ]
     assert machine.on_scattered(KEY, 1, True) == [done(1)]
     assert machine.holdings() == NOTHING
@@ -203,7 +208,7 @@ def test_a_cancel_while_joining_releases_behind_the_join() -> None:
 
 def test_a_lost_pair_while_joining_releases_behind_the_join() -> None:
     machine = joining()
-    assert machine.close(1.0, "gone") == [ReleaseSequence(KEY), ReceiveOver(KEY, "aborted", "gone", 64, 4)]
+    assert machine.close(1.0, GONE) == [ReleaseSequence(KEY), ReceiveOver(KEY, "aborted", GONE, 64, 4)]
     assert machine.on_scattered(KEY, 1, True) == []
     assert machine.holdings() == NOTHING
 
@@ -216,7 +221,7 @@ def test_a_commit_after_the_last_chunk_joins_at_once() -> None:
     assert machine.on_message(Commit(**NAMED, token_id=7, logprobs=logprobs, num_chunks=0), 0.0) == [
         JoinSequence(KEY, 7, logprobs),
         Send(CommitAck(**NAMED)),
-        ReceiveOver(KEY, "committed", "", kv_bytes=0, cached_tokens=20),
+        ReceiveOver(KEY, "committed", kv_bytes=0, cached_tokens=20),
     ]
 
 
@@ -231,12 +236,12 @@ def test_without_a_slot_a_chunk_is_not_cleared() -> None:
 def test_a_wrong_checksum_never_reaches_the_cache() -> None:
     machine = reserved()
     machine.on_message(header(0, 4, 12), 0.0)
-    reason = "chunk 0 has another checksum than announced"
+    cause = Cause(Failure.CHUNK_REJECTED, "chunk 0 has another checksum than announced")
     assert machine.on_received(KEY, 0, True, 6) == [
         done(0, ok=False),
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", reason, 0, 4),
-        Send(Abort(**ID, reason=reason)),
+        ReceiveOver(KEY, "aborted", cause, 0, 4),
+        abort(KEY, cause),
     ]
     assert machine.holdings() == NOTHING
     assert machine.counters["corrupt_chunks"] == 1
@@ -250,7 +255,7 @@ def test_bytes_of_a_cancelled_attempt_are_received_and_discarded() -> None:
     assert machine.cancel(KEY) == [
         ReleaseSequence(KEY),
         ReceiveOver(KEY, "aborted", CANCELLED, 0, 4),
-        Send(Abort(**ID, reason=CANCELLED)),
+        abort(KEY, CANCELLED),
     ]
     assert machine.holdings() == {**NOTHING, "receiving_chunks": 2, "receiving_slots": 2}
     assert machine.on_received(KEY, 0, True, 5) == [done(0, ok=False)]
@@ -262,7 +267,7 @@ def test_what_was_not_cleared_is_forgotten_with_its_attempt() -> None:
     machine = reserved(num_slots=1)
     machine.on_message(header(0, 4, 12), 0.0)
     machine.on_message(header(1, 12, 20), 0.0)
-    machine.on_message(Abort(**ID, reason="gone"), 0.0)
+    machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0)
     assert machine.holdings() == {**NOTHING, "receiving_chunks": 1, "receiving_slots": 1}
     assert machine.on_received(KEY, 0, True, 5) == [done(0, ok=False)]
     assert machine.holdings() == NOTHING
@@ -270,12 +275,12 @@ def test_what_was_not_cleared_is_forgotten_with_its_attempt() -> None:
 
 def test_an_abort_of_p_is_acknowledged_always() -> None:
     machine = reserved()
-    assert machine.on_message(Abort(**ID, reason="gone"), 0.0) == [
+    assert machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0) == [
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", "gone", 0, 4),
+        ReceiveOver(KEY, "aborted", GONE, 0, 4),
         Send(AbortAck(**ID)),
     ]
-    assert machine.on_message(Abort(**ID, reason="gone"), 0.0) == [Send(AbortAck(**ID))]
+    assert machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0) == [Send(AbortAck(**ID))]
 
 
 def test_a_refusal() -> None:
@@ -283,7 +288,7 @@ def test_a_refusal() -> None:
     machine.on_message(Offer(spec=SPEC), 0.0)
     assert machine.on_reserve_refused(KEY, "full") == [
         Send(Refused(**ID, reason="full")),
-        ReceiveOver(KEY, "aborted", "full"),
+        ReceiveOver(KEY, "aborted", Cause(Failure.REFUSED, "full")),
     ]
     assert machine.holdings() == NOTHING
 
@@ -296,25 +301,30 @@ def test_an_attempt_that_ends_while_it_is_reserved_for_is_released_behind_the_re
     assert machine.on_reserve_refused(KEY, "full") == []
 
 
-def test_an_end_by_the_engine_is_told_and_not_released_again() -> None:
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("deadline", DEADLINE),
+        ("cancelled", CANCELLED),
+        ("preempted", Cause(Failure.ENDED, "ended on the decode worker: preempted")),
+    ],
+)
+def test_an_end_by_the_engine_aborts_and_releases_nothing(reason: EndReason, cause: Cause) -> None:
     machine = reserved()
-    assert machine.on_ended(KEY, "deadline") == [
-        ReceiveOver(KEY, "aborted", "deadline", 0, 4),
-        Send(Abort(**ID, reason="deadline")),
-    ]
-    assert machine.on_ended(KEY, "deadline") == []
+    assert machine.on_ended(KEY, reason) == [ReceiveOver(KEY, "aborted", cause, 0, 4), abort(KEY, cause)]
+    assert machine.on_ended(KEY, reason) == []
 
 
 def test_blocks_that_are_gone_fail_the_attempt() -> None:
     machine = reserved()
     machine.on_message(header(0, 4, 12), 0.0)
     machine.on_received(KEY, 0, True, 5)
-    reason = "its blocks are gone on the decode worker"
+    cause = BLOCKS_GONE
     assert machine.on_scattered(KEY, 0, False) == [
         done(0, ok=False),
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", reason, 0, 4),
-        Send(Abort(**ID, reason=reason)),
+        ReceiveOver(KEY, "aborted", cause, 0, 4),
+        abort(KEY, cause),
     ]
 
 
@@ -324,7 +334,7 @@ def test_a_chunk_past_the_end_closes_the_pair() -> None:
     machine.on_message(header(1, 12, 18), 0.0)
     *_, last = machine.on_message(header(2, 18, 21), 0.0)
     assert isinstance(last, ClosePair)
-    assert "ends at token 21 of 20" in last.reason
+    assert "ends at token 21 of 20" in last.cause.detail
 
 
 def test_an_attempt_is_not_taken_again_while_bytes_of_it_are_to_come() -> None:
@@ -367,11 +377,11 @@ def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> No
     machine = reserved()
     machine.on_message(header(0, 4, 12), 0.0)
     machine.on_message(header(1, 12, 20), 0.0)
-    reason = "the transport failed while receiving"
+    cause = Cause(Failure.TRANSPORT, "the transport failed while receiving")
     assert machine.on_received(KEY, 0, False) == [
         ReleaseSequence(KEY),
-        ReceiveOver(KEY, "aborted", reason, 0, 4),
-        ClosePair(reason),
+        ReceiveOver(KEY, "aborted", cause, 0, 4),
+        ClosePair(cause),
     ]
     assert machine.holdings() == {**NOTHING, "receiving_chunks": 1, "receiving_slots": 1}
     assert machine.on_received(KEY, 1, False) == []

@@ -8,8 +8,8 @@ import random
 import msgspec
 import pytest
 
-from disagg.engine.kv_transfer.receiving import ReceiveState
-from disagg.engine.kv_transfer.sending import SendState
+from disagg.engine.kv_transfer.receive_window import ReceiveState
+from disagg.engine.kv_transfer.send_window import SendState
 from disagg.proto.ids import AttemptKey
 from tests.support.pair import WorkerPair, prompt_of, spec_of
 

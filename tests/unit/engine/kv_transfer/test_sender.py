@@ -7,9 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.kv_transfer.effects import (
+from disagg.engine.kv_transfer.commands import (
     CANCELLED,
+    DEADLINE,
+    KV_GONE,
     STUCK,
+    Cause,
     ClosePair,
     GatherChunk,
     ReleaseSequence,
@@ -18,7 +21,7 @@ from disagg.engine.kv_transfer.effects import (
     SendOver,
     StartPrefill,
 )
-from disagg.engine.kv_transfer.pair_state import TransitionError
+from disagg.engine.kv_transfer.pair_half import TransitionError, abort
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto.handover import (
     Abort,
@@ -29,6 +32,7 @@ from disagg.proto.handover import (
     ClearToSend,
     Commit,
     CommitAck,
+    Failure,
     Offer,
     PairHeartbeat,
     Refused,
@@ -81,7 +85,7 @@ def test_a_whole_hand_over() -> None:
     assert machine.on_message(ChunkDone(**NAMED, seq=0), 0.0) == []
     assert machine.on_message(ChunkDone(**NAMED, seq=1), 0.0) == []
     assert machine.on_message(CommitAck(**NAMED), 0.0) == [
-        SendOver(KEY, "handed_over", "", kv_bytes=128, cached_tokens=4),
+        SendOver(KEY, "handed_over", kv_bytes=128, cached_tokens=4),
         ReleaseSequence(KEY),
     ]
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
@@ -129,7 +133,7 @@ def test_without_a_slot_a_computed_chunk_waits() -> None:
 def test_the_sequence_is_not_released_while_a_gather_is_to_come() -> None:
     machine = prefilling()
     machine.on_chunk_planned(KEY, 14)
-    assert machine.cancel(KEY) == [Send(Abort(**ID, reason=CANCELLED)), SendOver(KEY, "cancelled", CANCELLED, 0, 4)]
+    assert machine.cancel(KEY) == [abort(KEY, CANCELLED), SendOver(KEY, "cancelled", CANCELLED, 0, 4)]
     assert machine.on_message(AbortAck(**ID), 0.0) == []
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
     assert machine.on_gathered(KEY, 0, True, 64, 11) == [ReleaseSequence(KEY)]
@@ -151,14 +155,14 @@ def test_a_cleared_chunk_is_sent_though_its_attempt_was_cancelled() -> None:
     assert not any(machine.holdings().values())
 
 
-@pytest.mark.parametrize(("reason", "outcome"), [(CANCELLED, "cancelled"), ("deadline", "failed")])
-def test_an_abort_of_d_ends_the_attempt(reason: str, outcome: Any) -> None:
+@pytest.mark.parametrize(("cause", "outcome"), [(CANCELLED, "cancelled"), (DEADLINE, "failed")])
+def test_an_abort_of_d_ends_the_attempt(cause: Cause, outcome: Any) -> None:
     machine = prefilling()
     machine.on_chunk_planned(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
-    assert machine.on_message(Abort(**ID, reason=reason), 0.0) == [
+    assert machine.on_message(Abort(**ID, failure=cause.failure, detail=cause.detail), 0.0) == [
         Send(AbortAck(**ID)),
-        SendOver(KEY, outcome, reason, 64, 4),
+        SendOver(KEY, outcome, cause, 64, 4),
         ReleaseSequence(KEY),
     ]
     assert not any(machine.holdings().values())
@@ -170,10 +174,10 @@ def test_a_rejected_chunk_fails_its_attempt() -> None:
     machine.on_gathered(KEY, 0, True, 64, 11)
     machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0)
     machine.on_sent(KEY, 0, True)
-    reason = "the decode worker rejected chunk 0"
+    cause = Cause(Failure.CHUNK_REJECTED, "the decode worker rejected chunk 0")
     assert machine.on_message(ChunkDone(**NAMED, seq=0, ok=False), 0.0) == [
-        Send(Abort(**ID, reason=reason)),
-        SendOver(KEY, "failed", reason, 64, 4),
+        abort(KEY, cause),
+        SendOver(KEY, "failed", cause, 64, 4),
         ReleaseSequence(KEY),
     ]
 
@@ -181,10 +185,10 @@ def test_a_rejected_chunk_fails_its_attempt() -> None:
 def test_lost_kv_fails_its_attempt() -> None:
     machine = prefilling()
     machine.on_chunk_planned(KEY, 14)
-    reason = "its KV is gone on the prefill worker"
+    cause = KV_GONE
     assert machine.on_gathered(KEY, 0, False) == [
-        Send(Abort(**ID, reason=reason)),
-        SendOver(KEY, "failed", reason, 0, 4),
+        abort(KEY, cause),
+        SendOver(KEY, "failed", cause, 0, 4),
         ReleaseSequence(KEY),
     ]
     assert machine.holdings() == {"sending": 1, "sending_chunks": 0, "sending_slots": 0}
@@ -193,7 +197,8 @@ def test_lost_kv_fails_its_attempt() -> None:
 def test_a_refusal_releases_nothing() -> None:
     machine = sender()
     machine.offer(SPEC, 0.0)
-    assert machine.on_message(Refused(**ID, reason="full"), 0.0) == [SendOver(KEY, "refused", "full")]
+    refused = SendOver(KEY, "refused", Cause(Failure.REFUSED, "full"))
+    assert machine.on_message(Refused(**ID, reason="full"), 0.0) == [refused]
     assert not any(machine.holdings().values())
 
 
@@ -214,11 +219,11 @@ def test_a_broken_transport_ends_the_pair_and_its_answers_free_the_slots() -> No
     for seq in (0, 1):
         machine.on_gathered(KEY, seq, True, 64, 11)
         machine.on_message(ClearToSend(**NAMED, seq=seq, turn=seq), 0.0)
-    reason = "the transport failed while sending"
+    cause = Cause(Failure.TRANSPORT, "the transport failed while sending")
     assert machine.on_sent(KEY, 0, False) == [
-        SendOver(KEY, "failed", reason, 128, 4),
+        SendOver(KEY, "failed", cause, 128, 4),
         ReleaseSequence(KEY),
-        ClosePair(reason),
+        ClosePair(cause),
     ]
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}
     assert machine.on_sent(KEY, 1, False) == []
@@ -238,6 +243,10 @@ def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
     with pytest.raises(TransitionError, match="SENT in"):
         machine.on_sent(KEY, 0, True)
     assert machine.holdings() == before
+
+
+def test_an_abort_carries_its_cause() -> None:
+    assert abort(KEY, DEADLINE) == Send(Abort(**ID, failure=Failure.DEADLINE, detail="the deadline passed"))
 
 
 def test_late_engine_events_are_ignored() -> None:

@@ -1,7 +1,7 @@
-"""What a half of the hand-over asks of the worker around it. Plain frozen data, to be carried out in the order given.
+"""What a half of the hand-over has its worker do: frozen data, to be carried out in the order given.
 
 Order matters in three places. Commands for the engine (`StartPrefill`, `GatherChunk`, `ReserveBlocks`, `ScatterChunk`,
-`JoinSequence`, `ReleaseSequence`) go into one queue, so that a release runs after all that was asked before it.
+`JoinSequence`, `ReleaseSequence`) go into one queue, so that a release runs after everything that was queued before it.
 `SendBytes` and `ReceiveBytes` go to the transport in order. `ReceiveBytes` is started before the `Send(ClearToSend)`
 that follows it.
 """
@@ -9,21 +9,32 @@ that follows it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from disagg.proto.handover import ReceiverToSender, SenderToReceiver
+from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 SendOutcome = Literal["handed_over", "refused", "failed", "cancelled"]
 ReceiveOutcome = Literal["committed", "aborted"]
 
-CANCELLED = "cancelled"
-"""The reason of an abort that nobody is to blame for; the other side reports it as cancelled, not failed."""
-DEADLINE = "deadline"
-LEASE_LOST = "lease lost: the peer was silent for too long"
-PAIR_CLOSED = "pair closed"
-STUCK = "the peer answers, but what it owes does not come"
+
+class Cause(NamedTuple):
+    """Why an attempt or a pair ended."""
+
+    failure: Failure
+    """For programs."""
+    detail: str
+    """For people."""
+
+
+CANCELLED = Cause(Failure.CANCELLED, "cancelled")
+DEADLINE = Cause(Failure.DEADLINE, "the deadline passed")
+LEASE_LOST = Cause(Failure.LEASE_LOST, "lease lost: the peer was silent for too long")
+PAIR_CLOSED = Cause(Failure.PAIR_CLOSED, "the pair was closed")
+STUCK = Cause(Failure.STUCK, "the peer sends heartbeats, but not what is due")
+KV_GONE = Cause(Failure.KV_GONE, "its KV is gone on the prefill worker")
+BLOCKS_GONE = Cause(Failure.BLOCKS_GONE, "its blocks are gone on the decode worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,8 @@ class SendOver:
 
     key: AttemptKey
     outcome: SendOutcome
-    reason: str = ""
+    cause: Cause | None = None
+    """None where it was handed over."""
     kv_bytes: int = 0
     """Bytes of KV announced to D."""
     cached_tokens: int = 0
@@ -123,12 +135,13 @@ class SendOver:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOver:
-    """D: the hand-over of this attempt is decided; exactly once per attempt that blocks were asked for. Committed: the
-    engine owns the sequence now. Slots that bytes under way need may be held a little longer."""
+    """D: the hand-over of this attempt is decided; exactly once per `ReserveBlocks`. Committed: the engine owns the
+    sequence now. Slots that bytes under way need may be held a little longer."""
 
     key: AttemptKey
     outcome: ReceiveOutcome
-    reason: str = ""
+    cause: Cause | None = None
+    """None where it was committed."""
     kv_bytes: int = 0
     """Bytes of KV that landed."""
     cached_tokens: int = 0
@@ -139,13 +152,13 @@ class ReceiveOver:
 
 @dataclass(frozen=True, slots=True)
 class ClosePair:
-    """Destroy the pair: end the control stream and close the transport. The machine is closed already and holds only
-    the slots that the transport or the engine may still touch; their answers free them."""
+    """Destroy the pair: end the control stream and close the transport. The half is closed already and holds only the
+    slots that the transport or the engine may still touch; their answers free them."""
 
-    reason: str
+    cause: Cause
 
 
-SenderEffect = Send | StartPrefill | GatherChunk | SendBytes | ReleaseSequence | SendOver | ClosePair
-ReceiverEffect = (
+SenderCommand = Send | StartPrefill | GatherChunk | SendBytes | ReleaseSequence | SendOver | ClosePair
+ReceiverCommand = (
     Send | ReserveBlocks | ReceiveBytes | ScatterChunk | JoinSequence | ReleaseSequence | ReceiveOver | ClosePair
 )

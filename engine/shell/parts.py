@@ -1,0 +1,51 @@
+"""What a worker is made of, as plain functions, so that something else can take the place of one at the start of the
+worker: the faults of `engine/faults/`, or what a test plays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.engine.config import TransportName
+from disagg.engine.io.mailbox import Mailbox
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.transport import Connector, Rendezvous
+from disagg.engine.plan import ModelRunner
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.messages import StepUpdate
+
+Deliver = Callable[[Any], None]
+"""Takes a control message of a pair, on the event loop's thread."""
+
+
+def _as_it_is(deliver: Deliver) -> Deliver:
+    return deliver
+
+
+def _same_runner(runner: ModelRunner) -> ModelRunner:
+    return runner
+
+
+def _new_mailbox(max_items: int) -> Mailbox[StepUpdate]:
+    return Mailbox(max_items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """The defaults are those of every worker that serves."""
+
+    make_rendezvous: Callable[[TransportName, str, ClusterSecret], Rendezvous] = make_rendezvous
+    """D's end of the byte transport; see there."""
+    make_connector: Callable[[str, str, ClusterSecret], Connector] = make_connector
+    """P's end of the byte transport; see there."""
+    control_out: Callable[[Deliver], Deliver] = _as_it_is
+    """Wraps what sends the control messages of one pair."""
+    control_in: Callable[[Deliver], Deliver] = _as_it_is
+    """Wraps what takes the peer's control messages of one pair."""
+    wrap_runner: Callable[[ModelRunner], ModelRunner] = _same_runner
+    new_mailbox: Callable[[int], Mailbox[StepUpdate]] = _new_mailbox
+    """The updates for one gateway, of at most so many items."""
+
+
+DEFAULT_PARTS = WorkerParts()
