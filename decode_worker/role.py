@@ -28,8 +28,7 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.kv_transfer.commands import ReceiveOver
-from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.transport import Rendezvous
+from disagg.engine.kv_transfer.transports.transport import Checksum, Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings

@@ -34,7 +34,7 @@ from benchmarks.transfer.rates import (
     rate_of,
 )
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, nobody_waits
+from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, ignore_posted
 from disagg.engine.parallel.channels import RankChannels
 from disagg.engine.parallel.transport import OpenChannel
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
@@ -92,7 +92,7 @@ def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: C
         if side == "sender":
             channels.send(buffer, num_tokens, over)
         else:
-            channels.receive(buffer, num_tokens, over, nobody_waits)
+            channels.receive(buffer, num_tokens, over, ignore_posted)
 
     return lambda: Window(case, start).run()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from disagg.engine.faults.failpoints import Failpoint
-from disagg.engine.kv_transfer.transports.transport import Done, PairTransport, Posted, Received, nobody_waits
+from disagg.engine.kv_transfer.transports.transport import Done, PairTransport, Posted, Received, ignore_posted
 from disagg.engine.plan import Buffer
 
 BROKEN = "broken by a failpoint"
@@ -49,7 +49,7 @@ class FaultyTransport:
             case _:
                 self._inner.send(buffer, nbytes, done)
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`."""
         fault = self._fired("transport.receive")
         match self._action(fault):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Posted, TransportError, nobody_waits
+from disagg.engine.kv_transfer.transports.transport import PairTransport, Posted, TransportError, ignore_posted
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.proto.handover import Side
@@ -125,7 +125,7 @@ class RankChannels:
             ValueError: if the part is too small.
         """
         self._check_size(buffer, num_tokens)
-        whole = AllOf(len(self._routes), lambda ok, error, _: done(ok, error, ()), nobody_waits, self._break)
+        whole = AllOf(len(self._routes), lambda ok, error, _: done(ok, error, ()), ignore_posted, self._break)
         for index, channel, piece in self._pieces(buffer, num_tokens, whole):
             channel.send(piece, len(piece), _answer(whole, index))
 

@@ -26,7 +26,7 @@ import numpy as np
 from disagg.engine.config import WorkerConfig
 from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
 from disagg.engine.io.handshake import NONCE_BYTES, answer
-from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.factories import join_collective, make_runner
 from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
 from disagg.engine.parallel.messages import (

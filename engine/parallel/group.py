@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from disagg.engine.config import WorkerConfig
 from disagg.engine.io.connection import Connection
 from disagg.engine.io.handshake import AuthenticatedListener
-from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.factories import NO_RENDEZVOUS, MeetingPlace, join_collective, make_runner, open_rendezvous
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
 from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.runner.model.arrays import BatchArrays

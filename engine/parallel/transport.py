@@ -22,16 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
+    Checksum,
     Done,
     PairTransport,
     Posted,
     Received,
     TransportError,
-    nobody_waits,
+    ignore_posted,
 )
 from disagg.engine.parallel import messages
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
@@ -123,7 +123,7 @@ class GroupTransport:
                 errors.append(error)
             answered.set()
 
-        others = AllOf(len(self._others), over, nobody_waits, nobody_waits)
+        others = AllOf(len(self._others), over, ignore_posted, ignore_posted)
         command = OpenPair(
             call=0,
             pair_name=end.pair_name,
@@ -152,7 +152,7 @@ class GroupTransport:
         with self._lock:
             is_first, self._closed = not self._closed, True
         if is_first:
-            others = AllOf(len(self._others), lambda *_: self._gone.set(), nobody_waits, nobody_waits)
+            others = AllOf(len(self._others), lambda *_: self._gone.set(), ignore_posted, ignore_posted)
             for index, rank in enumerate(self._others):
                 command = ClosePair(call=0, pair_name=self._end.pair_name)
                 self._followers.call(rank, command, _answer(others, index, rank))
@@ -174,14 +174,14 @@ class GroupTransport:
 
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """See `PairTransport.send`; `nbytes` of all ranks together."""
-        whole = self._new_operation(lambda ok, error, _: done(ok, error), nobody_waits)
+        whole = self._new_operation(lambda ok, error, _: done(ok, error), ignore_posted)
         num_tokens = self._num_tokens(nbytes)
         for index, rank in enumerate(self._others, start=1):
             command = SendPart(call=0, pair_name=self._end.pair_name, buffer=buffer.number, num_tokens=num_tokens)
             self._followers.call(rank, command, _answer(whole, index, rank))
         self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`; `nbytes` of all ranks together. `posted` mostly comes later, from another
         thread."""
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
+from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send

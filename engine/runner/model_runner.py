@@ -17,7 +17,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
+from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives import Collective

@@ -47,7 +47,7 @@ from disagg.engine.kv_transfer.commands import (
 )
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import ChunkDone, ChunkHeader, Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey

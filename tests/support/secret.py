@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
+from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 
 SECRET = ClusterSecret(bytes(range(NUM_BYTES)))

@@ -47,7 +47,7 @@ PURE_FILES = (
     "cluster/system/restart_pause.py",
     "decode_worker/ordered_sender.py",
     "engine/faults/failpoints.py",
-    "engine/kv_transfer/transports/checksum.py",
+    "engine/kv_transfer/transports/transport.py",
     "engine/parallel/messages.py",
     "engine/runner/fake.py",
     "engine/runner/model/arrays.py",

@@ -35,15 +35,15 @@ from typing import Any
 import torch
 
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
-from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
+    Checksum,
     Done,
     Posted,
     Received,
     TransportError,
-    nobody_waits,
+    ignore_posted,
     with_checksum,
 )
 from disagg.engine.plan import Buffer
@@ -128,7 +128,7 @@ def _join(
 class _Operation:
     tensor: torch.Tensor
     done: Done
-    posted: Posted = nobody_waits
+    posted: Posted = ignore_posted
     works: Sequence[Any] = ()
     """What gloo returned when the operation was posted. It forgets what nobody holds."""
     awaited: Any = None
@@ -300,7 +300,7 @@ class GlooTransport:
         """See `PairTransport.send`."""
         self._sends.submit(_Operation(torch.from_numpy(buffer[:nbytes]), done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))

@@ -12,16 +12,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
+    Checksum,
     Connector,
     Done,
     Posted,
     Received,
     TransportError,
-    nobody_waits,
+    ignore_posted,
     with_checksum,
 )
 from disagg.engine.plan import Buffer
@@ -34,7 +34,7 @@ class _Operation:
     buffer: Buffer
     nbytes: int
     done: Done
-    posted: Posted = nobody_waits
+    posted: Posted = ignore_posted
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class LocalTransport:
         """See `PairTransport.send`."""
         self._meet(_Operation(buffer, nbytes, done), self._outgoing.sends, self._outgoing)
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         self._meet(_Operation(buffer, nbytes, received, posted), self._incoming.recvs, self._incoming)

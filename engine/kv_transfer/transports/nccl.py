@@ -17,19 +17,21 @@ exchanges a byte while both sides are in `accept` and `connect`.
 A peer that dies, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
 process for either, so it is told not to.
 
-Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time
-the process ends.
+Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time,
+no timeout gives that evidence, and a worker that went on could answer with other requests' KV: the process ends
+(`return_or_exit`), and is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,27 +39,31 @@ import torch
 import torch.distributed
 
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports.checksum import Checksum
 from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
-from disagg.engine.kv_transfer.transports.last_resort import return_or_exit
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
+    Checksum,
     Done,
     Posted,
     Received,
     TransportError,
-    nobody_waits,
+    ignore_posted,
     with_checksum,
 )
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
+logger = logging.getLogger(__name__)
+
 _dist: Any = torch.distributed
 _cuda: Any = torch.cuda
 
 _POLL_S = 50e-6
+ABORT_TIMEOUT_S = 5.0
+EXIT_STATUS = 3
+"""Of a process that ends because an abort did not return."""
 
 
 def _require_nccl() -> None:
@@ -274,7 +280,7 @@ class NcclTransport:
         """See `PairTransport.send`."""
         self._thread.submit(_Operation(self, buffer[:nbytes], True, done))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         if self.group is not None:
@@ -296,3 +302,32 @@ class NcclTransport:
         last = _Operation(self, torch.empty(0), True, lambda *_: answered.set())
         self._thread.submit(last)
         answered.wait()
+
+
+def _exit_process() -> None:
+    logging.shutdown()
+    os._exit(EXIT_STATUS)
+
+
+def return_or_exit(
+    call: Callable[[], object],
+    what: str,
+    timeout_s: float = ABORT_TIMEOUT_S,
+    exit_process: Callable[[], None] = _exit_process,
+) -> None:
+    """Make a call that must return in time; otherwise the process ends, from another thread. The call must not hold
+    the interpreter's lock while it hangs."""
+
+    def give_up() -> None:
+        logger.critical(
+            "%s did not return in %g s; it may still write to KV buffers: ending the process", what, timeout_s
+        )
+        exit_process()
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        call()
+    finally:
+        timer.cancel()

@@ -14,43 +14,48 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
+import struct
 import threading
 import time
+from pathlib import Path
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.shm_hello import (
-    HELLO_TIMEOUT_S,
-    Hello,
-    check_user,
-    close_all,
-    hear,
-    hear_from,
-    host_token,
-    say,
-)
+import msgspec
+
 from disagg.engine.kv_transfer.transports.shm_lane import (
+    NUM_SLOTS,
+    PIECE_BYTES,
     Lane,
     Operation,
     RingReceiver,
     RingSender,
+    new_ring,
     peers_ring,
 )
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
+    Checksum,
     Done,
     Posted,
     Received,
     TransportError,
-    nobody_waits,
+    ignore_posted,
 )
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 1.0
+"""How long a connection may keep the rendezvous waiting for its hello."""
+_MAX_BYTES = 4096
+_NUM_DESCRIPTORS: dict[Side, int] = {"sender": 3, "receiver": 1}
+_USER = struct.Struct("3i")
+"""struct ucred: process, user, group."""
 
 
 class ShmTransport:
@@ -76,7 +81,7 @@ class ShmTransport:
         """See `PairTransport.send`."""
         self._sends.submit(Operation(buffer, nbytes, lambda ok, error, _: done(ok, error)))
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """See `PairTransport.recv`. The ring holds what comes early, so the peer may send at once."""
         if not self._recvs.has_ended:
             posted()
@@ -295,3 +300,95 @@ def _as_receiver(ring: Buffer, descriptors: list[int], checksum: Checksum) -> Sh
         recv_link.close()
         send_link.close()
         raise
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a side says. Geometry that differs would be garbage without a sign."""
+
+    pair_name: str
+    side: Side
+    piece_bytes: int = PIECE_BYTES
+    num_slots: int = NUM_SLOTS
+
+    def send(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Say it. Raises OSError if the other end has gone."""
+        socket.send_fds(connection, [msgspec.msgpack.encode(self)], descriptors)
+
+
+def host_token() -> str:
+    """The same text in all processes that can share memory and abstract sockets: this boot of this machine, and the
+    network namespace.
+
+    Raises:
+        RuntimeError: if this machine is not a Linux.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/net").stat().st_ino
+    except OSError as error:
+        raise RuntimeError(f"transport shm needs Linux with /proc; use gloo ({error})") from error
+    return f"{boot}-{namespace}"
+
+
+def check_user(connection: socket.socket) -> None:
+    """See that the other end is a process of our own user; raises `TransportError`."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
+    process, user, _ = _USER.unpack(credentials)
+    if user != os.geteuid():
+        raise TransportError(f"process {process} belongs to user {user}, not to {os.geteuid()}")
+
+
+def say(connection: socket.socket, pair_name: str, side: Side, *links: int) -> Buffer:
+    """Say hello with a new ring and the links; the ring. Raises OSError."""
+    descriptor, ring = new_ring()
+    try:
+        Hello(pair_name=pair_name, side=side).send(connection, [descriptor, *links])
+    finally:
+        os.close(descriptor)
+    return ring
+
+
+def hear(connection: socket.socket) -> tuple[Hello, list[int]]:
+    """A hello and its descriptors, which the caller closes.
+
+    Raises:
+        TransportError: if it is not what this code says.
+        OSError: if it does not come in time.
+    """
+    frame, descriptors, _, _ = socket.recv_fds(
+        connection, _MAX_BYTES, max(_NUM_DESCRIPTORS.values()), socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        return _checked(frame, len(descriptors)), descriptors
+    except TransportError:
+        close_all(descriptors)
+        raise
+
+
+def hear_from(connection: socket.socket, side: Side) -> list[int]:
+    """What that side brought; see `hear`."""
+    hello, descriptors = hear(connection)
+    if hello.side != side:
+        close_all(descriptors)
+        raise TransportError(f"a {hello.side} answered instead of a {side}")
+    return descriptors
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close what another process sent."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _checked(frame: bytes, num_descriptors: int) -> Hello:
+    if not frame:
+        raise TransportError("the other side went away")
+    try:
+        hello = msgspec.msgpack.decode(frame, type=Hello)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"not a hello: {error}") from error
+    if num_descriptors != _NUM_DESCRIPTORS[hello.side]:
+        raise TransportError(f"a {hello.side} came with {num_descriptors} descriptors")
+    if (hello.piece_bytes, hello.num_slots) != (PIECE_BYTES, NUM_SLOTS):
+        raise TransportError(f"the other side's ring has {hello.num_slots} slots of {hello.piece_bytes} bytes")
+    return hello

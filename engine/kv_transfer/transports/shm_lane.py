@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
-from disagg.engine.kv_transfer.transports.transport import CLOSED, Received, TransportError
+from disagg.engine.kv_transfer.transports.transport import CLOSED, Checksum, Received, TransportError
 from disagg.engine.plan import Buffer
 
 if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""How the bytes of a pair move, as an interface, and the door to what carries it out.
+"""How the bytes of a pair move, as an interface, and their checksum. `factory.py` makes what carries it out.
 
     D  make_rendezvous(name, host, secret) ──> Rendezvous: its address goes to P in `PairWelcome`
     D  rendezvous.accept(pair_name) ──> PairTransport      both block until the other side is there; so not on an
@@ -9,15 +9,22 @@
 There are no headers and no tags: the control stream says which bytes come, in which order, and how many. A size that
 differs between the two sides ends the pair, or with gloo the process, so sizes are checked before a receive is posted.
 Workers of several ranks have such a channel for each two ranks (`parallel/transport.py`).
+
+The checksum of a payload (`Checksum`) is xxh3-64, seeded with a key that only the cluster's processes have. It finds a
+wrong, torn or reused buffer, and bytes that another process put into a KV connection: such a process has neither the
+seed nor the sender's checksum, which comes over the control stream. It is no MAC in the cryptographic sense; ADR 38
+has the price of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
-from disagg.engine.kv_transfer.transports.checksum import Checksum
+import xxhash
+
 from disagg.engine.plan import Buffer
+from disagg.proto.cluster_secret import ClusterSecret
 
 Done = Callable[[bool, str], None]
 """Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
@@ -29,6 +36,34 @@ Received = Callable[[bool, str, int], None]
 Posted = Callable[[], None]
 """The receive is posted, so the peer may send. Called at most once, before the receive's `done`, from any thread and
 perhaps before `recv` returns; not where the receive fails before. Must not raise and must not block."""
+
+
+class Checksum:
+    """One way of computing checksums; both ends of a pair need the same `seed`, of 64 bits."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    @classmethod
+    def of_secret(cls, secret: ClusterSecret) -> Self:
+        """That of a cluster's workers."""
+        return cls(int.from_bytes(secret.sign("disagg kv checksum")[:8], "little"))
+
+    def __call__(self, payload: Buffer) -> int:
+        """Of a flat uint8 numpy array, or of a uint8 tensor, which is copied to the host first if it is on a GPU."""
+        host: Any = payload.detach().cpu().numpy() if hasattr(payload, "detach") else payload
+        return xxhash.xxh3_64_intdigest(memoryview(host), seed=self.seed)
+
+    def combined(self, checksums: Sequence[int]) -> int:
+        """One checksum of a payload that is in several parts, from those of its parts in order; of a single part its
+        own."""
+        if len(checksums) == 1:
+            return checksums[0]
+        return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little") for part in checksums), seed=self.seed)
+
+
+UNKEYED = Checksum()
+"""Where there is no cluster."""
 
 
 def with_checksum(done: Received, buffer: Buffer, nbytes: int, checksum: Checksum) -> Done:
@@ -47,8 +82,8 @@ class TransportError(RuntimeError):
     """The two sides could not be joined."""
 
 
-def nobody_waits() -> None:
-    """The `Posted` of a receive whose sender needs no leave."""
+def ignore_posted() -> None:
+    """The `Posted` of a receive whose sender does not wait for it."""
 
 
 class PairTransport(Protocol):
@@ -59,7 +94,7 @@ class PairTransport(Protocol):
         sake."""
         ...
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """Receive `nbytes` bytes into `buffer`, which is the transport's until `done`. The peer may send once `posted`
         was called."""
         ...

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED, Checksum
+from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages

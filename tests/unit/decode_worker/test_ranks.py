@@ -11,7 +11,7 @@ from disagg.decode_worker.service import Outgoing
 from disagg.engine.commands import Release, Scatter, Scattered
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous
-from disagg.engine.kv_transfer.transports.transport import Done, Posted, Received, nobody_waits
+from disagg.engine.kv_transfer.transports.transport import Done, Posted, Received, ignore_posted
 from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello
@@ -31,7 +31,7 @@ class LateTransport:
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         raise AssertionError("D sends nothing")
 
-    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = nobody_waits) -> None:
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         self.posts.append(posted)
         self.dones.append(done)
 

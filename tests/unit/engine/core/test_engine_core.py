@@ -22,7 +22,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_logprobs
 from disagg.proto.ids import GatewayId

@@ -29,7 +29,7 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.config import Scheduling
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.runner.fake import fake_generate, fake_logprobs
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs

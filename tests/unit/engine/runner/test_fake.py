@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.parallel.messages import decode_step, encode_step
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence

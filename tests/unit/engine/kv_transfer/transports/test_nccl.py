@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from disagg.engine.kv_transfer.transports import nccl
-from disagg.engine.kv_transfer.transports.checksum import UNKEYED
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 
 
 class PlayedGroup:
