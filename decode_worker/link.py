@@ -67,7 +67,7 @@ class PrefillLink(PairLink):
         accept: Callable[[], PairTransport],
         callbacks: LinkCallbacks,
     ) -> None:
-        """`plan` says what the ranks of both workers move; `accept` forms the transport, and blocks."""
+        """`plan`: what the ranks of both workers move; `accept` forms the transport, and blocks."""
         super().__init__(context, peer.worker_id)
         config = context.config
         self.peer = peer

@@ -232,7 +232,7 @@ class DecodeLink(PairLink):
 
     def offer(self, spec: SequenceSpec, pair_timeout_s: float | None) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
-        `pair_timeout_s` the attempt is refused, while the pair goes on being formed."""
+        `pair_timeout_s` the attempt is refused, while the pair is still being formed."""
         self.used_at = now = self._context.now()
         if self._half is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s

@@ -105,7 +105,7 @@ class ReservationMessage(AttemptMessage, frozen=True, kw_only=True):
 
 
 class Offer(Message, frozen=True, kw_only=True, tag=True):
-    """P is about to start this attempt and wants D to take it. Carries all that D needs to go on alone."""
+    """P is about to start this attempt and wants D to take it. Carries all that D needs to decode it."""
 
     spec: SequenceSpec
 
@@ -173,7 +173,7 @@ class Commit(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Of that token, where the request asks."""
+    """Of that token, where the request wants them."""
     num_chunks: int
 
 

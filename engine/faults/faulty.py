@@ -148,7 +148,7 @@ class Failpoints:
         with self._lock:
             fault = next((t.failpoint for t in self._at(point) if t.fires()), None)
         if fault is not None:
-            _tell(fault)
+            _log(fault)
         return fault
 
     def _is_paused(self) -> bool:
@@ -179,7 +179,7 @@ class Failpoints:
 NO_FAILPOINTS = Failpoints()
 
 
-def _tell(fault: Failpoint) -> None:
+def _log(fault: Failpoint) -> None:
     logger.warning("%s %s", FIRED, fault)
 
 
@@ -233,7 +233,7 @@ class _Tampered(Generic[M]):
     def __call__(self, message: M) -> None:
         altered = self._tamper.spare(message) if self._is_paused() else self._tamper(message)
         if altered.fault is not None:
-            _tell(altered.fault)
+            _log(altered.fault)
         loop = asyncio.get_running_loop()
         ready_at = max(loop.time() + altered.delay_s, self._late[-1][0] if self._late else 0.0)
         for each in altered.messages:
@@ -288,7 +288,7 @@ class _FaultyLauncher:
 
 
 class _BreakingMailbox(Mailbox[M]):
-    """Closes instead of taking an item, where `breaks` says so."""
+    """Closes instead of taking an item, where `breaks` returns true."""
 
     def __init__(self, max_items: int, breaks: Callable[[], bool]) -> None:
         super().__init__(max_items)

@@ -1,4 +1,4 @@
-"""A byte channel that fails where it is told to, around any other one.
+"""A byte channel that fails on purpose, around any other one.
 
 fail      the connection breaks: this operation and all that follow are answered not ok, and no byte of them moves
 corrupt   one bit differs between what was sent and what came
@@ -97,7 +97,7 @@ class FaultyTransport:
 
 
 class _Late:
-    """An answer that a timer gives, or whoever cannot wait for it."""
+    """An answer that a timer gives, or `close` before it."""
 
     def __init__(self, give: Callable[[], None], delay_s: float, on_given: Callable[[_Late], None]) -> None:
         self._give = give

@@ -1,10 +1,10 @@
 """The hand-over of a sequence from a prefill worker (P) to a decode worker (D).
 
-    sender.py, receiver.py   the two halves, pure state machines: inputs in, effects out
-    effects.py               what they ask of their worker
-    chunks.py                how a prompt is cut into payloads
-    transport.py             how bytes move, as an interface; local.py, gloo.py, nccl.py carry it out
-    checksum.py              the checksum of a payload
+    sender.py, receiver.py    the two halves, pure state machines: inputs in, commands out
+    send_window.py, receive_window.py    attempts and chunks of each half: records, transition tables, staging slots
+    pair_half.py              what both halves have in common
+    commands.py               what they have their worker do
+    transports/               how bytes move: an interface, and gloo, NCCL, shared memory, or one process
 
 Control messages travel on one ordered stream per pair. Bytes travel on the pair's transport, strictly in the order in
 which D sent ClearToSend. D receives into staging slots, verifies, and its own engine scatters into the cache: no peer

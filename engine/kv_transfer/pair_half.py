@@ -41,7 +41,7 @@ class Table(Generic[S, E]):
         self._transitions = transitions
 
     def next(self, state: S, event: E) -> S:
-        """The state after an event of our own.
+        """The state after an event of this worker.
 
         Raises:
             TransitionError: if the pair is not listed.
@@ -158,7 +158,7 @@ class FadingSet:
             self._added.popitem(last=False)
 
     def discard(self, key: AttemptKey) -> None:
-        """Forget `key`, if it is known."""
+        """Forget `key`, if it is remembered."""
         self._added.pop(key, None)
 
     def fade(self, now: float) -> None:

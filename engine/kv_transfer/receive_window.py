@@ -197,8 +197,8 @@ class ReceivedChunk:
 
 
 def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: int, max_chunk_bytes: int) -> None:
-    """Everything that a header may get wrong, before a byte is asked for: a transport dies on a payload of another
-    size.
+    """Everything that a header may get wrong, before its bytes are cleared: a payload of another size breaks the
+    transport.
 
     Raises:
         PeerError: if the header is not the one that is due for this reservation.

@@ -102,7 +102,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._ended = FadingSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_generation = 0
 
-    # ------------------------------------------------------------ our own inputs
+    # ------------------------------------------------------------ inputs of this worker
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> Commands:
         """The engine counted the blocks; the KV of the first `cached_tokens` tokens is here."""

@@ -117,7 +117,7 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
         (_C.ANNOUNCED, _F.GRANTED): _C.SENDING,
         (_C.SENDING, _F.SENT): _C.SENT,
         (_C.SENT, _F.DONE): _C.GONE,
-        # D may have the bytes before our transport says that they left.
+        # D may have the bytes before the transport here has reported them sent.
         (_C.SENDING, _F.DONE): _C.TAKEN,
         (_C.TAKEN, _F.SENT): _C.GONE,
     }

@@ -90,7 +90,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         self._moving: dict[AttemptKey, SendAttempt] = {}
         """Being computed or computed, until their commit."""
 
-    # ------------------------------------------------------------ our own inputs
+    # ------------------------------------------------------------ inputs of this worker
 
     def offer(self, spec: SequenceSpec, now: float) -> Commands:
         """Ask D to take this attempt.
@@ -108,7 +108,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         return [Send(Offer(spec=spec))]
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> Commands:
-        """P's engine computes tokens before `end` now, and gathers what is asked for when that is done."""
+        """P's engine computes tokens before `end` now; gathers of them are done when they are computed."""
         return self._move(attempt, end) if (attempt := self._attempts.get(key)) is not None else []
 
     def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> Commands:

@@ -1,10 +1,10 @@
 """The thread that owns an `EngineCore`: nothing else touches model, cache or scheduler.
 
-Each turn of the loop takes the commands that arrived and runs one step; what there is to tell the asyncio side goes
-out as a `Batch` before the step and after it, or, where nobody waits for it, with that of the next steps (`pacing.py`).
-With nothing to do it sleeps until a command arrives or the next deadline of a sequence. The sending side learns what a
-step computes when it begins, and asks for the KV meanwhile: it is copied as soon as it is there. The thread ends by
-`stop` or by a crash; calls that it did not come to are answered with `EngineStoppedError`.
+Each turn of the loop takes the commands that arrived and runs one step. Events for the asyncio side go out as a `Batch`
+before the step and after it, or, where no stream waits for them, with those of the next steps (`TokenPacing`). With
+nothing to do it sleeps until a command arrives or the next deadline of a sequence. A step's plan is delivered when it
+begins, so that KV of it can be ordered meanwhile: it is copied as soon as it is computed. The thread ends by `stop` or
+by a crash; calls that it did not reach are answered with `EngineStoppedError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDLE_CHECK_AFTER_S = 1.0
 """A worker without a sequence for this long checks that nothing is held; under load the check would cost a millisecond
 of every pause."""
 MAX_ROUNDS = 4
-"""So often a turn looks for more before its step: what came while it told the rest would wait for the whole step."""
+"""How often a turn looks for commands before its step: one that comes later waits for the whole step."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -43,7 +43,7 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the engine has to tell."""
+    """What the engine reports."""
 
     events: list[Event]
     kv_events: tuple[KvEvent, ...]
@@ -75,16 +75,16 @@ class EngineThread:
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._pacing = TokenPacing(token_interval_s)
-        self._untold: list[Event] = []
-        self._untold_steps: list[StepSample] = []
-        """What steps came to that were not told yet; empty while the thread sleeps."""
-        self._untold_added: list[AttemptKey] = []
-        """Sequences that came and were not told yet."""
+        self._kept_events: list[Event] = []
+        self._kept_steps: list[StepSample] = []
+        """What steps resulted in and was not delivered yet; empty while the thread sleeps."""
+        self._kept_added: list[AttemptKey] = []
+        """Sequences that were added and not delivered yet."""
         self._stopping = False
         self._step_ended = 0.0
         self._commands_done = 0.0
         self._is_unchecked = False
-        """There is no sequence, and nobody has looked whether something was left since the last one."""
+        """There is no sequence, and since the last one it was not checked that nothing is held."""
         self._turn_began: float | None = None
         """None between two turns."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,9 +168,9 @@ class EngineThread:
     def _check_idle(self) -> None:
         self._is_unchecked = False
         counts, problems = self._core.audit()
-        problems += [f"{count} {name} are held by nobody" for name, count in counts.items() if count]
+        problems += [f"{count} {name} are held without a sequence" for name, count in counts.items() if count]
         if problems:
-            logger.error("the idle engine is not sound: %s", "; ".join(problems))
+            logger.error("the engine is idle and its audit fails: %s", "; ".join(problems))
 
     def _turn(self) -> None:
         rounds = MAX_ROUNDS
@@ -178,14 +178,14 @@ class EngineThread:
             rounds -= 1
         started = time.monotonic()
         planned = self._core.plan_step(started)
-        if planned or (self._core.planned.prefills and (self._untold or self._untold_steps)):
-            self._tell(planned)
+        if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
+            self._deliver_all(planned)
         events = self._core.run_step()
         self._is_unchecked = self._core.is_idle
         self._end_step(events + self._serve_gathers())
 
     def _handle_arrived(self) -> bool:
-        """Whether anything had. It is carried out, and told now: what peers wait for shall not wait for a step."""
+        """Handle what arrived; whether anything had. Events go out now: peers must not wait for a step for them."""
         with self._wake:
             commands, self._inbox = self._inbox, deque()
             num_calls = len(self._calls)
@@ -193,38 +193,38 @@ class EngineThread:
         for posted_at, command in commands:
             events += self._core.handle(command, posted_at)
             if isinstance(command, Add):
-                self._untold_added.append(command.spec.key)
+                self._kept_added.append(command.spec.key)
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
             function, future = self._calls.popleft()
             _resolve(future, function, self._core)
         if events:
-            self._tell(events)
+            self._deliver_all(events)
         if not (commands or num_calls):
             return False
         self._commands_done = time.monotonic()
         return True
 
     def _end_step(self, events: list[Event]) -> None:
-        """Tell what the step came to, or keep it for the next time."""
+        """Deliver what the step resulted in, or keep it for the next time."""
         core, now = self._core, time.monotonic()
         plan, began = core.last_plan, core.last_began
         if not plan.entries:
-            if events or not core.has_work:  # else a step was launched, and there is nothing to tell
+            if events or not core.has_work:  # else a step was launched, and there is nothing to deliver
                 self._step_ended = now
-                self._tell(events)
+                self._deliver_all(events)
             return
         step_s = now - max(began, self._step_ended)  # one that was launched while another was computed began behind it
         self._step_ended = now
         if self._commands_done <= began:  # else their copies are part of it
-            self._untold_steps.append(plan.measured(step_s * 1e3))
+            self._kept_steps.append(plan.measured(step_s * 1e3))
         if core.has_work and self._pacing.may_wait(events, step_s, now):
-            self._untold += events
+            self._kept_events += events
         else:
             self._pacing.flushed(now)
-            self._tell(events)
+            self._deliver_all(events)
 
     def _serve_gathers(self) -> list[Event]:
-        """Copy what was asked for during the step and computed in it, before anything else happens to it."""
+        """Copy KV that was computed in the step and ordered during it, before any other command."""
         events: list[Event] = []
         while (posted := self._next_gather()) is not None:
             events += self._core.handle(posted[1], posted[0])
@@ -234,12 +234,12 @@ class EngineThread:
         with self._wake:
             return self._inbox.popleft() if self._inbox and isinstance(self._inbox[0][1], Gather) else None
 
-    def _tell(self, events: list[Event]) -> None:
-        """Everything that is to be told, `events` last."""
+    def _deliver_all(self, events: list[Event]) -> None:
+        """Deliver everything that was kept, `events` last."""
         core = self._core
-        events, self._untold = self._untold + events, []
-        steps, self._untold_steps = tuple(self._untold_steps), []
-        added, self._untold_added = tuple(self._untold_added), []
+        events, self._kept_events = self._kept_events + events, []
+        steps, self._kept_steps = tuple(self._kept_steps), []
+        added, self._kept_added = tuple(self._kept_added), []
         self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals(), added))
 
 

@@ -1,8 +1,7 @@
-"""What a role (prefill, decode) is to the worker that it runs in.
+"""The interface between a worker and its roles (prefill, decode).
 
-A worker owns the engine thread, the server and the sessions with gateways; a role owns the attempts that were given
-to it. All calls come on the asyncio thread. After each call that may have produced something for a gateway the worker
-flushes the outbox.
+A worker owns the engine thread, the server and the sessions with gateways; a role owns its attempts. All calls come on
+the asyncio thread. After each call that may have produced something for a gateway the worker flushes the outbox.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Role(Protocol):
         ...
 
     def cancel(self, key: AttemptKey) -> None:
-        """Stop an attempt in whatever phase it is; also one that this role does not know (yet)."""
+        """Stop an attempt in whatever phase it is; also one that this role does not have (yet)."""
         ...
 
     def owns(self, key: AttemptKey) -> bool:

@@ -65,7 +65,7 @@ class ServedWorker(Protocol):
 
     @property
     def info(self) -> WorkerInfo:
-        """Who this worker is, for gateways."""
+        """What gateways get of this worker."""
         ...
 
     def on_message(self, message: GatewayToWorker) -> None:
@@ -73,7 +73,7 @@ class ServedWorker(Protocol):
         ...
 
     def on_gateway_lost(self, gateway_id: GatewayId) -> None:
-        """A gateway's session broke: it will place its requests anew, so ours are orphans. Idempotent."""
+        """A gateway's session broke: it will place its requests elsewhere, so theirs here end. Idempotent."""
         ...
 
     def transfers(self) -> tuple[TransferCount, ...]:
@@ -199,7 +199,11 @@ class WorkerService:
         session.put(update)
         if session.closed:
             # Its handler may be blocked in a write for as long as the gateway does not read.
-            logger.warning("gateway %s is %d updates behind and counts as lost", gateway_id, MAX_PENDING_UPDATES)
+            logger.warning(
+                "gateway %s: %d updates behind, closing its session and cancelling its sequences",
+                gateway_id,
+                MAX_PENDING_UPDATES,
+            )
             self._end_session(gateway_id, session)
         return True
 
@@ -257,12 +261,12 @@ class WorkerService:
                     return
                 self._worker.on_message(self._from_gateway.decode(frame))
         except msgspec.MsgspecError as error:
-            logger.warning("closing the session of gateway %s: bad frame: %s", gateway_id, error)
+            logger.warning("gateway %s: a bad frame, closing its session: %s", gateway_id, error)
         except grpc.RpcError as error:
-            logger.debug("session of gateway %s broke: %s", gateway_id, error)
+            logger.debug("gateway %s: its session broke: %s", gateway_id, error)
         except Exception:
-            # A fault of ours. The session is the barrier: what the gateway has here is cancelled and placed anew.
-            logger.exception("closing the session of gateway %s", gateway_id)
+            # A bug here. It costs this session: what the gateway has here is cancelled, and placed again.
+            logger.exception("gateway %s: a fault of this worker, closing its session", gateway_id)
         finally:
             self._end_session(gateway_id, session)
 

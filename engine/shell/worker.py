@@ -1,12 +1,12 @@
-"""ONE shell of a worker process, given one role or both.
+"""The shell of a worker process, with one role or both.
 
     start()   build the model runner (with `tp` > 1 over all ranks; this process is the first), bind the control server,
               start engine thread and roles, return `WorkerInfo`
     ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
     stop()    roles give up their attempts, the server closes, both threads end, then the other ranks
 
-A fault of our own, on either thread, ends the worker (`crashed`): after a lost event nothing that is counted here could
-be trusted. So does the loss of a rank. What peers and gateways send never does.
+A bug, on either thread, ends the worker (`crashed`): after a lost event none of its counts could be trusted. So does
+the loss of a rank. What peers and gateways send never does.
 
 Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
 outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
@@ -55,7 +55,7 @@ from disagg.proto.messages import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-"""How long a thread may take to end beyond its grace."""
+"""How long a thread may take to end beyond its grace period."""
 LAST_TASKS_S = 1.0
 """For what gRPC still has to do after its server stopped."""
 
@@ -72,7 +72,7 @@ class Worker:
     """A worker process's one object. Owner of the asyncio side; see the module docstring.
 
     Raises:
-        ConfigError: `config.tp` asks for more ranks, and there is no `start_ranks` to start them.
+        ConfigError: `config.tp` is more than one, and there is no `start_ranks` to start the other ranks.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Worker:
         parts: WorkerParts = DEFAULT_PARTS,
     ) -> None:
         if config.tp > 1 and start_ranks is None:
-            raise ConfigError(f"tp: a worker of {config.tp} ranks needs somebody to start {config.tp - 1} of them")
+            raise ConfigError(
+                f"tp: a worker of {config.tp} ranks needs `start_ranks`, to start {config.tp - 1} of them"
+            )
         self.config = config
         self.cluster_secret = secret
         self.parts = parts
@@ -109,7 +111,7 @@ class Worker:
         self.crashed = threading.Event()
         """Set when the worker can work no longer: the process should exit and be restarted."""
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and stop
 
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
@@ -146,23 +148,22 @@ class Worker:
         """End everything; returns when threads, sockets and tasks are gone. Idempotent."""
         if not self._started:
             return
-        self._ask_to_stop()
+        self._request_stop()
         self._end_thread("asyncio", self._join_asyncio, grace_s)
         if self._end_thread("engine", self._engine.stop, grace_s) and self._group is not None:
             self._group.close()
 
     def _end_thread(self, name: str, wait: Callable[[float], bool], grace_s: float) -> bool:
-        """`wait` for a thread that was told to end; whether it did. Another rank that hangs may hold it up, and is
-        ended then."""
+        """`wait` for a thread to end; whether it did. Another rank that hangs may hold it up, and is ended then."""
         worker_id = self.config.worker_id
         if wait(grace_s):
             return True
         if self._group is not None:
-            logger.error("%s: the %s thread hangs: ending the other ranks", worker_id, name)
+            logger.error("%s: the %s thread did not end in %.0f s: ending the other ranks", worker_id, name, grace_s)
             self._group.abandon()
         if wait(STOP_TIMEOUT_S):
             return True
-        logger.error("%s: the %s thread did not end in time", worker_id, name)
+        logger.error("%s: the %s thread did not end in %.0f s more; left as it is", worker_id, name, STOP_TIMEOUT_S)
         return False
 
     def _join_asyncio(self, timeout_s: float) -> bool:
@@ -209,7 +210,7 @@ class Worker:
         ended = await asyncio.gather(*(role.stop() for role in self._roles), return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):
-                logger.error("%s: a role did not stop", self.config.worker_id, exc_info=error)
+                logger.error("%s: a role did not stop; stopping the rest", self.config.worker_id, exc_info=error)
         await self._service.close()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=LAST_TASKS_S)
@@ -267,8 +268,7 @@ class Worker:
         return time.monotonic()
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
-        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone: nobody is left to
-        tell."""
+        """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -278,8 +278,8 @@ class Worker:
             logger.debug("dropped a callback while stopping")
 
     def flush(self) -> None:
-        """Send what the outbox holds, one message per gateway. What runs for a gateway that has no session ends: it
-        came after the sweep, by way of another worker."""
+        """Send what the outbox holds, one message per gateway. Attempts of a gateway without a session end: such an
+        attempt came through another worker, after `on_gateway_lost`."""
         for gateway_id, update in self.outbox.flush().items():
             if not self._service.send(gateway_id, update):
                 self.on_gateway_lost(gateway_id)
@@ -297,12 +297,12 @@ class Worker:
         self.call_soon(self._on_batch, batch)
 
     def _on_crash(self, error: BaseException) -> None:
-        """A fault of ours, on any thread: end the worker."""
-        logger.critical("%s: the worker cannot go on", self.config.worker_id, exc_info=error)
+        """A bug, on any thread: end the worker."""
+        logger.critical("%s: a fault of this worker, ending it", self.config.worker_id, exc_info=error)
         self.crashed.set()
-        self._ask_to_stop()
+        self._request_stop()
 
-    def _ask_to_stop(self) -> None:
+    def _request_stop(self) -> None:
         loop, stop_event = self._loop, self._stop_event
         if loop is None or stop_event is None:
             return
@@ -334,7 +334,7 @@ class Worker:
     def on_message(self, message: GatewayToWorker) -> None:
         """A dispatch or a cancel from a gateway."""
         if self._stop_event is not None and self._stop_event.is_set():
-            return  # The roles give everything up, and the session ends.
+            return  # The roles end all attempts, and the session ends.
         match message:
             case Cancel():
                 for role in self._roles:
@@ -358,7 +358,7 @@ class Worker:
         self.outbox.end(spec.gateway_id, spec.key, "refused", detail)
 
     def on_gateway_lost(self, gateway_id: GatewayId) -> None:
-        """A gateway's session broke: it will place its requests anew, so ours are orphans. Idempotent."""
+        """A gateway's session broke: it will place its requests elsewhere, so theirs here end. Idempotent."""
         for role in self._roles:
             for key in role.keys_of_gateway(gateway_id):
                 role.cancel(key)

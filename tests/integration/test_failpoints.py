@@ -115,8 +115,9 @@ async def test_clients_of_a_cluster_that_fails_get_exact_answers(
 async def test_a_session_that_breaks_is_one_stream_for_the_client(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each decode worker drops its gateway's stream in the middle of answers."""
-    monkeypatch.setenv(FAILPOINTS_VARIABLE, "tokens.send=drop(after=10,times=1,worker=decode-*)")
+    """Each decode worker drops its gateway's stream in the middle of answers. Not before all have begun: a request that
+    comes while no decode worker is connected is refused."""
+    monkeypatch.setenv(FAILPOINTS_VARIABLE, "tokens.send=drop(after=40,times=1,worker=decode-*)")
     with ProcessCluster(parse_config(CONFIG), log_dir=tmp_path) as cluster:
         async with AsyncClient(cluster.address) as client:
             prompts = [[number, *range(50)] for number in range(6)]

@@ -340,7 +340,7 @@ def test_a_rank_that_hangs_does_not_keep_the_worker_from_ending() -> None:
 
 
 def test_a_worker_of_several_ranks_needs_somebody_to_start_them() -> None:
-    with pytest.raises(ConfigError, match="tp: a worker of 2 ranks needs somebody to start 1 of them"):
+    with pytest.raises(ConfigError, match="tp: a worker of 2 ranks needs `start_ranks`, to start 1 of them"):
         Worker(config(), [DecodeRole], SECRET)
 
 

@@ -9,7 +9,7 @@ from disagg.proto.handover import Side
 
 
 def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Rendezvous:
-    """D's end of a transport. It listens on `host` only, and takes processes that know `secret`; where memory is shared
+    """D's end of a transport. It listens on `host` only, and takes processes that have `secret`; where memory is shared
     (`shm`), those of its own user.
 
     Raises:

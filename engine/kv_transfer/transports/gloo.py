@@ -7,17 +7,17 @@ What gloo does not do by itself, and how it is done here:
 
 - A group's constructor waits for the other rank as long as an operation may take. Both sides first meet in the store,
   with a deadline of their own, and the group's timeout is the set-up's; every operation gets one instead that is longer
-  than any honest transfer, because whether the peer lives is for the control stream to say.
+  than any honest transfer, because a dead peer is noticed by the control stream.
 - An operation is known to be complete only inside `wait()`, so each direction in use has one thread that waits.
 - Neither `abort()` nor `shutdown()` wakes a blocked wait. An operation that times out does: it closes the connection,
   and with it all operations that have not begun. `close()` posts one that must time out.
 - An operation of which some bytes have moved is not woken by the end of its connection, whatever ended it: it sleeps
-  until its own limit. So nobody waits for a payload. Behind each one travels an empty message, for which the receiver
-  waits, and which it answers with an empty message, for which the sender waits. Both are receives that have no middle:
+  until its own limit. So no thread waits for a payload. Behind each one travels an empty message, for which the
+  receiver waits, and which it answers with an empty message, for which the sender waits. Neither can be half done:
 
       sender    payload ──> end ──> waits for the answer        receiver    waits for the end ──> answer
 
-  A connection keeps the order, so the end says that the payload is there, and the answer that it was taken. Where a
+  A connection keeps the order, so the end shows that the payload is there, and the answer that it was taken. Where a
   wait fails instead, gloo has closed its socket, and touches no buffer any more.
 """
 
@@ -130,7 +130,7 @@ class _Operation:
     done: Done
     posted: Posted = ignore_posted
     works: Sequence[Any] = ()
-    """What gloo returned when the operation was posted. It forgets what nobody holds."""
+    """What gloo returned when the operation was posted; gloo drops an operation without a reference to this."""
     awaited: Any = None
     """The one of them that is waited for; None until it is posted."""
     error: str = ""
@@ -275,7 +275,7 @@ class _Recvs(_Lane):
     def _complete(self) -> None:
         group = self._group
         if group is not None:  # else an earlier `Done` closed the channel
-            with contextlib.suppress(RuntimeError):  # the bytes are there; the next operation tells of the end
+            with contextlib.suppress(RuntimeError):  # the bytes are there; the next operation fails
                 self._answers.append(self._send(group, _empty(), _ANSWER_TAG))
 
 

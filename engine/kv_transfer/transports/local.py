@@ -1,6 +1,6 @@
 """Bytes between two workers of one process: a copy when both sides are there. For tests, demos and the fake runner.
 
-Nothing here has a thread: whoever comes second, the sender or the receiver, makes the copy and answers both.
+There is no thread: the second of the two calls, `send` or `recv`, makes the copy and answers both.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ NCCL connects two ranks at their first exchange, and the call that starts it blo
 On the one thread of a device that would hold up all pairs, and two workers that serve each other for ever. So the pair
 exchanges a byte while both sides are in `accept` and `connect`.
 
-A peer that dies, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
-process for either, so it is told not to.
+A dead peer, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
+process for either, so it is switched off.
 
 Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time,
 no timeout gives that evidence, and a worker that went on could answer with other requests' KV: the process ends

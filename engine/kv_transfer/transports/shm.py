@@ -1,9 +1,9 @@
 """Bytes between processes of one host, through memory that both see. Linux only.
 
     D         listens on an abstract Unix socket, which leaves no file; its address names this host, too
-    sender    connects; its hello brings the pair's name, its ring, and a socket for each direction
+    sender    connects; its hello has the pair's name, its ring, and a socket for each direction
     receiver  D itself, or a rank of D that connects as the sender does; brings its ring
-    D         gives each what the other brought; from then on the two are alone, with a lane (`shm_lane.py`) each way
+    D         gives each what the other brought; these two are then connected, by a lane (`shm_lane.py`) each way
 
 Whoever connects shows its user id, and so does D: the kernel vouches for it, and only processes of one user share
 memory. Nothing needs to be cleaned up after a process that was killed: rings and sockets end with their last user, and
@@ -135,9 +135,9 @@ class ShmRendezvous:
                 raise TransportError("the rendezvous is closed")
             sender = self._arrived.pop(key, None)
         if sender is None:
-            raise TransportError(f"nobody met {pair_name!r} at {self._address!r} in {self._timeout_s:g} s")
+            raise TransportError(f"no sender of {pair_name!r} at {self._address!r} after {self._timeout_s:g} s")
         try:
-            ring = say(sender.connection, pair_name, "receiver")
+            ring = send_hello(sender.connection, pair_name, "receiver")
             return _as_receiver(ring, sender.take_descriptors(), self._checksum)
         except (OSError, TransportError) as error:
             raise TransportError(f"could not form the pair {pair_name!r}: {error}") from error
@@ -164,25 +164,25 @@ class ShmRendezvous:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if not self._closed:
-                    logger.warning("the rendezvous cannot take a connection: %s", error)
+                    logger.warning("transport shm: the rendezvous cannot take a connection, trying again: %s", error)
                     with self._changed:  # such as when no descriptor is free: in a moment one may be
                         self._changed.wait_for(lambda: self._closed, 0.1)
                 continue
             try:
                 self._take(connection)
             except (OSError, TransportError) as error:
-                logger.warning("sent a connection away: %s", error)
+                logger.warning("transport shm: refused a connection to this worker's rendezvous: %s", error)
                 connection.close()
 
     def _take(self, connection: socket.socket) -> None:
         connection.settimeout(HELLO_TIMEOUT_S)
         check_user(connection)
-        hello, descriptors = hear(connection)
+        hello, descriptors = receive_hello(connection)
         arrival = _Arrival(connection, hello, descriptors)
         other: _Arrival | None = None
         with self._changed:
             late = [key for key, each in self._arrived.items() if arrival.since - each.since > self._timeout_s]
-            for key in late:  # nobody met it, and it has given up
+            for key in late:  # its other side never came, and it has timed out
                 self._arrived.pop(key).close()
             is_known = self._closed or arrival.key in self._arrived
             if not is_known:
@@ -196,11 +196,11 @@ class ShmRendezvous:
                 f"the {hello.side} of {hello.pair_name!r} is here already, or the rendezvous is closed"
             )
         if other is not None:
-            _introduce(arrival, other)
+            _connect_sides(arrival, other)
 
 
 class _Arrival:
-    """A side that said hello, and the descriptors that it brought."""
+    """A side whose hello came, and the descriptors that it brought."""
 
     def __init__(self, connection: socket.socket, hello: Hello, descriptors: list[int]) -> None:
         self.hello = hello
@@ -210,7 +210,7 @@ class _Arrival:
         self.connection = connection
         self._descriptors = descriptors
 
-    def tell_of(self, other: _Arrival) -> None:
+    def pass_on(self, other: _Arrival) -> None:
         """Pass on what the other side brought. Raises OSError if this one has gone."""
         other.hello.send(self.connection, other._descriptors)
 
@@ -225,13 +225,13 @@ class _Arrival:
         close_all(self.take_descriptors())
 
 
-def _introduce(one: _Arrival, other: _Arrival) -> None:
+def _connect_sides(one: _Arrival, other: _Arrival) -> None:
     """Give each side what the other brought. Where one has gone the other sees its sockets end."""
     for to, of in ((one, other), (other, one)):
         try:
-            to.tell_of(of)
+            to.pass_on(of)
         except OSError as error:
-            logger.warning("the %s of %r has gone: %s", to.hello.side, to.hello.pair_name, error)
+            logger.warning("transport shm: the %s of pair %r has gone: %s", to.hello.side, to.hello.pair_name, error)
     one.close()
     other.close()
 
@@ -268,7 +268,7 @@ class ShmConnector:
                     return _meet_as_sender(connection, pair_name, self._checksum)
                 return _meet_as_receiver(connection, pair_name, self._checksum)
         except (OSError, ValueError, TransportError) as error:
-            raise TransportError(f"nobody met {pair_name!r} at {address!r}: {error}") from error
+            raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
 
 
 def _meet_as_sender(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
@@ -278,16 +278,16 @@ def _meet_as_sender(connection: socket.socket, pair_name: str, checksum: Checksu
         ours.enter_context(out)
         ours.enter_context(back)
         with theirs_in, theirs_out:
-            ring = say(connection, pair_name, "sender", theirs_in.fileno(), theirs_out.fileno())
-        (their_ring,) = hear_from(connection, "receiver")
+            ring = send_hello(connection, pair_name, "sender", theirs_in.fileno(), theirs_out.fileno())
+        (their_ring,) = receive_hello_from(connection, "receiver")
         recv_ring = peers_ring(their_ring)
         ours.pop_all()
     return ShmTransport(out, ring, back, recv_ring, checksum)
 
 
 def _meet_as_receiver(connection: socket.socket, pair_name: str, checksum: Checksum) -> ShmTransport:
-    ring = say(connection, pair_name, "receiver")
-    return _as_receiver(ring, hear_from(connection, "sender"), checksum)
+    ring = send_hello(connection, pair_name, "receiver")
+    return _as_receiver(ring, receive_hello_from(connection, "sender"), checksum)
 
 
 def _as_receiver(ring: Buffer, descriptors: list[int], checksum: Checksum) -> ShmTransport:
@@ -302,8 +302,11 @@ def _as_receiver(ring: Buffer, descriptors: list[int], checksum: Checksum) -> Sh
         raise
 
 
+# ---------------------------------------------------------------- hello: one message each way, with descriptors
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a side says. Geometry that differs would be garbage without a sign."""
+    """The first message of each side. A ring of another geometry would be read as garbage without an error."""
 
     pair_name: str
     side: Side
@@ -311,7 +314,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_slots: int = NUM_SLOTS
 
     def send(self, connection: socket.socket, descriptors: list[int]) -> None:
-        """Say it. Raises OSError if the other end has gone."""
+        """Raises OSError if the other end has gone."""
         socket.send_fds(connection, [msgspec.msgpack.encode(self)], descriptors)
 
 
@@ -331,15 +334,15 @@ def host_token() -> str:
 
 
 def check_user(connection: socket.socket) -> None:
-    """See that the other end is a process of our own user; raises `TransportError`."""
+    """Raises `TransportError` unless the other end is a process of the same user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
     process, user, _ = _USER.unpack(credentials)
     if user != os.geteuid():
         raise TransportError(f"process {process} belongs to user {user}, not to {os.geteuid()}")
 
 
-def say(connection: socket.socket, pair_name: str, side: Side, *links: int) -> Buffer:
-    """Say hello with a new ring and the links; the ring. Raises OSError."""
+def send_hello(connection: socket.socket, pair_name: str, side: Side, *links: int) -> Buffer:
+    """Send a hello with a new ring and the links; returns the ring. Raises OSError."""
     descriptor, ring = new_ring()
     try:
         Hello(pair_name=pair_name, side=side).send(connection, [descriptor, *links])
@@ -348,11 +351,11 @@ def say(connection: socket.socket, pair_name: str, side: Side, *links: int) -> B
     return ring
 
 
-def hear(connection: socket.socket) -> tuple[Hello, list[int]]:
+def receive_hello(connection: socket.socket) -> tuple[Hello, list[int]]:
     """A hello and its descriptors, which the caller closes.
 
     Raises:
-        TransportError: if it is not what this code says.
+        TransportError: if it is none, or of another geometry.
         OSError: if it does not come in time.
     """
     frame, descriptors, _, _ = socket.recv_fds(
@@ -365,9 +368,9 @@ def hear(connection: socket.socket) -> tuple[Hello, list[int]]:
         raise
 
 
-def hear_from(connection: socket.socket, side: Side) -> list[int]:
-    """What that side brought; see `hear`."""
-    hello, descriptors = hear(connection)
+def receive_hello_from(connection: socket.socket, side: Side) -> list[int]:
+    """What that side brought; see `receive_hello`."""
+    hello, descriptors = receive_hello(connection)
     if hello.side != side:
         close_all(descriptors)
         raise TransportError(f"a {hello.side} answered instead of a {side}")
@@ -382,7 +385,7 @@ def close_all(descriptors: list[int]) -> None:
 
 def _checked(frame: bytes, num_descriptors: int) -> Hello:
     if not frame:
-        raise TransportError("the other side went away")
+        raise TransportError("the other side closed the connection")
     try:
         hello = msgspec.msgpack.decode(frame, type=Hello)
     except msgspec.MsgspecError as error:

@@ -3,9 +3,9 @@
     sender    piece of the buffer -> free slot of the ring -> "so many bytes of the operation are there"
     receiver  slot -> its buffer, with the checksum in passing -> now and then "so many slots are free again"
 
-The words go over a Unix socket, so who waits sleeps, and the end of the peer, by whatever death, is the end of the
-socket. The ring is memory without a name (a memfd): it is gone with its last user. Both sides copy at the same time,
-one piece apart. The sender's buffer is free as soon as its last piece is in the ring.
+These messages go over a Unix socket: a side that waits sleeps, and the end of the peer, however it ended, is the end
+of the socket. The ring is memory without a name (a memfd): it is gone with its last user. Both sides copy at the same
+time, one piece apart. The sender's buffer is free as soon as its last piece is in the ring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_SLOTS = 32
 RING_BYTES = PIECE_BYTES * NUM_SLOTS
 PEER_ENDED = "the peer ended the channel"
 
-_NEWS = struct.Struct("<QQ")
+_FILLED = struct.Struct("<QQ")
 """Sender to receiver: bytes of the operation, and how many of them have been put into the ring."""
 _FREED = struct.Struct("<Q")
 """Receiver to sender: slots that are free again."""
@@ -46,7 +46,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class BrokenLaneError(Exception):
-    """The lane cannot go on; the text says why."""
+    """The lane is broken; the text has the cause."""
 
 
 def new_ring() -> tuple[int, Buffer]:
@@ -98,7 +98,7 @@ class Lane:
     Args:
         link: the direction's socket, of type SOCK_SEQPACKET.
         carry_out: does one operation and gives its checksum; raises `BrokenLaneError` or OSError.
-        on_broken: told why when that happens, before anything is answered.
+        on_broken: called with the cause when that happens, before anything is answered.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Lane:
             operation.done(False, ended, 0)
 
     def end(self, reason: str) -> None:
-        """No more operations; whoever waits for the peer, here or there, wakes up. Idempotent, does not wait."""
+        """No more operations; waits for the peer end, on both sides. Idempotent, does not wait."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify()
@@ -190,7 +190,7 @@ class RingSender:
             start, end = end, min(end + PIECE_BYTES, nbytes)
             at = self._slot() * PIECE_BYTES
             self._ring[at : at + end - start] = operation.buffer[start:end]
-            self._link.send(_NEWS.pack(nbytes, end))
+            self._link.send(_FILLED.pack(nbytes, end))
             if end == nbytes:
                 return 0
 
@@ -215,7 +215,7 @@ class RingReceiver:
         self._ring = ring
         self._seed = checksum.seed
         self._num_taken = 0
-        """Slots that the sender does not know yet to be free."""
+        """Free slots that were not reported to the sender yet."""
         self._next_slot = 0
 
     def __call__(self, operation: Operation) -> int:
@@ -223,7 +223,7 @@ class RingReceiver:
         nbytes, end, seen = operation.nbytes, 0, xxhash.xxh3_64(seed=self._seed)
         while True:
             start, end = end, min(end + PIECE_BYTES, nbytes)
-            self._hear(nbytes, end)
+            self._wait_for_piece(nbytes, end)
             at = self._next_slot * PIECE_BYTES
             piece = operation.buffer[start:end]
             piece[:] = self._ring[at : at + end - start]
@@ -232,13 +232,13 @@ class RingReceiver:
             if end == nbytes:
                 return seen.intdigest()
 
-    def _hear(self, nbytes: int, end: int) -> None:
-        """Wait for the news that the next piece is there."""
-        sent_nbytes, sent_end = _NEWS.unpack(_next_message(self._link, _NEWS))
+    def _wait_for_piece(self, nbytes: int, end: int) -> None:
+        """Wait for the message that the next piece is there."""
+        sent_nbytes, sent_end = _FILLED.unpack(_next_message(self._link, _FILLED))
         if sent_nbytes != nbytes:
             raise BrokenLaneError(f"{sent_nbytes} bytes were sent where {nbytes} were expected")
         if sent_end != end:
-            raise BrokenLaneError(f"the peer says that {sent_end} bytes are there where {end} should be")
+            raise BrokenLaneError(f"the peer reported {sent_end} bytes where {end} were expected")
 
     def _free_slot(self) -> None:
         self._next_slot = (self._next_slot + 1) % NUM_SLOTS

@@ -6,8 +6,9 @@
     P  send(buffer, n, done)   D  recv(buffer, n, done, posted)    any number under way; first in, first out
     both  close()                                                  everything under way is answered, not ok
 
-There are no headers and no tags: the control stream says which bytes come, in which order, and how many. A size that
-differs between the two sides ends the pair, or with gloo the process, so sizes are checked before a receive is posted.
+There are no headers and no tags: the control stream announces which bytes come, in which order, and how many. A size
+that differs between the two sides ends the pair, or with gloo the process, so sizes are checked before a receive is
+posted.
 Workers of several ranks have such a channel for each two ranks (`parallel/transport.py`).
 
 The checksum of a payload (`Checksum`) is xxh3-64, seeded with a key that only the cluster's processes have. It finds a
@@ -110,7 +111,7 @@ class Rendezvous(Protocol):
 
     @property
     def address(self) -> str:
-        """What P needs to know."""
+        """Where P finds it, as text for `PairWelcome`."""
         ...
 
     def accept(self, pair_name: str) -> PairTransport:

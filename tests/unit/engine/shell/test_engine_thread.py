@@ -303,7 +303,9 @@ def test_an_idle_engine_checks_once_that_nothing_is_left(
         harness.events_until_ended()
         audits.get(timeout=WAIT_S)
     assert audits.empty()
-    assert "the idle engine is not sound: a finding; 3 blocks_active are held by nobody" in caplog.text
+    assert (
+        "the engine is idle and its audit fails: a finding; 3 blocks_active are held without a sequence" in caplog.text
+    )
 
 
 class Turns:
