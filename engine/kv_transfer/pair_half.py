@@ -3,7 +3,7 @@
     PairHalf      guard against the peer's messages, lease, closing
     ChunkWindow   chunks under way, their credits and staging slots
     Table         transitions as data
-    SlotPool, PairClock, FadingSet    staging slots, the lease of a pair, keys remembered for a while
+    SlotPool, PairClock, ExpiringSet    staging slots, the lease of a pair, keys remembered for a while
 
 Pure: time comes in as an argument.
 """
@@ -19,7 +19,7 @@ from disagg.engine.kv_transfer.commands import LEASE_LOST, PAIR_CLOSED, STUCK, C
 from disagg.proto.handover import Abort, AbortAck, Failure, PairHeartbeat, ReservationMessage
 from disagg.proto.ids import AttemptKey
 
-BEAT_SLACK = 0.75
+HEARTBEAT_SLACK = 0.75
 """Ticks jitter: a heartbeat may go out with a tick that comes a little early, instead of a whole tick late."""
 
 S = TypeVar("S", bound=Hashable)
@@ -108,35 +108,35 @@ class PairClock:
         """The latest time seen; inputs without a time are stamped with it."""
         self._last_tick = now
         self._last_heard = now
-        self._last_beat = now
+        self._last_heartbeat = now
 
     @property
     def silence_s(self) -> float:
         """Seconds since the last message of the peer."""
         return self.now - self._last_heard
 
-    def see(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Time went on."""
         self.now = max(self.now, now)
 
     def heard(self, now: float) -> None:
         """A message of the peer came."""
-        self.see(now)
+        self.advance(now)
         self._last_heard = self.now
 
     def tick(self, now: float) -> bool:
         """Time went on; whether a heartbeat is due."""
-        self.see(now)
+        self.advance(now)
         if self.now - self._last_tick > self.lease_timeout_s / 2:
             self._last_heard = self.now
         self._last_tick = self.now
-        if self.now - self._last_beat < BEAT_SLACK * self._heartbeat_s:
+        if self.now - self._last_heartbeat < HEARTBEAT_SLACK * self._heartbeat_s:
             return False
-        self._last_beat = self.now
+        self._last_heartbeat = self.now
         return True
 
 
-class FadingSet:
+class ExpiringSet:
     """Keys of attempts, remembered for `ttl_s` seconds; beyond `max_keys` the oldest goes first."""
 
     def __init__(self, ttl_s: float, max_keys: int) -> None:
@@ -161,7 +161,7 @@ class FadingSet:
         """Forget `key`, if it is remembered."""
         self._added.pop(key, None)
 
-    def fade(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Forget what is older than the time to live."""
         while self._added and now - next(iter(self._added.values())) > self._ttl_s:
             self._added.popitem(last=False)
@@ -310,7 +310,7 @@ class PairHalf(ABC, Generic[A, M, C]):
         Slots that the transport or the engine still works on are freed by their answers; closing the transport makes it
         answer.
         """
-        self._clock.see(now)
+        self._clock.advance(now)
         out: list[C | Send | ClosePair] = []
         if not self.closed:
             self.closed = True

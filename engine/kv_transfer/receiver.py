@@ -26,7 +26,7 @@ from disagg.engine.kv_transfer.commands import (
     ReserveBlocks,
     Send,
 )
-from disagg.engine.kv_transfer.pair_half import FadingSet, PairHalf, PeerError, abort, abort_ack
+from disagg.engine.kv_transfer.pair_half import ExpiringSet, PairHalf, PeerError, abort, abort_ack
 from disagg.engine.kv_transfer.receive_window import (
     RECEIVE_TABLE,
     ReceiveAttempt,
@@ -98,8 +98,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
         self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
-        self._cancelled_early = FadingSet(tombstone_ttl_s, MAX_TOMBSTONES)
-        self._ended = FadingSet(tombstone_ttl_s, MAX_TOMBSTONES)
+        self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
+        self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_generation = 0
 
     # ------------------------------------------------------------ inputs of this worker
@@ -343,8 +343,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
     # ------------------------------------------------------------ time
 
     def _expire(self, now: float, lease_is_lost: bool, out: Commands) -> None:
-        self._cancelled_early.fade(now)
-        self._ended.fade(now)
+        self._cancelled_early.expire(now)
+        self._ended.expire(now)
         if lease_is_lost:
             for attempt in list(self._attempts.values()):
                 self._give_up(attempt, LEASE_LOST, out)

@@ -7,7 +7,7 @@ An attempt:
        └──────────────────────┴──────────────────────┴──(given up here)──> ABORTING ──AbortAck──> OVER
     any ──(peer aborts, pair closes)──> OVER
 
-A chunk, which lives longer than its attempt if D has granted it, because its bytes are owed:
+A chunk, which lives longer than its attempt if D has cleared it, because its bytes are owed:
 
     GATHERING ─────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
         │                            ^                       ^   └─ChunkDone─> TAKEN ──(sent)──> GONE
@@ -100,7 +100,7 @@ class SentChunkEvent(enum.Enum):
 
     GATHERED = "gathered"
     ANNOUNCE = "announce"
-    GRANTED = "ClearToSend"
+    CLEARED = "ClearToSend"
     SENT = "sent"
     DONE = "ChunkDone"
 
@@ -112,9 +112,9 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
         (_C.READY, _F.ANNOUNCE): _C.ANNOUNCED,
         (_C.GATHERING, _F.ANNOUNCE): _C.PROMISED,
         (_C.PROMISED, _F.GATHERED): _C.ANNOUNCED,
-        (_C.PROMISED, _F.GRANTED): _C.OWED,
+        (_C.PROMISED, _F.CLEARED): _C.OWED,
         (_C.OWED, _F.GATHERED): _C.SENDING,
-        (_C.ANNOUNCED, _F.GRANTED): _C.SENDING,
+        (_C.ANNOUNCED, _F.CLEARED): _C.SENDING,
         (_C.SENDING, _F.SENT): _C.SENT,
         (_C.SENT, _F.DONE): _C.GONE,
         # D may have the bytes before the transport here has reported them sent.
@@ -316,7 +316,7 @@ class SendWindow(ChunkWindow[SentChunk]):
     ) -> None:
         super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._promises = promises
-        self._num_granted = 0
+        self._num_cleared = 0
         self._closed = False
         self._outbox: deque[SentChunk] = deque()
         """Chunks to announce, in the order in which they were cut."""
@@ -384,17 +384,17 @@ class SendWindow(ChunkWindow[SentChunk]):
         chunk.attempt.kv_bytes += chunk.nbytes
         return chunk
 
-    def grant(self, chunk: SentChunk, turn: int) -> None:
-        """D has posted the receive: the bytes are owed. If a grant were lost and the next one obeyed, its bytes would
-        end in the receive of another chunk, perhaps of another size; so D numbers them.
+    def clear(self, chunk: SentChunk, turn: int) -> None:
+        """D has posted the receive: the bytes are owed. If a `ClearToSend` were lost and the next one obeyed, its bytes
+        would end in the receive of another chunk, perhaps of another size; so D numbers them.
 
         Raises:
             PeerError: if the chunk was not announced, was cleared before, or is not the next one of D's receives.
         """
-        if turn != self._num_granted:
-            raise PeerError(f"receive {turn} was posted, but {self._num_granted} were announced before it")
-        chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.GRANTED)
-        self._num_granted += 1
+        if turn != self._num_cleared:
+            raise PeerError(f"receive {turn} was posted, but {self._num_cleared} ClearToSend came before it")
+        chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.CLEARED)
+        self._num_cleared += 1
         self._due.append(chunk)
 
     def pop_due(self) -> list[SentChunk]:

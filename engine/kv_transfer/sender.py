@@ -98,7 +98,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         Raises:
             TransitionError: if the attempt was offered before and something of it is still here.
         """
-        self._clock.see(now)
+        self._clock.advance(now)
         if self.closed:
             return [SendOver(spec.key, "failed", PAIR_CLOSED)]
         if spec.key in self._attempts or self._window.has_any_of(spec.key):
@@ -222,7 +222,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         if chunk is None or chunk.attempt.generation != message.generation:
             # D has posted a receive for which there are no bytes: it would swallow the next chunk.
             raise PeerError(f"ClearToSend for chunk {message.seq} of {message.key}, which was not announced")
-        self._window.grant(chunk, message.turn)
+        self._window.clear(chunk, message.turn)
         out += [due.send for due in self._window.pop_due()]
 
     def _on_chunk_done(self, message: ChunkDone, out: Commands) -> None:

@@ -21,6 +21,7 @@ from disagg.engine.kv_transfer.transports.transport import PairTransport, Transp
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.shell.parts import DEFAULT_PARTS
+from disagg.proto.messages import StepUpdate
 from tests.support.engine import (
     assert_idle,
     end_of,
@@ -107,6 +108,31 @@ def test_without_failpoints_nothing_is_wrapped() -> None:
     assert type(NO_FAILPOINTS.mailbox(1)) is Mailbox
     assert failpoints("tokens.send=drop(worker=other)") is NO_FAILPOINTS
     rendezvous.close()
+
+
+def test_each_failpoint_is_in_the_parts_of_its_worker() -> None:
+    """A worker gets faults by its parts only; the transport's name and address go through."""
+    control = ";control.send=drop(times=1);control.receive=duplicate(times=1)"
+    parts = failpoints(f"pair.setup=fail;engine.step=raise;tokens.send=drop{control}").parts()
+    rendezvous = parts.make_rendezvous("local", "127.0.0.1", SECRET)
+    with pytest.raises(TransportError, match="failpoint"):
+        rendezvous.accept("pair")
+    with pytest.raises(TransportError, match="failpoint"):
+        parts.make_connector("local", "127.0.0.1", SECRET)("pair", rendezvous.address)
+    rendezvous.close()
+    with pytest.raises(RuntimeError, match="failpoint"):
+        parts.wrap_runner(FakeModelRunner(4, 16, 64)).run(StepPlan())
+
+    async def messages() -> tuple[list[str], list[str], bool]:
+        sent, received = list[str](), list[str]()
+        for deliver in (parts.control_out(sent.append), parts.control_in(received.append)):
+            deliver("a")
+            deliver("b")
+        mailbox = parts.new_mailbox(10)
+        mailbox.put(StepUpdate())
+        return sent, received, mailbox.closed
+
+    assert asyncio.run(messages()) == (["b"], ["a", "a", "b"], True)
 
 
 def test_failpoints_come_from_the_environment_and_are_loud(caplog: pytest.LogCaptureFixture) -> None:

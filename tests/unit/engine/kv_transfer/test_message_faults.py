@@ -141,6 +141,6 @@ def test_chunks_that_are_cleared_out_of_order_close_the_pair_before_a_byte_is_se
     pair = WorkerPair(tampers=OneFault("to_p", "ClearToSend", "reorder").tampers)
     pair.offer(spec_of("a", prompt_of(20)))
     pair.run()
-    assert "receive 1 was posted, but 0 were announced before it" in pair.sender.close_detail
+    assert "receive 1 was posted, but 0 ClearToSend came before it" in pair.sender.close_detail
     assert pair.receiver.machine.counters["chunks_received"] == 0
     pair.assert_at_rest()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.kv_transfer.pair_half import FadingSet, PairClock, PeerError, SlotPool, Table, TransitionError
+from disagg.engine.kv_transfer.pair_half import ExpiringSet, PairClock, PeerError, SlotPool, Table, TransitionError
 from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.proto.ids import AttemptKey, RequestId
 
@@ -58,7 +58,7 @@ def test_a_late_tick_is_our_own_stall_and_not_the_peers_silence() -> None:
 def test_time_never_goes_back() -> None:
     clock = PairClock(0.0, lease_timeout_s=5.0, heartbeat_s=0.5)
     clock.heard(3.0)
-    clock.see(1.0)
+    clock.advance(1.0)
     assert (clock.now, clock.silence_s) == (3.0, 0.0)
 
 
@@ -76,18 +76,18 @@ def test_beats_follow_jittering_ticks() -> None:
 
 
 def test_memories_fade_by_time() -> None:
-    memory = FadingSet(ttl_s=10.0, max_keys=9)
+    memory = ExpiringSet(ttl_s=10.0, max_keys=9)
     memory.add(key("a"), 0.0)
     memory.add(key("b"), 5.0)
     memory.add(key("a"), 6.0)
-    memory.fade(15.1)
+    memory.expire(15.1)
     assert (key("a") in memory, key("b") in memory, len(memory)) == (True, False, 1)
-    memory.fade(16.1)
+    memory.expire(16.1)
     assert len(memory) == 0
 
 
 def test_memories_are_bounded_and_the_oldest_goes() -> None:
-    memory = FadingSet(ttl_s=10.0, max_keys=2)
+    memory = ExpiringSet(ttl_s=10.0, max_keys=2)
     for name in "abc":
         memory.add(key(name), 0.0)
     assert [key(name) in memory for name in "abc"] == [False, True, True]
