@@ -11,6 +11,7 @@ from html import escape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.comparison import Curve, invalid_points, rows
 from disagg.loadtests.verdict.goodput import Outcomes, Score, Slo, evaluate, meets
+from disagg.loadtests.verdict.plots import Chart, Point, Series, cdf, to_svg
 from disagg.loadtests.verdict.report import (
     TextTable,
     comparison_table,
@@ -20,20 +21,21 @@ from disagg.loadtests.verdict.report import (
     verdict,
 )
 from disagg.loadtests.verdict.search import Probe, fitted, served_rate
-from disagg.loadtests.verdict.svg import Chart, Point, Series, render
 
 SLO_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Factors on both limits at which attainment is drawn."""
 
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; color: #222; }
+html { color-scheme: light dark; --line: #ddd; --note: #666; background: #fff; color: #222; }
+@media (prefers-color-scheme: dark) { html { --line: #3a3d44; --note: #9a9da3; background: #16181d; color: #ddd; } }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; margin: 0.5rem 0; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: bold; padding: 0.3rem 0; }
-th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
-.note { color: #666; font-size: 0.9em; margin-top: 0; } .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
-svg { background: #fff; border: 1px solid #eee; max-width: 100%; height: auto; }
+.note { color: var(--note); font-size: 0.9em; margin-top: 0; } .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
+svg { border: 1px solid var(--line); max-width: 100%; height: auto; }
 """
 
 
@@ -56,7 +58,7 @@ def table_html(table: TextTable) -> str:
 
 def charts_html(charts: Iterable[Chart]) -> str:
     """Charts side by side, as many as fit."""
-    return '<div class="charts">\n' + "\n".join(render(chart) for chart in charts) + "\n</div>"
+    return '<div class="charts">\n' + "\n".join(to_svg(chart) for chart in charts) + "\n</div>"
 
 
 def facts_html(facts: Mapping[str, str]) -> str:
@@ -183,17 +185,12 @@ def latency_charts(records: Sequence[RequestRecord], score: Score) -> list[Chart
             title=f"{name}: share of requests sent that had it within",
             x_label="ms",
             y_label="share of requests",
-            series=[Series(name="", points=cdf([v for v in values if v is not None], len(records)), style="step")],
+            series=[cdf("", [value * 1000 for value in values if value is not None], len(records))],
             y_max=1.0,
             x_mark=None if limit is None else limit * 1000,
         )
         for name, values, limit in kinds
     ]
-
-
-def cdf(values_s: Sequence[float], num_sent: int) -> list[Point]:
-    """(milliseconds, share of `num_sent` requests that took at most that)."""
-    return [(value * 1000, (rank + 1) / num_sent) for rank, value in enumerate(sorted(values_s))]
 
 
 def scale_chart(title: str, runs: Mapping[str, Outcomes], slo: Slo) -> Chart:

@@ -40,6 +40,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "uvicorn": ("router/gateway/http/*",),
     "httptools": ("router/gateway/http/*",),
     "locust": ("loadtests/generator/locust*.py",),
+    "matplotlib": ("loadtests/verdict/plots.py",),
     "torch": (
         "kernels/*",
         "engine/checkpoint/convert.py",

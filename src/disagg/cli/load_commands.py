@@ -32,6 +32,7 @@ from disagg.loadtests.generator.load_generator import (
 from disagg.loadtests.records import read_file
 from disagg.loadtests.scenario import Overrides, Scenario, load_scenario, scenario_path
 from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Slo, evaluate, slo_grid
+from disagg.loadtests.verdict.plots import check_installed as check_plots
 from disagg.loadtests.verdict.report import is_met
 from disagg.loadtests.verdict.search import SearchConfig
 from disagg.proto.errors import ConfigError
@@ -64,7 +65,9 @@ class Common:
     json: Path | None = None
 
     def load(self) -> tuple[Scenario, Slo]:
-        """The scenario and the limits; raises `ConfigError`."""
+        """The scenario and the limits; raises `ConfigError`, also if a report is wanted that could not be drawn."""
+        if self.html is not None:
+            check_plots()
         try:
             scenario = load_scenario(self.scenario, self.overrides)
         except ValueError as error:

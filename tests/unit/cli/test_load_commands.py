@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from pathlib import Path
 
@@ -113,6 +114,15 @@ def test_the_scenarios_limits_hold_where_the_command_line_has_none() -> None:
     assert slo == Slo(ttft_s=4.0, tpot_s=0.009)
     with pytest.raises(ConfigError, match="nowhere"):
         commands.Common(scenario="nowhere").load()
+
+
+def test_a_report_that_could_not_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^plots need matplotlib; next: pip install 'disagg\[load\]'"):
+        commands.Common(scenario="interactive", html=tmp_path / "run.html").load()
+    commands.Common(scenario="interactive").load()
 
 
 def test_a_search_that_cannot_be() -> None:
