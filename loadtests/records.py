@@ -1,6 +1,6 @@
 """What a load test plans and what it records: the two structs that everything else in this folder reads or writes.
 
-    workload.py ──PlannedRequest──> locust_dispatcher.py ──RequestRecord──> one JSON line each ──> goodput.py, report.py
+    workload.py ──PlannedRequest──> open_loop.py ──RequestRecord──> one JSON line each ──> goodput.py, report.py
 
 All times are seconds on the monotonic clock of the generating process, counted from the start of the run. Latencies are
 taken from the *due* time, not from the time of sending: a generator that falls behind must not hide it (coordinated

@@ -1,4 +1,4 @@
-"""A scenario file: what is asked, when, and the limits to meet.
+"""A scenario file: which requests are sent, when, and the limits to meet.
 
     workload: {kind: random, isl: 512, osl: 64}
     arrivals: {kind: poisson, rate_per_s: 2.0, num_requests: 300}
@@ -46,7 +46,7 @@ def load_scenario(name: str, overrides: Overrides | None = None) -> Scenario:
     """A scenario from a file, or of the given name.
 
     Raises:
-        ValueError: naming the file and the field, if it cannot be read or says something that cannot be.
+        ValueError: naming the file and the field, if it cannot be read or has a value that is not allowed.
     """
     path = scenario_path(name)
     if not path.exists():

@@ -19,7 +19,7 @@ import msgspec
 from disagg.loadtests.campaign.points import Measurer
 from disagg.loadtests.campaign.shapes import DISAGGREGATED, Shape
 from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, ratio, rows
+from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, invalid_points, ratio, rows
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Turn, balanced_order
@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a folder of recordings says."""
+    """The result of a folder of recordings."""
 
     curves: Mapping[str, Curve]
     slos: Sequence[Slo]
@@ -87,7 +87,7 @@ def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> li
     """All points, measured or found; raises `LaunchError` at the first that cannot be."""
     found = []
     for number, (shape, point) in enumerate(points, start=1):
-        measurer.say(f"[{number}/{len(points)}]")
+        measurer.log(f"[{number}/{len(points)}]")
         found.append(measurer.get(shape, point))
     return found
 
@@ -112,12 +112,7 @@ def compare(
         slos=slos,
         ratios=ratios,
         difference=difference(recordings),
-        invalid=[
-            f"{curve.shape} at {point.rate_per_s:g}/s, repeat {point.repeat}: {reason}"
-            for curve in by_shape.values()
-            for point in curve.points
-            for reason in point.outcomes.overall.invalid_reasons
-        ],
+        invalid=invalid_points(by_shape),
     )
 
 
@@ -167,7 +162,7 @@ def json_rows(comparison: Comparison, min_attainment: float) -> list[dict[str, A
 
 
 def point_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """One row a recording: what it says without any limit."""
+    """One row a recording: its figures without any limit."""
     return [
         {
             "shape": curve.shape,
@@ -196,7 +191,7 @@ def summary(comparison: Comparison, workload: str) -> dict[str, float]:
     """Flat figures: `goodput_over_chunked`, `goodput_over_prefill_first`, ... for the scenario's own limits, and each
     again for every pair of limits with the workload's name and the limits behind it.
 
-    A ratio is left out where the measured rates cannot tell. One that is only a bound ends in `_at_least` or
+    A ratio is left out where the measured rates do not determine it. One that is only a bound ends in `_at_least` or
     `_at_most`.
     """
     found: dict[str, float] = {}

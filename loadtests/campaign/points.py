@@ -32,8 +32,8 @@ WARM_UP = Scenario(
 )
 """Sent to a new cluster before anything is measured: first steps, connections, pairs of workers."""
 
-Say = Callable[[str], None]
-"""Told what happens now, one line at a time."""
+Log = Callable[[str], None]
+"""Takes the progress, one line at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Measurer:
 
     directory: Path
     options: GeneratorOptions
-    say: Say
+    log: Log
     command: str = ""
     """The command line, for the record."""
     attempts: int = 2
@@ -52,12 +52,12 @@ class Measurer:
         """The point's recording, from the folder or measured now; raises `LaunchError`."""
         found = recordings.load(self.directory, point)
         if found is not None:
-            self.say(f"{_name(point)}: recorded before")
+            self.log(f"{_name(point)}: recorded before")
             return found
         for attempt in range(1, self.attempts + 1):
             recording = self._measure(shape, point)
             score = evaluate(recording.records, Slo(), recording.info.duration_s)
-            self.say(f"{_name(point)}: {_in_short(score)}")
+            self.log(f"{_name(point)}: {_in_short(score)}")
             if score.is_valid or attempt == self.attempts:
                 break
         return recording

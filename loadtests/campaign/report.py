@@ -33,7 +33,7 @@ def command_line() -> str:
 
 
 def write_json(path: Path, rows_: Sequence[Mapping[str, Any]], summary_: Mapping[str, float]) -> None:
-    """One report. NaN, which JSON does not know, is an error."""
+    """One report. NaN, which JSON does not have, is an error."""
     content = {
         "machine": machine(*PACKAGES),
         "commit": commit(),
@@ -105,7 +105,7 @@ def _milliseconds(name: str, found: Quantiles) -> dict[str, float]:
 
 
 def print_sweep(console: Console, result: SweepResult, slo: Slo, min_attainment: float) -> None:
-    """Attainment over rate, and what must not be believed."""
+    """Attainment over rate, and the runs that are not valid."""
     report.print_table(console, report.sweep_table(result.probes, result.served, slo, min_attainment))
     _print_invalid(console, result.invalid)
 
@@ -119,13 +119,13 @@ def sweep_rows(result: SweepResult) -> list[dict[str, Any]]:
 
 
 def sweep_summary(result: SweepResult) -> dict[str, float]:
-    """The rate, under a name that says whether it is one or only a bound of one."""
+    """The rate: `served_per_s`, or `_below` or `_at_least` behind it where it is only a bound."""
     bound = {"between": "", "none": "_below", "all": "_at_least"}[result.served.bound]
     return {f"served_per_s{bound}": round(result.served.rate_per_s, 4), "invalid_runs": len(result.invalid)}
 
 
 def print_comparison(console: Console, comparison: Comparison, subject: str, min_attainment: float) -> None:
-    """Served rates of all shapes for all limits, and what must not be believed."""
+    """Served rates of all shapes for all limits, and the runs that are not valid."""
     found = rows(comparison.curves, comparison.slos, min_attainment)
     report.print_table(console, report.comparison_table(found, min_attainment, subject))
     difference = comparison.difference

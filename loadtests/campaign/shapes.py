@@ -6,8 +6,8 @@
     cluster.yaml                        anything else, called by its file's name
     2x1-static@0.25,0.5                 any of them, measured at rates of its own
 
-All shapes of a comparison share the base configuration (model, KV memory, ...). Whatever it says, a shape listens on a
-free port and admits everything: a refusal would hide how the shape does.
+All shapes of a comparison share the base configuration (model, KV memory, ...). A shape always listens on a
+free port and admits everything, whatever that configuration has: a refusal would hide how the shape performs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shape:
     name: str
     config: ClusterConfig
     rates_per_s: tuple[float, ...] = ()
-    """Where it is measured; empty: where the comparison says."""
+    """Rates at which it is measured; empty for those of the comparison."""
 
     @property
     def kind(self) -> str:

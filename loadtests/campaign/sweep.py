@@ -1,7 +1,7 @@
 """`disagg load sweep`: the largest rate at which enough requests meet their limits.
 
 Rates come from loadtests/verdict/search.py: doubling, then bisection. With a shape every rate has a fresh cluster; a
-cluster that runs already gets prompts of its own at every rate, or its prefix caches would know them from the rate
+cluster that runs already gets prompts of its own at every rate, or its prefix caches would hold them from the rate
 before.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg.loadtests.campaign.points import Measurer, record, warm_up
+from disagg.loadtests.campaign.points import Log, Measurer, record, warm_up
 from disagg.loadtests.campaign.shapes import Shape
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict import recordings
@@ -34,14 +34,14 @@ class SweepResult:
     """Runs that must not be quoted, and why."""
 
 
-def sweep(measure: Measure, search: SearchConfig, slo: Slo, say: Callable[[str], None]) -> SweepResult:
+def sweep(measure: Measure, search: SearchConfig, slo: Slo, log: Log) -> SweepResult:
     """Measure until the rate is found."""
     probes: list[Probe] = []
     invalid: list[str] = []
     while (rate := next_rate(search, probes)) is not None:
         recording = measure(rate)
         score = evaluate(recording.records, slo, recording.info.duration_s)
-        say(f"{rate:g}/s: {score.attainment:.1%} within {slo}")
+        log(f"{rate:g}/s: {score.attainment:.1%} within {slo}")
         probes.append(Probe(rate_per_s=rate, attainment=score.attainment, num_requests=score.num_sent))
         invalid += [f"{rate:g}/s: {reason}" for reason in score.invalid_reasons]
     return SweepResult(probes=probes, served=served_rate(probes, search.min_attainment), invalid=invalid)

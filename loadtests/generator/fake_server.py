@@ -16,24 +16,78 @@ import gc
 import os
 import selectors
 import signal
+import struct
 import sys
 import time
+import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from typing import Annotated
 
 import grpc
 import grpc.aio
 import msgspec
 
-from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 FAKE_MODEL = "fake-server"
+FAKE_VOCAB_SIZE = 49_152
+"""As large as SmolLM2's, so that requests have their usual size."""
 MAX_MODEL_LEN = 1 << 20
 STOP_GRACE_S = 0.5
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 _Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class FakeTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latencies and faults of the fake server."""
+
+    ttft_s: Seconds = 0.05
+    """From a request's arrival to its first token."""
+    tpot_s: Seconds = 0.01
+    """Between two tokens."""
+    spread: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Each request's two latencies are scaled by a factor of its own in [1 - spread, 1 + spread]."""
+    stall_at_s: Seconds = 0.0
+    """When the stall begins, counted from the first request."""
+    stall_s: Seconds = 0.0
+    """How long no stream gets anything. What falls into the stall comes at its end."""
+    refuse_every: Count | None = None
+    """Every so many requests one is refused: RESOURCE_EXHAUSTED."""
+    fail_every: Count | None = None
+    """Every so many requests one ends halfway: UNAVAILABLE. One that is also to be refused is refused."""
+
+    def of(self, prompt: Sequence[int]) -> tuple[float, float]:
+        """TTFT and TPOT of one request, in seconds."""
+        factor = 1 + self.spread * (2 * _checksum(prompt) / 2**32 - 1)
+        return self.ttft_s * factor, self.tpot_s * factor
+
+    def release_s(self, planned_s: float) -> float:
+        """When a message that is planned for a time goes out; both in seconds since the first request."""
+        stall_end_s = self.stall_at_s + self.stall_s
+        return stall_end_s if self.stall_at_s <= planned_s < stall_end_s else planned_s
+
+    def is_refused(self, number: int) -> bool:
+        """Whether the `number`-th request, from 1, is refused."""
+        return self.refuse_every is not None and number % self.refuse_every == 0
+
+    def is_failed(self, number: int) -> bool:
+        """Whether the `number`-th request, from 1, ends halfway."""
+        return self.fail_every is not None and number % self.fail_every == 0
+
+
+def fake_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The output tokens: different for every prompt, the same for equal ones."""
+    first = _checksum(prompt)
+    return [(first + index) % FAKE_VOCAB_SIZE for index in range(num_tokens)]
+
+
+def _checksum(prompt: Sequence[int]) -> int:
+    """CRC-32 of the ids, in [0, 2^32)."""
+    return zlib.crc32(struct.pack(f"<{len(prompt)}I", *prompt))
 
 
 class FakeService(pb_grpc.InferenceServiceServicer):
@@ -91,18 +145,18 @@ class FakeService(pb_grpc.InferenceServiceServicer):
 
 
 async def serve(timing: FakeTiming, port: int) -> None:
-    """Serve on loopback until told to stop."""
+    """Serve on loopback until SIGTERM or SIGINT."""
     service = FakeService(timing)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     pb_grpc.add_InferenceServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
-    told_to_stop = asyncio.Event()
+    stop_requested = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, told_to_stop.set)
+        asyncio.get_running_loop().add_signal_handler(signum, stop_requested.set)
     _print_line(msgspec.json.encode({"address": f"127.0.0.1:{bound}"}) + b"\n")
     gc.freeze()
-    await told_to_stop.wait()
+    await stop_requested.wait()
     await server.stop(STOP_GRACE_S)
     _print_line(service.lag_line())
 

@@ -6,7 +6,8 @@ compared, and none for the decode worker. There it may run before the others (`n
 core, and if it had to wait for the worker's long steps it would measure itself. Its lateness is recorded, and too much
 of it makes a run invalid.
 
-It proves who it is as every client does, from the environment, which it inherits; see `disagg.client.credentials`.
+It inherits the environment, and takes API key and certificates from there as every client does; see
+`disagg.client.credentials`.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def locust_command() -> list[str]:
 
 
 def check_credentials(target: str) -> None:
-    """Raises `ConfigError` if the environment's credentials cannot be used at host:port; Locust would say so later."""
+    """Raises `ConfigError` if the environment's credentials cannot be used at host:port; Locust would fail later."""
     Credentials().channel(target)
 
 
@@ -155,7 +156,7 @@ def _run(command: list[str], folder: Path, log: Path) -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End Locust: nothing to do where it has ended; otherwise it is told to, then made to."""
+    """End Locust, if it still runs: SIGTERM, then SIGKILL after `STOP_TIMEOUT_S`."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -3,7 +3,7 @@
     NAME.jsonl   in the order in which requests ended
     NAME.run     `GeneratorInfo` as JSON, written last: without it the run was cut off
 
-Whose measurement it is, and whether it counts, is for the caller to say (recordings.py).
+Which point of a campaign they belong to, and whether they are complete, is decided by the caller (recordings.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Recorder:
             self._file.write(to_line(record))
 
     def finish(self, info: GeneratorInfo) -> None:
-        """Close the files and say how the run went; nothing may be added after this."""
+        """Close the records and write `NAME.run`; nothing may be added after this."""
         if self._file is None or self._path is None:
             return
         self._file.close()
@@ -83,7 +83,7 @@ def read_info(records: Path) -> GeneratorInfo:
     """How the run of `NAME.jsonl` went.
 
     Raises:
-        ValueError: naming the file, if it is not there or says something else.
+        ValueError: naming the file, if it is not there or is no `GeneratorInfo`.
     """
     file = info_path(records)
     try:

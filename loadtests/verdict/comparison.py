@@ -157,7 +157,7 @@ def ratio(numerator: ServedRate, others: Mapping[str, ServedRate]) -> Ratio | No
 
     A rate that is `none` lies anywhere below its number, one that is `all` anywhere above. So the best of the others
     lies between the largest least and the largest most that they can be. Where these differ the ratio is a bound, the
-    lower one if there is one. None where there is neither: nobody found its limit.
+    lower one if there is one. None where there is neither, because no shape reached its limit.
 
     Raises:
         ValueError: without others.

@@ -1,5 +1,5 @@
 """From the records of a run to its verdict: which requests met their limits, how long everything took, and whether the
-run may be believed.
+run is valid.
 
 Goodput is the rate of requests that met all of their limits. Attainment is their share of all requests that were due:
 refused, failed and dropped ones missed every limit. A record is scored for any limits after the fact, so that one
@@ -112,7 +112,7 @@ class Score:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the generator kept its promises."""
+        """Whether the generator was in time and every answer has the forced length."""
         return not self.invalid_reasons
 
 
@@ -210,7 +210,7 @@ def _output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _invalid_reasons(records: Sequence[RequestRecord]) -> list[str]:
-    """What the generator or the server did that makes the figures say something else than they seem to."""
+    """Faults of the generator or the server that make the figures of a run meaningless."""
     reasons = []
     lateness_s = quantiles(record.lateness_s for record in records).p99
     if lateness_s > MAX_LATENESS_S:
@@ -242,7 +242,7 @@ class Outcomes:
         )
 
     def num_good(self, slo: Slo) -> int:
-        """Requests that meet both limits, as `meets` says."""
+        """Requests that meet both limits, as `meets` defines it."""
         most_s = math.inf if slo.ttft_s is None else slo.ttft_s
         in_time = self._pairs[: bisect_right(self._pairs, (most_s, math.inf))]
         return len(in_time) if slo.tpot_s is None else sum(tpot_s <= slo.tpot_s for _, tpot_s in in_time)

@@ -79,7 +79,7 @@ def records_path(directory: Path, point: Point) -> Path:
 
 
 def begin(directory: Path, point: Point) -> Path:
-    """Make the point incomplete until `finish`, and say where its records go. What stood there is deleted."""
+    """Make the point incomplete until `finish`; returns the path of its records, deleted if there were some."""
     directory.mkdir(parents=True, exist_ok=True)
     records = records_path(directory, point)
     records.with_suffix(".json").unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def load(directory: Path, point: Point) -> Recording | None:
     """The recording of a point; None if it is not complete.
 
     Raises:
-        ValueError: naming the file, if it is complete by its side file but does not hold what that says.
+        ValueError: naming the file, if there is a side file and the records do not match it.
     """
     side = records_path(directory, point).with_suffix(".json")
     return _load(side) if side.exists() else None

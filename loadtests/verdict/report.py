@@ -58,7 +58,7 @@ def verdict(score: Score, min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> str
 
 
 def is_met(score: Score, min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> bool:
-    """Whether enough requests met their limits; 27 of 30 are 90 %, whatever the rounding says."""
+    """Whether enough requests met their limits; 27 of 30 are 90 %, in spite of rounding."""
     return score.attainment >= min_attainment - 1e-9
 
 
@@ -161,5 +161,5 @@ def comparison_table(rows: Sequence[Row], min_attainment: float, subject: str | 
         title=f"largest rate (requests/s) with {_percent(min_attainment)} within the limits",
         columns=columns,
         rows=lines,
-        note="<: not even the least measured rate was served; >=: all were. -: the measured rates cannot tell.",
+        note="<: not even the least measured rate was served; >=: all were. -: not determined by the measured rates.",
     )

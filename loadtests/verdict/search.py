@@ -1,11 +1,11 @@
-"""Which rate to measure next, in which order, and what the measurements say about the largest rate that is served.
+"""Which rate to measure next, in which order, and the largest served rate by the measurements.
 
 Three questions, each a pure function of what is known so far:
 
 - `next_rate`: a sweep looks for the largest rate with enough attainment: doubling (or halving) until it is bracketed,
   then bisection. Everything measured so far is its only state, so that a sweep that was stopped goes on where it was.
 - `balanced_order`: a comparison measures all shapes of a cluster at all rates, forwards and backwards (A B B A), so
-  that a machine that slowly warms up or slows down favours nobody.
+  that a machine that slowly warms up or slows down favours no shape.
 - `served_rate`: attainment over rate, with its noise taken out, crosses the target at one rate.
 
 Attainment falls as the rate grows, but a measured one may rise again by chance. Before anything is decided, the
@@ -112,7 +112,7 @@ def fitted(probes: Iterable[Probe]) -> list[Probe]:
 
 
 def served_rate(probes: Iterable[Probe], min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> ServedRate:
-    """What measured points say about the largest rate that is served; ValueError without any, or for a bad one."""
+    """The largest served rate by measured points; ValueError without any, or for a bad one."""
     curve = fitted(probes)
     if not curve:
         raise ValueError("probes: no rate was measured")
@@ -140,8 +140,8 @@ def _reaches(attainment: float, target: float) -> bool:
 
 
 def next_rate(config: SearchConfig, probes: Iterable[Probe]) -> float | None:
-    """The rate to measure next, in requests per second with three significant digits; None when nothing is left to
-    learn.
+    """The rate to measure next, in requests per second with three significant digits; None when the search is
+    over.
 
     It ends: every new rate halves a gap between two measured neighbours, and gaps within the tolerance are not halved.
     """

@@ -41,7 +41,7 @@ class ArrivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rate_per_s: Positive | None = None
     """Mean requests per second over the whole run; needed by all kinds but `trace`."""
     seed: int = 0
-    """Of the gaps. What is asked has a seed of its own in the workload."""
+    """Of the gaps. Prompts and lengths have a seed of their own in the workload."""
     duration_s: Positive | None = None
     """Requests that would be due at this time or later are left out."""
     num_requests: Count | None = None
@@ -106,7 +106,7 @@ def window_s(arrivals: ArrivalConfig, due_s: Sequence[float]) -> float:
 
 
 def _generated(arrivals: ArrivalConfig) -> Iterator[float]:
-    """Times of a process without end, or of `num_requests` that last as long as their rate says."""
+    """Times of a process without end, or of `num_requests` that span `num_requests / rate_per_s`."""
     assert arrivals.rate_per_s is not None
     times = accumulate(_gaps(arrivals))
     if arrivals.kind not in ("poisson", "gamma") or arrivals.num_requests is None:

@@ -68,7 +68,7 @@ class Stream:
         """Gamma with this shape and scale 1, so with mean `shape`; `shape` > 0.
 
         G. Marsaglia and W. Tsang, A Simple Method for Generating Gamma Variables, ACM TOMS 26 (2000). Shapes below 1
-        are drawn at shape + 1 and multiplied by U^(1/shape), as the paper says in its section 6.
+        are drawn at shape + 1 and multiplied by U^(1/shape), as in section 6 of the paper.
         """
         if shape < 1:
             boost = math.exp(-self.exponential() / shape)

@@ -1,6 +1,6 @@
-"""What a load test asks: prompts and output lengths, complete before the run begins.
+"""The requests of a load test: prompts and output lengths, complete before the run begins.
 
-    WorkloadConfig + ArrivalConfig ──plan_requests──> [PlannedRequest] ──> the dispatcher
+    WorkloadConfig + ArrivalConfig ──plan_requests──> [PlannedRequest] ──> open_loop.py
 
 A plan is a function of the two configs, the size of the vocabulary and the trace file, if there is one: the same
 seeds give the same token ids and due times on every machine (see randomness.py). Clusters that are compared thus get
@@ -69,12 +69,12 @@ class SharedPrefixWorkload(
 class MultiTurnWorkload(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="multi_turn", tag_field="kind"
 ):
-    """Conversations: each turn's prompt is all that was said before, and some new tokens.
+    """Conversations: each turn's prompt is all prompts and answers before it, and some new tokens.
 
     The arrival process starts conversations; its rate counts requests, so that it starts rate / (mean turns)
     conversations a second. Each later turn is planned a think time after the turn before it was planned, and is due
-    then or, if that is later, when the answer before it has ended: only the end can tell, so that the record of a
-    request, not the plan, has its true due time.
+    then or, if that is later, when the answer before it has ended. That is known only during the run, so
+    that the record of a request, not the plan, has its true due time.
     """
 
     turns: Length
@@ -129,7 +129,7 @@ class TraceWorkload(
 
 
 WorkloadConfig = RandomWorkload | SharedPrefixWorkload | MultiTurnWorkload | TraceWorkload
-"""What is asked; in files the key `kind` says which one it is."""
+"""The requests; in files the key `kind` names the struct."""
 
 _LENGTH_FIELDS = {
     RandomWorkload: "isl",
@@ -153,7 +153,7 @@ def plan(workload: WorkloadConfig, arrivals: ArrivalConfig, *, vocab_size: int, 
     """The requests of a run and its length.
 
     Args:
-        workload: what is asked.
+        workload: prompts and lengths.
         arrivals: when.
         vocab_size: token ids are drawn from [0, vocab_size).
         max_model_len: most tokens of a prompt (with the conversation before it) plus its answer.

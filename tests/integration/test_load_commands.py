@@ -14,7 +14,7 @@ from benchmarks.quality.load_generator import fake_server
 from disagg.cli import load_commands as commands
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes
-from disagg.loadtests.generator.fake_timing import FakeTiming
+from disagg.loadtests.generator.fake_server import FakeTiming
 from disagg.loadtests.generator.load_generator import GeneratorOptions
 from disagg.loadtests.scenario import Overrides
 

@@ -18,9 +18,9 @@ import pytest
 
 from benchmarks.quality.load_generator import fake_server
 from disagg.cluster.system.errors import LaunchError
-from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
+from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
+from disagg.loadtests.generator.gateway_client import digest
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play
-from disagg.loadtests.generator.locust_client import digest
 from disagg.loadtests.generator.recorder import read_info
 from disagg.loadtests.records import PlannedRequest, RequestRecord, read_file
 from disagg.loadtests.scenario import Scenario

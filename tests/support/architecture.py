@@ -39,7 +39,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "starlette": ("router/gateway/http/*",),
     "uvicorn": ("router/gateway/http/*",),
     "httptools": ("router/gateway/http/*",),
-    "locust": ("loadtests/generator/locust*.py",),
+    "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
     "torch": (
         "kernels/*",

@@ -52,8 +52,6 @@ PURE_FILES = (
     "engine/runner/fake.py",
     "engine/runner/model/arrays.py",
     "engine/runner/model/sharding.py",
-    "loadtests/generator/fake_timing.py",
-    "loadtests/generator/page_guard.py",
     "router/shell/failure_detector.py",
     "router/gateway/labels.py",
     "router/gateway/auth/audit.py",

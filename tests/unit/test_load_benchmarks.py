@@ -11,7 +11,7 @@ from benchmarks.quality import load_generator
 from benchmarks.serving import interference
 from benchmarks.serving.interference import Measurement
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming
+from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload.workload import plan_requests
 

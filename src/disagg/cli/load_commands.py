@@ -150,7 +150,7 @@ def sweep(
         if isinstance(where, str)
         else load_sweep.on_shape(measurer, where, scenario)
     )
-    result = load_sweep.sweep(measure, search, slo, measurer.say)
+    result = load_sweep.sweep(measure, search, slo, measurer.log)
     load_report.print_sweep(console, result, slo, options.min_attainment)
     if options.html is not None:
         from disagg.loadtests.verdict.report_html import sweep_page
@@ -201,7 +201,7 @@ def _measurer(options: Common, directory: Path, attempts: int, console: Console)
     return Measurer(
         directory=directory,
         options=options.generator,
-        say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        log=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
         command=load_report.command_line(),
         attempts=attempts,
     )

@@ -4,7 +4,7 @@
 
 Latencies count from the due time. A generator that is late adds its lateness to them, and shows it. A later turn of a
 conversation is due when it was planned or when the answer before it has ended, whichever is later. A request that is
-due while too many are in flight is dropped; its record says so. Every request that was due gets exactly one record.
+due while too many are in flight is recorded as `dropped`. Every request that was due gets exactly one record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import gevent
 from gevent import monkey
 from gevent.event import AsyncResult
 
-from disagg.loadtests.generator.locust_client import Answer, GatewayClient, Metadata, clock, request_bytes
+from disagg.loadtests.generator.gateway_client import Answer, GatewayClient, Metadata, clock, request_bytes
 from disagg.loadtests.records import PlannedRequest, RequestRecord
 
 START_DELAY_S = 0.2
@@ -34,15 +34,15 @@ _native_sleep: Callable[[float], None] = monkey.get_original("time", "sleep")
 
 
 class Conversation(NamedTuple):
-    """What a later turn needs to know of the one before it."""
+    """What a later turn needs of the one before it."""
 
     token_ids: tuple[int, ...]
-    """All that was said, the last answer included."""
+    """All prompts and answers so far, in order."""
     end_s: float
     """When the last answer ended, in seconds since the start of the run."""
 
 
-class Dispatcher:
+class OpenLoop:
     """Runs one plan. Owner of the in-flight count; used once, from one greenlet.
 
     Args:
@@ -117,16 +117,16 @@ class Dispatcher:
             now_s = self.now_s()
             self._end(planned, now_s, now_s, Answer("failed", (), (), clock(), error="the turn before it failed"))
             return
-        said = conversation.token_ids
+        history = conversation.token_ids
         due_s = max(planned.due_s, conversation.end_s)
-        self._exchange(planned, request_bytes(planned, self._model, said), due_s, said)
+        self._exchange(planned, request_bytes(planned, self._model, history), due_s, history)
 
-    def _exchange(self, planned: PlannedRequest, message: bytes, due_s: float, said: tuple[int, ...] = ()) -> None:
+    def _exchange(self, planned: PlannedRequest, message: bytes, due_s: float, history: tuple[int, ...] = ()) -> None:
         """Send one request, or drop it, and record what became of it."""
         sent_s = self.now_s()
         if self.num_in_flight >= self._max_in_flight:
             error = f"{self.num_in_flight} requests were in flight"
-            self._end(planned, due_s, sent_s, Answer("dropped", (), (), clock(), error=error), said)
+            self._end(planned, due_s, sent_s, Answer("dropped", (), (), clock(), error=error), history)
             return
         self.num_in_flight += 1
         try:
@@ -134,16 +134,16 @@ class Dispatcher:
                 message, max_tokens=planned.max_tokens, timeout_s=self._timeout_s, metadata=self._metadata
             )
         except gevent.GreenletExit:
-            self._end(planned, due_s, sent_s, Answer("failed", (), (), clock(), error="the run was stopped"), said)
+            self._end(planned, due_s, sent_s, Answer("failed", (), (), clock(), error="the run was stopped"), history)
             raise
         finally:
             self.num_in_flight -= 1
-        self._end(planned, due_s, sent_s, answer, said)
+        self._end(planned, due_s, sent_s, answer, history)
 
     def _end(
-        self, planned: PlannedRequest, due_s: float, sent_s: float, answer: Answer, said: tuple[int, ...] = ()
+        self, planned: PlannedRequest, due_s: float, sent_s: float, answer: Answer, history: tuple[int, ...] = ()
     ) -> None:
-        """Record a request and tell the turn after it, if there is one."""
+        """Record a request and let the turn after it begin, if there is one."""
         end_s = self._relative(answer.end_s)
         self._on_record(
             RequestRecord(
@@ -151,7 +151,7 @@ class Dispatcher:
                 due_s=round(due_s, TIME_DIGITS),
                 sent_s=round(sent_s, TIME_DIGITS),
                 status=answer.status,
-                num_prompt_tokens=len(said) + len(planned.prompt_token_ids),
+                num_prompt_tokens=len(history) + len(planned.prompt_token_ids),
                 max_tokens=planned.max_tokens,
                 token_times_s=tuple(map(self._relative, answer.token_times_s)),
                 end_s=None if answer.status == "dropped" else end_s,
@@ -163,7 +163,7 @@ class Dispatcher:
             )
         )
         if planned.index in self._conversations:
-            whole = Conversation((*said, *planned.prompt_token_ids, *answer.token_ids), end_s)
+            whole = Conversation((*history, *planned.prompt_token_ids, *answer.token_ids), end_s)
             self._conversations[planned.index].set(whole if answer.status == "ok" else None)
 
     def _relative(self, time_s: float) -> float:

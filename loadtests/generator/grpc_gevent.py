@@ -6,7 +6,7 @@ the event loop. Two things make it cheaper, by about a third together:
 
 - a pool that does nothing but hand over calls and results (`HandOverPool`), set on the hub, as gevent allows;
 - gRPC's older way to poll its sockets, in the thread that waits. The newer one polls in threads of its own, so that
-  each message goes through one thread more. A gRPC that does not know the switch logs that and goes on.
+  each message goes through one thread more. A gRPC without this switch logs that and goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HandOverPool(ThreadPool):
         tasks.put((func, args or (), kwds or {}, waiter))
         try:
             result, error = waiter.get()
-        except BaseException:  # this greenlet was killed: the thread ends when its call does, and nobody hears of it
+        except BaseException:  # this greenlet was killed: the thread ends when its call does, its result is dropped
             waiter.clear()
             tasks.put(None)
             raise
@@ -68,16 +68,16 @@ class HandOverPool(ThreadPool):
         return tasks
 
     def _work(self, tasks: Any) -> None:
-        """A thread's life."""
-        tell = self._loop.run_callback_threadsafe
+        """The loop of one thread; ends at None."""
+        run_in_loop = self._loop.run_callback_threadsafe
         while (task := tasks.get()) is not None:
             func, args, kwds, waiter = task
             outcome: tuple[Any, BaseException | None]
             try:
                 outcome = func(*args, **kwds), None
-            except BaseException as error:  # raised where the call was asked for
+            except BaseException as error:  # raised by `apply`
                 outcome = None, error
-            tell(waiter.switch, outcome)
+            run_in_loop(waiter.switch, outcome)
             del task, func, args, kwds, waiter, outcome
 
 

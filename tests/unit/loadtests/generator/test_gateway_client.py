@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.loadtests.generator.locust_client import Answer, answer_of, digest, request_bytes
+from disagg.loadtests.generator.gateway_client import Answer, answer_of, digest, request_bytes
 from disagg.loadtests.records import PlannedRequest
 from disagg.v1 import inference_pb2 as pb
 
@@ -45,7 +45,7 @@ def test_each_token_has_the_time_of_its_message() -> None:
 
 def test_an_answer_of_another_length_has_failed() -> None:
     answer = answer_of([(1.0, delta(0, 5)), (1.1, finished())], "ok", "", 2.0, max_tokens=3)
-    assert (answer.status, answer.error) == ("failed", "1 tokens came, 3 were asked for")
+    assert (answer.status, answer.error) == ("failed", "1 tokens came, 3 were requested")
 
 
 def test_the_tokens_before_a_failure_are_kept() -> None:

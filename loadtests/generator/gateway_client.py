@@ -5,7 +5,7 @@ channel in a native thread and hands it to a greenlet, which costs about 80 us a
 message. A message is stamped and kept as bytes where gRPC would deserialize it, which is the first Python code that
 sees it; protobuf comes in when the stream has ended.
 
-Who calls, and over what, is said as to every client of disagg: see `disagg.client.credentials`.
+API key, certificates and TLS are those of every client of disagg: see `disagg.client.credentials`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class GatewayClient:
         return found
 
     def _why_unreachable(self, channel: grpc.Channel) -> str:
-        """What a call says that needs a connection which does not come about, such as a certificate that is unknown."""
+        """The error of a call on a channel that does not connect, such as an unknown certificate, in parentheses."""
         try:
             self._list_models(channel, _REASON_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -205,7 +205,7 @@ def answer_of(messages: Sequence[Stamped], status: Status, error: str, end_s: fl
         if response.HasField("finished"):
             finished = response.finished
     if status == "ok" and len(token_ids) != max_tokens:
-        status, error = "failed", f"{len(token_ids)} tokens came, {max_tokens} were asked for"
+        status, error = "failed", f"{len(token_ids)} tokens came, {max_tokens} were requested"
     return Answer(
         status=status,
         token_ids=tuple(token_ids),

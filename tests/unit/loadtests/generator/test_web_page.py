@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.loadtests.generator.page_guard import LOOPBACK_NAMES, foreign, frozen_field, is_form
+from disagg.loadtests.generator.web_page import LOOPBACK_NAMES, foreign, frozen_field, is_form
 
 OPTIONS = {"host": "127.0.0.1:8470", "record": "", "rate": "2", "run_time": None, "reset_stats": False}
 

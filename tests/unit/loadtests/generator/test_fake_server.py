@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.loadtests.generator.fake_server import parse_arguments
-from disagg.loadtests.generator.fake_timing import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
+from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming, fake_answer, parse_arguments
 
 
 def test_without_a_spread_every_request_has_the_same_latencies() -> None:
