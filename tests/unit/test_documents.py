@@ -235,7 +235,7 @@ def test_words_are_explained_once() -> None:
 
 
 def test_planted_faults_are_found() -> None:
-    assert broken_links(MAP, "[a](adr/9999-none.md) [b](glossary.md) [c](#the-house) [d](#nowhere)") == [
+    assert broken_links(MAP, "[a](adr/9999-none.md) [b](glossary.md) [c](#processes) [d](#nowhere)") == [
         "adr/9999-none.md",
         "#nowhere",
     ]
