@@ -12,14 +12,14 @@ URL = os.environ.get("DISAGG_URL", "http://127.0.0.1:8471")
 
 
 def connect() -> http.client.HTTPConnection:
-    """To the gateway."""
+    """A connection to the gateway."""
     parts = urlsplit(URL)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.netloc, timeout=60)
 
 
 def call(connection: http.client.HTTPConnection, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-    """Send a request; raises `SystemExit` with the server's words when it is refused."""
+    """Send a request; raises `SystemExit` with the server's error when it is refused."""
     headers = {"content-type": "application/json"}
     if key := os.environ.get("DISAGG_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
@@ -48,7 +48,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Ask one question."""
+    """Send one message."""
     question = " ".join(sys.argv[1:]) or "What is a cache?"
     connection = connect()
     model = json.load(call(connection, "/v1/models", None))["data"][0]["id"]

@@ -1,4 +1,4 @@
-"""A chat with the `openai` package, which needs nothing but another address."""
+"""A chat with the `openai` package, with another base URL."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ URL = os.environ.get("DISAGG_URL", "http://127.0.0.1:8471")
 
 
 def main() -> None:
-    """Ask one question."""
+    """Send one message."""
     question = " ".join(sys.argv[1:]) or "What is a cache?"
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("DISAGG_API_KEY", "none is needed"))
     model = client.models.list().data[0].id

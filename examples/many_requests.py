@@ -17,12 +17,12 @@ def main() -> None:
     """Send them all."""
     with Client(ADDRESS) as client:  # its methods may be called from several threads
 
-        def ask(number: int) -> Answer:
+        def send(number: int) -> Answer:
             return client.generate(f"{SHARED}Question {number}: name a river.", max_tokens=16, temperature=0.0)
 
         began = time.perf_counter()
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            answers = list(threads.map(ask, range(NUM_REQUESTS)))
+            answers = list(threads.map(send, range(NUM_REQUESTS)))
         took_s = time.perf_counter() - began
 
         pairs = Counter[str]()

@@ -27,7 +27,7 @@ async def beginning(client: AsyncClient, prompt: str, num_tokens: int) -> int:
 
 
 async def main() -> None:
-    """Ask both at once."""
+    """Send both at once."""
     async with AsyncClient(ADDRESS) as client:
         text, seen = await asyncio.gather(
             whole(client, "The capital of France is"), beginning(client, "Once upon a time", 5)

@@ -1,5 +1,5 @@
-"""Targets for a request's latencies. The cluster places it where they are met, or refuses it at once and says when to
-come back: better than an answer that comes too late."""
+"""Latency targets of a request. The cluster places it where they are met, or refuses it at once with a time to retry
+after."""
 
 import os
 import time
@@ -12,8 +12,8 @@ TARGETS = Targets(ttft_ms=2000, tpot_ms=200)
 MAX_TRIES = 5
 
 
-def patiently(client: Client, prompt: str) -> Answer:
-    """The answer, after as many refusals as we can bear. Raises `OverloadedError` after the last one."""
+def generate_with_retries(client: Client, prompt: str) -> Answer:
+    """The answer, after at most `MAX_TRIES` tries. Raises `OverloadedError` after the last one."""
     for tries_left in reversed(range(MAX_TRIES)):
         try:
             return client.generate(prompt, targets=TARGETS, timeout_s=30, max_tokens=32, temperature=0.0)
@@ -26,9 +26,9 @@ def patiently(client: Client, prompt: str) -> Answer:
 
 
 def main() -> None:
-    """Ask, and compare the prediction with what came."""
+    """Send a request, and compare its TTFT with the target."""
     with Client(ADDRESS) as client:
-        answer = patiently(client, "The three largest oceans are")
+        answer = generate_with_retries(client, "The three largest oceans are")
         trace = client.explain(answer.request_id)
     ended_ms = {stage.stage: stage.at_ms for stage in trace.stages}
     print(answer.text)
