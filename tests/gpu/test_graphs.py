@@ -78,7 +78,7 @@ def test_nothing_in_a_decode_step_waits_for_the_device(folder: Path, device: tor
     runner, sequences = prepared(folder, device, 3, dtype=dtype)
     arrays = runner.arrays(plan_of(sequences))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # a call that synchronizes raises
     try:
         runner._replayed.forward(arrays)
     finally:

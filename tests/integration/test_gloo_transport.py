@@ -112,7 +112,7 @@ def test_a_peer_that_dies_before_it_sends_is_an_error_at_once(rendezvous: GlooRe
 def test_a_receive_that_breaks_off_in_its_middle_wakes_whoever_waits(
     rendezvous: GlooRendezvous, ending: signal.Signals
 ) -> None:
-    """A death is noticed without a close; a peer that stands still is no error until we close."""
+    """A death is noticed without a close; a stopped peer is no error until we close."""
     for number in range(5):
         peer = Peer(rendezvous, [("wait", None), ("send_into", LARGE), ("wait", None)], f"pair-{number}")
         answers, buffer = Answers(), np.zeros(LARGE, np.uint8)
@@ -124,7 +124,7 @@ def test_a_receive_that_breaks_off_in_its_middle_wakes_whoever_waits(
         if buffer[-100:].any():
             peer.end()  # this process slept too long: all of it is there
             continue
-        is_broken(peer, answers, ending)
+        check_broken(peer, answers, ending)
         return
     pytest.fail("it was never in the middle")
 
@@ -140,7 +140,7 @@ def test_a_send_that_breaks_off_in_its_middle_wakes_whoever_waits(
     peer.transport.send(np.zeros(LARGE, np.uint8), LARGE, answers)
     with pytest.raises(queue.Empty):
         answers.next(0.1)
-    is_broken(peer, answers, ending)
+    check_broken(peer, answers, ending)
 
 
 def pid_of(peer: transport_peer.Peer) -> int:
@@ -148,7 +148,7 @@ def pid_of(peer: transport_peer.Peer) -> int:
     return peer.process.pid
 
 
-def is_broken(peer: transport_peer.Peer, answers: Answers, ending: signal.Signals) -> None:
+def check_broken(peer: transport_peer.Peer, answers: Answers, ending: signal.Signals) -> None:
     """The one operation under way is answered, and closing takes no time."""
     os.kill(pid_of(peer), ending)
     if ending is signal.SIGKILL:

@@ -158,8 +158,10 @@ async def test_a_lost_gateway_leaves_nothing(pair: list[WorkerInfo]) -> None:
     _, answer = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=3000)
     await asyncio.wait_for(answer.first_token.wait(), 20)
     await gateway.close()
-    async with open_gateway(pair):
-        pass  # Idle, or this fails.
+    prompt = prompt_of(33)
+    async with open_gateway(pair) as gateway:  # waits until both workers are idle
+        again = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=5)
+    assert again.token_ids == fake_generate(prompt, 5)
 
 
 async def test_deadline_ends_everywhere(pair: list[WorkerInfo]) -> None:

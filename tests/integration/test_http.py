@@ -133,6 +133,7 @@ async def test_a_client_that_hangs_up_cancels(folder: Path, steps: list[Any], st
         await router.handles[0].waiting.wait()
         writer.close()
         await router.handles[0].cancelled.wait()
+    assert [handle.num_cancels for handle in router.handles] == [1]
 
 
 async def test_a_client_that_resets_a_running_stream_cancels(folder: Path) -> None:
@@ -143,6 +144,7 @@ async def test_a_client_that_resets_a_running_stream_cancels(folder: Path) -> No
         await reader.readuntil(b"data: ")
         writer.transport.abort()
         await router.handles[0].cancelled.wait()
+    assert [handle.num_cancels for handle in router.handles] == [1]
 
 
 async def test_a_client_that_does_not_read_slows_its_stream_and_then_loses_it(folder: Path) -> None:

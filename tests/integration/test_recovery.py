@@ -75,13 +75,13 @@ def worker_config(name: str, **values: Any) -> WorkerConfig:
 
 
 def test_a_worker_that_goes_on_gives_up_what_was_taken_from_it_and_serves_again() -> None:
-    """Nobody kills it here. What it says late changes no answer."""
+    """No controller kills it here. Its late messages change no answer."""
     names = ("prefill-0", "decode-0", "decode-1")
     with running_workers(*(worker_config(name, **ROOM) for name in names)) as infos:
-        asyncio.run(_stop_and_go_on(infos))
+        asyncio.run(_check_stop_and_resume(infos))
 
 
-async def _stop_and_go_on(infos: list[WorkerInfo]) -> None:
+async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
     config = RouterConfig(local_prefill="never", policy="least_loaded", silent_after_s=1.0)
     router = RouterServer(config, GatewayId("g"), infos, SECRET)
     await router.start()

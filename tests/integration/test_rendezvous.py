@@ -108,6 +108,7 @@ def test_what_a_member_may_store_is_bounded(point: RendezvousServer, monkeypatch
     large = join_rendezvous(point.address, SECRET, "other", 0, WAIT_S)
     large.set("key", bytes(rendezvous.MAX_VALUE_BYTES + 1))
     until(lambda: list(point._groups) == ["pair"], "the member is still there")
+    assert list(point._groups["pair"].connections) == [1]
 
 
 def test_a_member_without_the_secret_is_found_over_the_groups_own_connection() -> None:

@@ -65,8 +65,8 @@ async def never_read(server: GatewayServer, protocol: str) -> Client:
     return await open_http(server.http_address, http_request(COMPLETIONS, body), paused=True)
 
 
-async def read_answers(server: GatewayServer) -> None:
-    """Answers for those who read, over both protocols."""
+async def check_answers(server: GatewayServer) -> None:
+    """A client that reads gets its whole answer, over both protocols."""
     async with AsyncClient(server.address) as client:
         answer = await client.generate("x", seed=PATIENT)
         assert answer.usage.completion_tokens == 3
@@ -103,14 +103,14 @@ async def test_a_stream_that_is_not_read_is_bounded_then_lost(folder: Path, prot
             await router.arrived.wait()
         [handle] = router.handles
         num_reads = await reads_when_stuck(handle)
-        await read_answers(server)
+        await check_answers(server)
         async with asyncio.timeout(WAIT_S):
             await handle.cancelled.wait()
         assert handle.num_cancels == 1
         assert f'disagg_calls_total{{outcome="stream_lost",protocol="{protocol}"}} 1.0' in await metrics(server)
         bytes_per_message = await message_bytes(server, protocol)
         assert num_reads * bytes_per_message < CAP_BYTES, f"{num_reads} messages of {bytes_per_message} bytes"
-        await read_answers(server)
+        await check_answers(server)
         client.close()
     assert [handle.num_cancels for handle in router.handles[1:]] == [0] * (len(router.handles) - 1)
 
@@ -171,7 +171,7 @@ async def test_a_thousand_silent_connections_disturb_nobody(folder: Path, protoc
             for _ in range(NUM_SILENT):
                 writers.append((await asyncio.open_connection(host, int(port)))[1])  # noqa: PERF401 - closed below
             for _ in range(5):
-                await read_answers(server)
+                await check_answers(server)
         finally:
             for writer in writers:
                 writer.close()
@@ -188,7 +188,7 @@ async def test_silent_http_connections_are_closed(folder: Path) -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-        await read_answers(server)
+        await check_answers(server)
 
 
 async def test_a_connection_beyond_the_limit_closes_a_silent_one(folder: Path) -> None:
@@ -202,4 +202,4 @@ async def test_a_connection_beyond_the_limit_closes_a_silent_one(folder: Path) -
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
         await asyncio.sleep(0.05)
-        await read_answers(server)
+        await check_answers(server)

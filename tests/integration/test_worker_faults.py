@@ -218,9 +218,11 @@ async def test_what_comes_for_a_gateway_without_a_session_is_ended() -> None:
     with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
         async with gateway_to(prefill) as gateway:
             gateway.infos["decode-0"] = decode
-            _, answer = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
+            prompt = prompt_of(100)
+            _, answer = gateway.submit(prompt, worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
             await asyncio.wait_for(answer.first_token.wait(), 10)
             await wait_until_workers_idle([prefill, decode])
+            assert answer.token_ids == fake_generate(prompt, 1)  # of P; D has no session to send to
 
 
 async def test_bad_dispatches_end_alone() -> None:
@@ -257,6 +259,7 @@ async def offer_a_key_twice(gateway: GatewayStub) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.02, marks=pytest.mark.slow), 0.2])
 async def test_workers_that_are_told_to_stop_under_load_end_by_themselves(delay_s: float) -> None:
+    """`running_workers` asserts that none had to be killed, and that no log has a traceback."""
     async with contextlib.AsyncExitStack() as stack:
         with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
             gateway = await stack.enter_async_context(gateway_to(prefill, decode))

@@ -238,7 +238,7 @@ TLS = {"cert": "/c", "key": "/k"}
     ],
 )
 def test_what_others_may_reach(gateway: dict[str, Any]) -> None:
-    parse_config({"gateway": {"host": "0.0.0.0", **gateway}})
+    assert parse_config({"gateway": {"host": "0.0.0.0", **gateway}}).gateway.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize(

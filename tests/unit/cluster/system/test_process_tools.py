@@ -56,6 +56,8 @@ def test_signals_at_any_moment_of_a_wait_do_not_lock_up(flag: StopFlag) -> None:
         flag.wait(0)
     done.set()
     sender.join()
+    signal.raise_signal(signal.SIGUSR1)
+    assert flag.wait(600) is True
 
 
 def test_only_the_first_signal_interrupts(flag: StopFlag) -> None:

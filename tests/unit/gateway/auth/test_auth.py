@@ -241,7 +241,8 @@ def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> Non
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
 def test_a_file_of_its_owner_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
-    load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode))
+    keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]", mode))
+    assert keys.authenticate(f"Bearer {KEY_A}").tenant == "a"
 
 
 SHA = digest_of(KEY_A).hex()

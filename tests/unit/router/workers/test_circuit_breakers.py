@@ -196,6 +196,7 @@ def test_the_view_says_what_a_worker_is_left_out_of() -> None:
 
 
 def test_a_trial_that_is_cancelled_makes_way_for_another() -> None:
+    """`start` asserts where a request goes."""
     it = Scenario("p0", "p1", "d0", config=TRIPS)
     fail_prefills(it, "r0")
     it.cancel("r0")
@@ -226,6 +227,7 @@ def test_a_decode_worker_has_passed_its_trial_after_some_tokens() -> None:
 
 
 def test_a_request_that_only_a_worker_that_is_left_out_can_hold_goes_there() -> None:
+    """`start` asserts where a request goes."""
     it = Scenario("p0", worker_info("p1", max_model_len=100), "d0", config=TRIPS)
     fail_prefills(it, "r0")
     it.cancel("r0")
