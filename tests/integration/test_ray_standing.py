@@ -18,8 +18,8 @@ from disagg.client import Client, ClusterState
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
+from tests.integration.ray_nodes import RayNodes, ray_nodes
 from tests.support.processes import mentioning
-from tests.support.ray_nodes import RayNodes, ray_nodes
 
 pytestmark = pytest.mark.ray
 

@@ -17,6 +17,7 @@ from disagg.proto.messages import BlocksSnapshot, BlocksStored, Dispatch, Load
 from disagg.router.api import Completion, RequestHandle
 from disagg.router.config import RouterConfig
 from disagg.router.shell.server import RouterServer
+from tests.integration.scripted_worker import ScriptedWorker
 from tests.support.router import (
     EMPTY,
     end_update,
@@ -26,7 +27,6 @@ from tests.support.router import (
     tokens_update,
     worker_report,
 )
-from tests.support.scripted_worker import ScriptedWorker
 from tests.support.secret import SECRET
 
 WAIT_S = 10.0

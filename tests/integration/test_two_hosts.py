@@ -14,7 +14,7 @@ import pytest
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
-from tests.support.hosts import TwoHosts, two_hosts, why_not_here, workers_on
+from tests.integration.hosts import TwoHosts, two_hosts, why_not_here, workers_on
 from tests.support.workers import Answer, GatewayStub, audit, open_gateway, wait_until_workers_idle
 
 WHY_NOT = why_not_here()

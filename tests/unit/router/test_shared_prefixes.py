@@ -9,7 +9,7 @@ from disagg.proto.ids import WorkerId
 from disagg.router.api import RoutedRequest
 from disagg.router.config import PolicyName, RouterConfig
 from tests.support.router import EMPTY, routed_request
-from tests.support.toy_cluster import ToyCluster
+from tests.unit.router.toy_cluster import ToyCluster
 
 NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS, NUM_REQUESTS = 16, 1024, 64, 400
 CACHE_BLOCKS = 10 * (PREFIX_TOKENS + OWN_TOKENS) // 16

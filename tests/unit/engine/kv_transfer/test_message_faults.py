@@ -10,7 +10,7 @@ import pytest
 from disagg.engine.faults.failpoints import MESSAGES
 from disagg.engine.kv_transfer.commands import STUCK
 from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
-from tests.support.pair_faults import (
+from tests.unit.engine.kv_transfer.pair_faults import (
     SCENARIOS,
     TRANSFER_TIMEOUT_S,
     OneFault,

@@ -21,9 +21,9 @@ from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.runner.weights import Target, checkpoint_tensors, load_parameters
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
-from tests.support.ranks import Exchange, ThreadCollective, running_ranks
 from tests.support.stepping import chunk, generate, last_token, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.unit.engine.parallel.ranks import Exchange, ThreadCollective, running_ranks
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(75)]
 BLOCKS = [9, 2, 31, 0, 17, 5, 40]

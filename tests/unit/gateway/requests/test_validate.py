@@ -29,8 +29,8 @@ from disagg.router.gateway.requests.validate import (
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tokenizer import ModelInfo, ServedModel
 from disagg.v1 import inference_pb2 as pb
-from tests.support.bad_requests import generation_inputs
 from tests.support.gateway import EOS, IM_END, MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE
+from tests.unit.gateway.requests.bad_requests import generation_inputs
 
 NAN, INF = math.nan, math.inf
 SEED = 2**64 - 1

@@ -10,7 +10,6 @@ import pytest
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.workers.circuit_breakers import Subject
-from tests.support.failing_fleet import FailingFleet, Fault, Leg
 from tests.support.router import (
     EMPTY,
     PLAIN,
@@ -22,6 +21,7 @@ from tests.support.router import (
     tokens_update,
     worker_info,
 )
+from tests.unit.router.workers.failing_fleet import FailingFleet, Fault, Leg
 
 P = [f"p{i}" for i in range(8)]
 D = [f"d{i}" for i in range(8)]

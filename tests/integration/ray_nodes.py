@@ -49,7 +49,7 @@ def ray_nodes(folder: Path, variables: Mapping[str, str], nodes: Sequence[dict[s
     with (
         (folder / "nodes.log").open("wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ray_nodes", json.dumps(list(nodes))],
+            [sys.executable, "-m", "tests.integration.ray_nodes", json.dumps(list(nodes))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
