@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -12,8 +10,7 @@ import pytest
 from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK
 from disagg.cluster.on_ray.nodes.provider import LoopbackProvider
 from disagg.cluster.system.process_tools import ProcessRef
-
-WAIT_S = 10.0
+from tests.support.waiting import until
 
 
 def make_provider(folder: Path, *node_types: str) -> LoopbackProvider:
@@ -22,13 +19,6 @@ def make_provider(folder: Path, *node_types: str) -> LoopbackProvider:
         kind = "head" if node_type == "head" else "worker"
         provider.create_node({}, {"ray-node-type": kind, "ray-user-node-type": node_type}, 1)
     return provider
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_command_runs_in_the_nodes_home_with_its_variables(tmp_path: Path) -> None:
@@ -67,7 +57,7 @@ def test_terminating_a_node_ends_its_processes_and_no_others(tmp_path: Path) -> 
     for node_id, script in ((head, "sleep 600"), (first, stubborn), (second, "sleep 600")):
         provider.get_command_runner("", node_id).run(f"({script}) > /dev/null 2>&1 &")
     folder = tmp_path / "c"
-    wait_until((folder / "decode-2" / "ready").exists)
+    until((folder / "decode-2" / "ready").exists)
     families = {name: ProcessRef.family(f"{NODE_MARK}={folder / name}") for name in ("head-1", "decode-2", "decode-3")}
     assert all(families.values())
 

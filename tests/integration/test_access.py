@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.integration.test_security import client_context, http_get
 from tests.support.certificates import Authority
 from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
+from tests.support.waiting import eventually
 
 KEY_A, KEY_M, KEY_ADMIN = "key-of-tenant-a-0001", "key-of-monitoring-02", "key-of-the-operators"
 KEYS = f"""
@@ -32,7 +32,6 @@ KEYS = f"""
 - {{tenant: m, key: {KEY_M}, metrics: true}}
 - {{tenant: ops, key: {KEY_ADMIN}, admin: true}}
 """
-LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +54,6 @@ def write_keys(folder: Path, text: str) -> Path:
 
 def answers(_: object) -> list[list[int]]:
     return [[5]]
-
-
-async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await is_so():  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(0.05)
 
 
 async def status(server: GatewayServer, path: str, key: str | None, tls: ssl.SSLContext | None = None) -> int:
@@ -156,7 +149,7 @@ async def test_watchers_of_a_tenant_are_few_and_share_what_they_see(folder: Path
                 return (await watch(KEY_A).read()).HasField("state")  # type: ignore[no-any-return]
             return False
 
-        await until(has_room)
+        await eventually(has_room, every_s=0.05)
 
 
 async def test_a_client_s_certificate_says_which_tenant_it_is(folder: Path, tmp_path: Path) -> None:
@@ -196,14 +189,14 @@ async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
             async with contextlib.aclosing(client.watch(0.1)) as states:
                 await anext(states)
                 write_keys(keys.parent, "[{tenant: b, key: key-of-tenant-b-0002}]")
-                await until(lambda: works("key-of-tenant-b-0002"))
+                await eventually(lambda: works("key-of-tenant-b-0002"), every_s=0.05)
                 assert not await works(KEY_A)
                 await anext(states)  # a stream that runs goes on
             with pytest.raises(AuthenticationError):
                 await client.generate("hello")
         write_keys(keys.parent, "not a list")
         write_keys(keys.parent, f"[{{tenant: c, key: {KEY_A}}}]")
-        await until(lambda: works(KEY_A))
+        await eventually(lambda: works(KEY_A), every_s=0.05)
         assert not await works("key-of-tenant-b-0002")
         assert router.stated == [{"b": SOLE}, {"c": SOLE}]
 
@@ -235,7 +228,7 @@ async def test_certificates_are_read_again(folder: Path, tmp_path: Path) -> None
             for source, target in zip((*other.issue("server"), other.ca), (cert, key, authority.ca), strict=True):
                 Path(source).replace(target)
             renewed = client_context(authority.ca, theirs)
-            await until(lambda: works(renewed))
+            await eventually(lambda: works(renewed), every_s=0.05)
             assert not await works(old)
             assert (await client.generate("hello")).reason == "length"  # a connection that is there goes on
         async with AsyncClient(server.address, None, authority.ca, *theirs) as client:

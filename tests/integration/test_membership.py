@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.router.many_workers import CONFIG, FleetLauncher
@@ -18,6 +17,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.shell.server import RouterServer
 from tests.support.secret import SECRET
+from tests.support.waiting import eventually
 
 SIDE = 10
 WAIT_S = 60.0
@@ -27,12 +27,6 @@ class NoGateway(FleetLauncher):
     """The test's own router is the only gateway."""
 
     def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None: ...
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 def all_ready(state: ControlState, count: int) -> bool:
@@ -54,11 +48,11 @@ async def test_workers_join_and_leave_by_differences(tmp_path: Path) -> None:
         try:
             await router.start()
             link.start("127.0.0.1:1", os.getpid())
-            await until(lambda: known() == ["decode-0", "prefill-0"])
+            await eventually(lambda: known() == ["decode-0", "prefill-0"])
             for side in (SIDE, SIDE - 1):  # up, and then one of each drains, is empty, and goes
                 await asyncio.to_thread(controller.control, ScaleRequest(sizes={"prefill": side, "decode": side}))
-                await until(lambda: all_ready(controller.state(), 2 * side))  # noqa: B023
-                await until(lambda: known() == [n for n in sorted(names) if int(n[-1]) < side])  # noqa: B023
+                await eventually(lambda: all_ready(controller.state(), 2 * side))  # noqa: B023
+                await eventually(lambda: known() == [n for n in sorted(names) if int(n[-1]) < side])  # noqa: B023
             assert (link.counters["snapshot"], link.counters["gap"]) == (1, 0)
             assert link.counters["change"] >= 2 * (SIDE - 1) + 2, "one for each that joins or leaves"
             assert router.check_integrity() == []

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,7 @@ from disagg.client import AsyncClient, Options, Targets
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import InvalidRequestError
-from tests.support.metrics import Samples, read_samples, value
+from tests.support.metrics import Samples, scrape, value
 
 CONFIG = {
     "model": {"path": "fake"},
@@ -41,18 +41,6 @@ def cluster(tmp_path: Path) -> Iterator[ProcessCluster]:
     with ProcessCluster(parse_config(CONFIG), log_dir=tmp_path) as running:
         yield running
     assert running.killed == []
-
-
-async def scrape(http: httpx.AsyncClient, done: Callable[[Samples], bool]) -> Samples:
-    """The metrics, once they say so: counters of workers come with their next report."""
-    for _ in range(1000):
-        response = await http.get("/metrics")
-        assert response.status_code == 200
-        found = read_samples(response.content)
-        if done(found):
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"the metrics never said so: {found}")
 
 
 def total(samples: Samples, name: str) -> float:

@@ -17,7 +17,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
 from tests.support.cluster_state import until_counts
-from tests.support.metrics import read_samples, value
+from tests.support.metrics import Samples, scrape, value
 from tests.support.workers import wait_until_workers_idle
 
 BYTES_PER_TOKEN = 8
@@ -126,14 +126,12 @@ async def more_than_fits(client: AsyncClient) -> list[int]:
 
 async def counted(cluster: ProcessCluster, name: str) -> float:
     """The decode worker's count, which comes with its next report."""
+
+    def count(samples: Samples) -> float:
+        return value(samples, f"disagg_engine_{name}_total", instance="decode-0")
+
     async with httpx.AsyncClient(base_url=f"http://{cluster.http_address}") as http:
-        for _ in range(1000):
-            samples = read_samples((await http.get("/metrics")).content)
-            found = value(samples, f"disagg_engine_{name}_total", instance="decode-0")
-            if found:
-                break
-            await asyncio.sleep(0.02)
-    return found
+        return count(await scrape(http, lambda samples: count(samples) > 0))
 
 
 async def test_what_is_preempted_and_not_kept_goes_on_in_another_attempt(pairs_only: ProcessCluster) -> None:

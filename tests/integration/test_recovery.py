@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from typing import Any
 
 from disagg.client import Client
@@ -16,7 +15,7 @@ from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.ids import GatewayId, RequestId, WorkerId
 from disagg.proto.messages import Sampling, WorkerInfo
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest
@@ -24,6 +23,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.shell.server import RouterServer
 from tests.integration.test_scaling import endless_streams, replaced
 from tests.support.secret import SECRET
+from tests.support.waiting import eventually
 from tests.support.workers import running_workers, wait_until_workers_idle
 
 POOLS = {"prefill": {"size": 1}, "decode": {"size": 2}}
@@ -90,10 +90,12 @@ async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
         await _until_used(router, "before", {"decode-0", "decode-1"})  # the pairs are formed
         streams = [asyncio.create_task(_answer(router, f"r{i}", i)) for i in range(4)]
         stopped = infos[1]
-        await _until(lambda: all(view.load.num_running == 2 for view in router.view().workers if view.info != infos[0]))
+        await eventually(
+            lambda: all(view.load.num_running == 2 for view in router.view().workers if view.info != infos[0])
+        )
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            await _until(lambda: _is_suspected(router, stopped))
+            await eventually(lambda: _is_suspected(router, stopped))
             assert [answer == _expected(i) for i, answer in enumerate(await asyncio.gather(*streams))] == [True] * 4
             assert router.counters()["worker_suspected"] == 2
             assert await _answer(router, "r4", 4, num_tokens=9) == fake_generate(_prompt(4), 9)
@@ -101,9 +103,9 @@ async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
             assert (trace.request_id, trace.decode_worker) == ("r4", "decode-1")
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
-        await _until(lambda: not _is_suspected(router, stopped))
+        await eventually(lambda: not _is_suspected(router, stopped))
         await wait_until_workers_idle(infos)
-        await _until(lambda: all(view.load.num_running == 0 for view in router.view().workers))  # as they report
+        await eventually(lambda: all(view.load.num_running == 0 for view in router.view().workers))  # as they report
         await _until_used(router, "after", {"decode-0", "decode-1"})
         await wait_until_workers_idle(infos)
     finally:
@@ -116,6 +118,10 @@ def _prompt(index: int) -> tuple[int, ...]:
 
 def _expected(index: int) -> list[int]:
     return fake_generate(_prompt(index), NUM_TOKENS)
+
+
+def _running(router: RouterServer, name: WorkerId) -> int:
+    return sum(view.load.num_running for view in router.view().workers if view.info.worker_id == name)
 
 
 async def _until_used(router: RouterServer, name: str, decode_workers: set[str]) -> None:
@@ -145,10 +151,3 @@ async def _answer(router: RouterServer, request_id: str, index: int, num_tokens:
 
 def _is_suspected(router: RouterServer, info: WorkerInfo) -> bool:
     return any(view.is_suspected for view in router.view().workers if view.info == info)
-
-
-async def _until(condition: Any, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        await asyncio.sleep(0.01)

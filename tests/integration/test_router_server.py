@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tests.support.router import (
     worker_report,
 )
 from tests.support.secret import SECRET
+from tests.support.waiting import eventually
 
 WAIT_S = 10.0
 CONFIG = RouterConfig(local_prefill="never", min_reconnect_s=0.02, max_reconnect_s=0.1)
@@ -52,13 +53,6 @@ async def router(*workers: ScriptedWorker, config: RouterConfig = CONFIG) -> Asy
 def _is_of_the_router(task: asyncio.Task[Any]) -> bool:
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and code.co_filename == inspect.getsourcefile(RouterServer)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Polls, because what is waited for happens on the far side of a socket."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 async def read_all(handle: RequestHandle) -> list[int]:
@@ -96,7 +90,7 @@ async def test_a_request_over_a_pair_with_tokens_in_order() -> None:
         # D's stream overtakes P's: its second token waits for the first.
         d0.say(handed_over_update("r0", 0, kv_bytes=123))
         d0.say(tokens_update("r0", 0, 1, 11, 12))
-        await until(lambda: server.holdings()["sequences"] == 1)
+        await eventually(lambda: server.holdings()["sequences"] == 1)
         p0.say(tokens_update("r0", 0, 0, 10))
         p0.say(prefilled_update("r0", 0, cached_tokens=16))
         assert await read(handle, 3) == [10, 11, 12]
@@ -139,7 +133,7 @@ async def test_cancel_reaches_every_leg_and_ends_the_iteration() -> None:
             await read_all(handle)
         assert (await p0.next_cancel(), await d0.next_cancel()) == (("r0", 0), ("r0", 0))
         p0.say(tokens_update("r0", 0, 0, 10))
-        await until(lambda: server.counters().get("unknown_request"))
+        await eventually(lambda: server.counters().get("unknown_request"))
         assert server.holdings() == EMPTY
 
 
@@ -153,7 +147,7 @@ async def test_a_lost_worker_is_left_and_found_again_in_its_next_life() -> None:
         assert await read(handle, 1) == [10]
         d0.say(tokens_update("r0", 0, 0, 10, 11))
         assert await read(handle, 1) == [11]
-        await until(lambda: server.holdings()["tokens"] == 0)
+        await eventually(lambda: server.holdings()["tokens"] == 0)
         await d0.restart("2")
         dispatch = await p0.next_dispatch()
         assert is_for(dispatch, "r0", attempt=1)
@@ -232,16 +226,16 @@ async def test_deadlines_fire_without_any_message() -> None:
 
 async def test_reports_are_followed_over_gaps_and_breaks() -> None:
     async with ScriptedWorker("p0") as p0, ScriptedWorker("d0") as d0, router(p0, d0) as server:
-        await until(lambda: d0.num_watches == 1)
+        await eventually(lambda: d0.num_watches == 1)
         d0.report(worker_report("d0", 0, BlocksSnapshot(hashes=()), load=Load(num_running=1)))
-        await until(lambda: server.view().workers[0].load.num_running == 1)
+        await eventually(lambda: server.view().workers[0].load.num_running == 1)
         d0.report(worker_report("d0", 5, BlocksStored(hashes=())))
-        await until(lambda: d0.num_watches == 2)
+        await eventually(lambda: d0.num_watches == 2)
         assert server.counters()["report_gap"] == 1
         d0.end_watch()
-        await until(lambda: d0.num_watches == 3)
+        await eventually(lambda: d0.num_watches == 3)
         d0.report(worker_report("d0", 0, BlocksSnapshot(hashes=()), load=Load(num_running=2)))
-        await until(lambda: server.view().workers[0].load.num_running == 2)
+        await eventually(lambda: server.view().workers[0].load.num_running == 2)
         assert d0.gateways == ["g0"]
 
 
@@ -269,7 +263,7 @@ async def test_a_worker_whose_queue_is_full_is_lost() -> None:
         # In one breath: the writer has no chance in between.
         handles = [submit(server, f"r{i}", prompt=16) for i in range(6)]
         assert server.view().num_running == 6
-        await until(lambda: not server.view().workers)
+        await eventually(lambda: not server.view().workers)
         assert server.counters()["worker_lost"] == 6
         assert server.view().num_queued == 6
         for handle in handles:

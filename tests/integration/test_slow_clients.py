@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from tests.support.gateway import (
     write_checkpoint,
 )
 from tests.support.gateway_server import running
+from tests.support.waiting import eventually
 
 WAIT_S = 20.0
 POLL_S = 0.01
@@ -115,15 +116,6 @@ async def test_a_stream_that_is_not_read_is_bounded_then_lost(folder: Path, prot
     assert [handle.num_cancels for handle in router.handles[1:]] == [0] * (len(router.handles) - 1)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Raises `TimeoutError` if it does not become so."""
-    for _ in range(round(WAIT_S / POLL_S)):
-        if is_so():
-            return
-        await asyncio.sleep(POLL_S)
-    raise TimeoutError
-
-
 async def message_bytes(server: GatewayServer, protocol: str) -> int:
     """The size of one message of a stream that is read."""
     if protocol == "grpc":
@@ -135,7 +127,7 @@ async def message_bytes(server: GatewayServer, protocol: str) -> int:
         body = {"model": MODEL_NAME, "prompt": "x", "seed": PATIENT, "stream": True}
         client = http_client = await open_http(server.http_address, http_request(COMPLETIONS, body))
         stream = http_client.stream
-    await until(lambda: stream.completed)
+    await eventually(lambda: stream.completed)
     client.close()
     return stream.num_bytes // stream.num_messages
 
@@ -153,7 +145,7 @@ async def test_a_client_that_reads_again_in_time_misses_nothing(folder: Path, pr
         assert await reads_when_stuck(handle) < num_tokens
         client.resume()
         stream = client.streams[0] if isinstance(client, GrpcStreams) else client.stream
-        await until(lambda: stream.completed)
+        await eventually(lambda: stream.completed)
         client.close()
     assert handle.num_cancels == 0
     assert stream.num_messages > num_tokens / 2

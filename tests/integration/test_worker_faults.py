@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from disagg.proto.handover import PairHello
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 from tests.support.secret import SECRET
+from tests.support.waiting import eventually
 from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
 
 MANY_TOKENS = 60_000
@@ -67,13 +68,6 @@ async def gateway_to(*infos: WorkerInfo) -> AsyncIterator[GatewayStub]:
         yield stub
     finally:
         await stub.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        await asyncio.sleep(0.005)
 
 
 async def stop_in_mid_transfer(gateway: GatewayStub, stopped: WorkerInfo, peer: WorkerInfo, what: str) -> list[Answer]:
@@ -205,7 +199,7 @@ async def test_a_new_session_of_a_gateway_ends_what_the_old_one_left() -> None:
     with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
         async with gateway_to(prefill, decode) as old:
             _, answer = old.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
-            await until(lambda: bool(answer.handed_over))
+            await eventually(lambda: bool(answer.handed_over))
             async with gateway_to(prefill, decode) as new:  # the old session is never closed from this side
                 new.answers.update(old.answers)  # tokens that were sampled already may still come, and are dropped
                 await wait_until_workers_idle([prefill, decode])
@@ -229,7 +223,7 @@ async def test_bad_dispatches_end_alone() -> None:
     with running_workers(config("prefill-0"), config("decode-0")) as (prefill, decode):
         async with gateway_to(prefill, decode) as gateway:
             key, good = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
-            await until(lambda: bool(good.handed_over))
+            await eventually(lambda: bool(good.handed_over))
             empty = await gateway.run([], worker="prefill-0", to="decode-0")
             assert (empty.reason, empty.ends[0].detail) == ("failed", "the prompt is empty")
             endless = await gateway.run(prompt_of(3000), worker="prefill-0", to="decode-0", timeout_s=float("inf"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -42,6 +41,7 @@ from disagg.proto.messages import (
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, SESSION, WATCH
 from tests.support.router import worker_info
 from tests.support.secret import SECRET
+from tests.support.waiting import eventually
 
 GATEWAY = GatewayId("g")
 NEVER_S = 60.0
@@ -144,13 +144,6 @@ async def bench(report_idle_s: float = NEVER_S) -> AsyncIterator[Bench]:
     await service.close()
 
 
-async def until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.002)
-
-
 async def details(call: Any) -> list[str]:
     """What is still sent, to the end of the stream."""
     found = []
@@ -170,9 +163,9 @@ async def test_a_session_begins_and_ends_with_a_sweep() -> None:
         assert it.worker.lost == [GATEWAY]  # orphans of a session that broke unseen
         assert it.send("one")
         await call.write(cancel_frame("a"))
-        await until(lambda: it.worker.messages)
+        await eventually(lambda: it.worker.messages)
         call.cancel()
-        await until(lambda: it.worker.lost == [GATEWAY] * 2)
+        await eventually(lambda: it.worker.lost == [GATEWAY] * 2)
         assert not it.send("gone")
 
 
@@ -184,7 +177,7 @@ async def test_a_new_session_replaces_the_old_one_and_outlives_its_end() -> None
         assert await details(old) == []  # ended by the worker, in good order
         assert it.send("to the new one")
         await new.write(cancel_frame("new"))
-        await until(lambda: it.worker.messages)
+        await eventually(lambda: it.worker.messages)
         assert it.worker.lost == [GATEWAY] * 2  # the old handler's end swept nothing
         assert [end.detail for end in _up(await new.read()).ends] == ["to the new one"]
 
@@ -230,7 +223,7 @@ def stored(number: int) -> BlocksStored:
 
 
 async def answer_snapshot(it: Bench, number: int) -> None:
-    await until(lambda: len(it.worker.snapshots) == number)
+    await eventually(lambda: len(it.worker.snapshots) == number)
     it.worker.snapshots[-1].set_result(SNAPSHOT)
 
 
@@ -238,7 +231,7 @@ async def test_the_first_report_has_the_snapshot_and_what_came_meanwhile() -> No
     async with bench() as it:
         call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         it.calls.append(call)
-        await until(lambda: it.worker.snapshots)
+        await eventually(lambda: it.worker.snapshots)
         it.publish(Load(blocks_total=7, num_running=1), stored(1), step=StepSample(ms=1.5, num_decodes=1))
         await answer_snapshot(it, 1)
         first = _report(await call.read())
@@ -323,7 +316,7 @@ async def test_a_router_that_is_too_far_behind_gets_a_snapshot(monkeypatch: pyte
         assert _report(await call.read()).kv_events == (SNAPSHOT,)
         it.publish(Load(), stored(1), stored(2))
         it.publish(Load(), stored(3), stored(4))
-        await until(lambda: len(it.worker.snapshots) == 2)
+        await eventually(lambda: len(it.worker.snapshots) == 2)
         it.publish(Load(), stored(5))
         await answer_snapshot(it, 2)
         report = _report(await call.read())
@@ -336,7 +329,7 @@ async def test_an_engine_that_has_stopped_is_an_answer_not_a_fault() -> None:
             await it.channel.unary_unary(AUDIT, None, None)(encode(AuditRequest()), metadata=SECRET.metadata)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         call: Any = it.channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
-        await until(lambda: it.worker.snapshots)
+        await eventually(lambda: it.worker.snapshots)
         it.worker.snapshots[0].set_exception(EngineStoppedError("the engine has stopped"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

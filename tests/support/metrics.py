@@ -1,11 +1,11 @@
-"""A cluster in which something of everything has happened, as its gateway's metrics see it; and a reader of what they
-say."""
+"""A cluster state in which every metric has a value; and a reader of what `/metrics` exports."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.proto.ids import WorkerId
@@ -13,6 +13,7 @@ from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, Work
 from disagg.router.api import ClusterView, WorkerView
 from disagg.router.statistics import RouterStats, TenantUsage
 from tests.support.router import worker_info
+from tests.support.waiting import eventually
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 
@@ -102,3 +103,18 @@ def read_samples(exposition: bytes) -> Samples:
 def value(samples: Samples, name: str, labels: Mapping[str, str] | None = None, **more: str) -> float:
     """The value of one sample; raises `KeyError` where it is not there."""
     return samples[name][frozenset({**(labels or {}), **more}.items())]
+
+
+async def scrape(http: httpx.AsyncClient, done: Callable[[Samples], bool]) -> Samples:
+    """The metrics of a gateway, once `done` is true of them: counters of workers come with their next report."""
+    found: Samples = {}
+
+    async def is_done() -> bool:
+        nonlocal found
+        response = await http.get("/metrics")
+        assert response.status_code == 200
+        found = read_samples(response.content)
+        return done(found)
+
+    await eventually(is_done, "the metrics did not reach the expected values", every_s=0.02)
+    return found

@@ -1,16 +1,36 @@
-"""Waiting for a state without an event loop."""
+"""Waiting for a state that another thread or process reaches."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 WAIT_S = 20.0
+LONG_WAIT_S = 60.0
+POLL_S = 0.02
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Until the condition holds; `what` is the error where it does not come to that."""
+def until(condition: Callable[[], bool], what: str = "the condition did not become true") -> None:
+    """Wait without an event loop; `what` is the error if the condition is not true within `WAIT_S`."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+        time.sleep(POLL_S)
+
+
+async def eventually(
+    condition: Callable[[], object] | Callable[[], Awaitable[object]],
+    what: str = "the condition did not become true",
+    *,
+    every_s: float = 0.005,
+) -> None:
+    """Wait for a condition, or for one that is awaited; `what` is the error if it is not true within `LONG_WAIT_S`."""
+    deadline = time.monotonic() + LONG_WAIT_S
+    while True:
+        found = condition()
+        if await found if inspect.isawaitable(found) else found:
+            return
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(every_s)
