@@ -88,8 +88,8 @@ class TwoHosts:
         self.mend()
 
     def cut(self, role: str) -> None:
-        """Take the link between the hosts down at this one's end: it is told that the other is out of reach, while what
-        the other sends vanishes."""
+        """Take the link between the hosts down at this one's end: it gets errors for the other, while what the other
+        sends vanishes."""
         _ip("link", "set", "across", "down", host=self.names[role])
 
     def mend(self) -> None:
@@ -153,7 +153,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 @contextmanager
 def workers_on(hosts: TwoHosts, configs: Mapping[str, WorkerConfig]) -> Iterator[list[WorkerInfo]]:
-    """A worker on each host, by role; every one must end by itself when told to."""
+    """A worker on each host, by role; every one must end by itself at SIGTERM."""
     children: list[Child] = []
     with tempfile.TemporaryDirectory() as logs, Registry(host=hosts.own_address) as registry:
 

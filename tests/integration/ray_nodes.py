@@ -68,7 +68,7 @@ def ray_nodes(folder: Path, variables: Mapping[str, str], nodes: Sequence[dict[s
 
 
 def main(nodes: Sequence[dict[str, Any]]) -> None:
-    """Start the nodes, say where they are, hold them until standard input ends."""
+    """Start the nodes, print their addresses, keep them until standard input ends."""
     from ray.cluster_utils import Cluster
 
     common = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}

@@ -1,4 +1,4 @@
-"""A worker made of a gRPC server and the test's own words: notes what a gateway sends, says what the test tells it to.
+"""A worker made of a gRPC server and a script: records what a gateway sends, sends what the test orders.
 
 async with ScriptedWorker("p0") as p0: ...      dispatch = await p0.next_dispatch()      p0.say(update)
 await p0.break_session()                        await p0.restart()                        the same address, another life
@@ -100,7 +100,7 @@ class ScriptedWorker:
         self._up, self._reports = asyncio.Queue(), asyncio.Queue()
 
     async def restart(self, incarnation: str) -> None:
-        """Another life at the same address."""
+        """Another incarnation at the same address."""
         await self.stop_listening()
         self.info = msgspec.structs.replace(self.info, incarnation=Incarnation(incarnation))
         await self.listen()

@@ -41,9 +41,7 @@ EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.py"))
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ProcessCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            processes, "new_secret", lambda network: SECRET
-        )  # so that the test may ask the workers what they hold
+        patch.setattr(processes, "new_secret", lambda network: SECRET)  # so that the test may audit the workers
         with ProcessCluster(parse_config(CONFIG)) as running:
             yield running
             with Client(running.address) as client:
@@ -60,7 +58,7 @@ def client(cluster: ProcessCluster) -> Iterator[Client]:
 
 
 def disagg(cluster: ProcessCluster, *arguments: str) -> str:
-    """What a command says; it must end well."""
+    """The output of a command, which must succeed."""
     environment = {"DISAGG_ADDRESS": cluster.address, "COLUMNS": "200"}
     done = CliRunner().invoke(app, list(arguments), env=environment, catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""Compressed messages are refused unread, whatever they would become and whoever sends them."""
+"""Compressed messages are refused unread, whatever their content and sender."""
 
 from __future__ import annotations
 

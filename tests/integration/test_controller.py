@@ -1,4 +1,4 @@
-"""The controller's server with real processes: it may go and come back, and nobody minds."""
+"""The controller's server with real processes: it may restart without an effect on serving."""
 
 from __future__ import annotations
 

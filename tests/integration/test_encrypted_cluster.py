@@ -59,7 +59,7 @@ async def test_processes_of_the_cluster_connect() -> None:
 
 
 def _without_certificate(address: str) -> grpc.aio.Channel:
-    """Knows the authority, as whoever saw a handshake does, and has no certificate of its own."""
+    """Has the authority, as any observer of a handshake does, and no certificate of its own."""
     authority = identity.make_leaf(ENCRYPTED, 1_800_000_000.0).authority
     options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.NAME))
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority), options=options)

@@ -168,7 +168,7 @@ async def test_logprobs_are_those_of_transformers_and_the_same_in_both_modes(ser
     banned = served.reference(prompts[1], 1)[0]
     sampling = [
         greedy,
-        # What is said is of the model, not of what bias, penalties, temperature and filters made of it.
+        # Log-probabilities are those of the model, before bias, penalties, temperature and filters.
         msgspec.structs.replace(greedy, logit_bias=((banned, -100.0), (7, 2.0)), repetition_penalty=1.3),
         msgspec.structs.replace(greedy, temperature=1.3, top_k=40, top_p=0.9, seed=8),
         msgspec.structs.replace(greedy, logprobs=0),

@@ -1,5 +1,5 @@
 """Real processes that fail on purpose. Clients see exact answers all the same, and nothing is held in the end; a worker
-that dies while a pair is formed harms nobody, and comes back at its address."""
+that dies while a pair is formed affects no other request, and restarts at its address."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Lives:
         self._lives: Counter[str] = Counter()
 
     def start(self, name: str, failpoints: str = "") -> WorkerInfo:
-        """A life of a worker; its log has a name of its own."""
+        """An incarnation of a worker; its log has a name of its own."""
         self._lives[name] += 1
         config = worker_config(name, self._ports[name])
         environment = {**thread_environment(1), FAILPOINTS_VARIABLE: failpoints}
@@ -186,7 +186,7 @@ class Lives:
         return info
 
     async def start_both(self, prefill: str, decode: str) -> dict[str, WorkerInfo]:
-        """The first lives, with these failpoints."""
+        """The first incarnations, with these failpoints."""
         infos = await asyncio.gather(
             asyncio.to_thread(self.start, "prefill-0", prefill), asyncio.to_thread(self.start, "decode-0", decode)
         )
@@ -207,7 +207,7 @@ async def lives(logs: Path) -> AsyncIterator[tuple[Lives, GatewayStub]]:
 
 
 async def reconnect(gateway: GatewayStub, info: WorkerInfo) -> None:
-    """To another life of a worker."""
+    """To another incarnation of a worker."""
     gateway.cancel(AttemptKey(RequestId("nobody"), 1))  # what feeds the broken stream waits for one more frame
     await asyncio.sleep(0.02)
     await gateway._channels.pop(info.worker_id).close(None)

@@ -67,7 +67,7 @@ def test_ranks_add_up_and_gather_until_one_is_lost(ending: str) -> None:
             columns = collective.gather_columns(numbers(0, dtype))
             assert columns is not None
             assert torch.equal(columns, torch.cat((numbers(0, dtype), numbers(1, dtype)), dim=1))
-        # Rank 1 is gone, or about to go; so says the connection, long before the operation's timeout.
+        # Rank 1 is gone, or about to end; the connection shows that long before the operation's timeout.
         waiter = threading.Thread(target=lambda: failures.append(failure(collective)), daemon=True)
         failures: list[str] = []
         waiter.start()

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.py` without a GPU: what crashes or hangs, a section, and what it says of the device."""
+"""`scripts/gpu_check.py` without a GPU: sections that crash or hang, and the description of the device."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ async def test_a_client_that_resets_a_running_stream_cancels(folder: Path) -> No
 
 
 async def test_a_client_that_does_not_read_slows_its_stream_and_then_loses_it(folder: Path) -> None:
-    """It is not asked for more tokens than fit into the buffers on the way."""
+    """No more tokens are pulled from it than fit into the buffers on the way."""
     router = FakeRouter(lambda _: forever([75]))
     async with serving(folder, router, write_timeout_s=0.5) as server, client_of(server) as client:
         host, port = server.http_address.rsplit(":", 1)

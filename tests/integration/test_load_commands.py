@@ -27,7 +27,7 @@ slo: {ttft_s: 20, tpot_s: 5}
 
 @pytest.fixture
 def options(tmp_path: Path) -> commands.Common:
-    """A scenario that everybody meets."""
+    """A scenario whose limits every request meets."""
     scenario = tmp_path / "easy.yaml"
     scenario.write_text(SCENARIO)
     return commands.Common(
@@ -56,7 +56,7 @@ def test_run_prints_a_verdict_and_writes_both_reports(options: commands.Common) 
         "refused": 3,
         "attainment": 0.75,
     }
-    # A generator that was late on a busy machine makes the run invalid, and the verdict says that instead.
+    # A generator that was late on a busy machine makes the run invalid, which the verdict then reports.
     is_valid = report["summary"]["is_valid"] == 1
     assert status == (commands.EXIT_MISSED if is_valid else commands.EXIT_INVALID)
     assert ("MISSED: 75.0 % of 12 requests" if is_valid else "INVALID: ") in output.getvalue()

@@ -267,7 +267,7 @@ def _wait_for(url: str) -> str:
 
 
 def _post(url: str, form: str) -> str:
-    """What Locust says to a form."""
+    """The answer of Locust to a form."""
     with urllib.request.urlopen(url, data=form.encode(), timeout=TIMEOUT_S) as answer:
         return str(json.load(answer)["message"])
 

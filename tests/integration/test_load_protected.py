@@ -99,7 +99,7 @@ def recorded(folder: Path, cluster: ProcessCluster, name: str, *arguments: str) 
 
 
 def scrape(http: httpx.Client, done: Callable[[Samples], bool]) -> Samples:
-    """The metrics, once they say so: a client has its last token before the gateway has counted the call."""
+    """The metrics, once they have that value: a client has its last token before the gateway has counted the call."""
     deadline = time.monotonic() + 10
     while True:
         response = http.get("/metrics")
@@ -134,7 +134,7 @@ def test_a_load_test_without_the_key_says_what_is_missing(folder: Path, cluster:
 def test_metrics_agree_with_what_the_load_test_counted(
     folder: Path, cluster: ProcessCluster, http: httpx.Client
 ) -> None:
-    """One run with targets that all meet, one with a target that nobody can, which is refused."""
+    """One run with targets that all meet, one with a target that no worker can meet, which is refused."""
     easy = recorded(folder, cluster, "easy", "--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000")
     hard = recorded(folder, cluster, "hard", "--slo-ttft-ms", "0.001", "--seed", "1")
     records = easy + hard

@@ -73,7 +73,7 @@ def check_logs(path: Path, num_requests: int) -> None:
 
 
 def is_all_there(found: Samples, num_requests: int) -> bool:
-    """Whether every request has ended everywhere, and the workers have said so."""
+    """Whether every request has ended everywhere, by the reports of the workers."""
     names = ("disagg_requests_total", "disagg_kv_transfers_total")
     return all(total(found, name) == num_requests for name in names) and total(found, "disagg_requests_in_flight") == 0
 

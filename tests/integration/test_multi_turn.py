@@ -80,7 +80,7 @@ async def converse(client: AsyncClient, num_turns: int) -> list[Explanation]:
 
 
 async def until_cached(client: AsyncClient, num_blocks: int) -> None:
-    """The router knows that the decode worker has cached so many blocks: both come with one report."""
+    """Until the router has the report that the decode worker has cached so many blocks: both come with one report."""
 
     def cached(state: ClusterState) -> list[int]:
         return [worker.kv_blocks_cached for worker in state.workers if worker.worker_id == "decode-0"]

@@ -28,7 +28,7 @@ BEAT = PairHeartbeat()
 
 
 class Peer:
-    """A decode worker that says a few words, hears only the hello, and leaves when it is told to."""
+    """A decode worker that sends a few messages, reads only the hello, and ends on order."""
 
     def __init__(self) -> None:
         self.leaves = asyncio.Event()

@@ -158,7 +158,7 @@ def test_a_child_that_nobody_wants_ends(tmp_path: Path, children: list[Child]) -
 
 
 def test_a_child_registers_again_and_again(tmp_path: Path, children: list[Child]) -> None:
-    """With whoever listens where it was told; here the second one is another."""
+    """With any controller at its configured address; here the second one is another."""
     with Registry() as registry:
         children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, SECRET, tmp_path, {}))
         (info,) = registry.wait(["w"])

@@ -1,4 +1,4 @@
-"""A cluster that lives with this process, under a real private Ray, with the deterministic model."""
+"""A cluster of this process, under a real private Ray, with the deterministic model."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def ranks_of(name: str) -> list[ProcessRef]:
 
 
 def wait_for_other_ranks(cluster: RayCluster, name: str, before: list[ProcessRef]) -> list[ProcessRef]:
-    """The ranks of the next life of a worker; nothing is left of the earlier ones."""
+    """The ranks of the next incarnation of a worker; nothing is left of the earlier ones."""
     pids_before = {rank.pid for rank in before}
     wait_for(cluster, lambda state: (info := records(state)[name].info) is not None and info.pid not in pids_before)
     now = ranks_of(name)

@@ -1,4 +1,4 @@
-"""`disagg cluster`: a cluster that stands in somebody's Ray, on nodes with labels, with the deterministic model."""
+"""`disagg cluster`: a permanent cluster in an existing Ray, on nodes with labels, with the deterministic model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Workers that hang, on connections that stand: their streams go on elsewhere, they are killed and come back; or, where
-nobody kills them, they give up what was taken from them and serve again."""
+"""Workers that hang while their connections stay open: their streams continue elsewhere, and they are killed and
+restarted; without a kill they drop the requests that were moved, and serve again."""
 
 from __future__ import annotations
 

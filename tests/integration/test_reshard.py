@@ -1,6 +1,6 @@
 """KV between two workers of two ranks each, over real gloo: four processes.
 
-The test is rank 0 of D. P's rank 0 is a child that does what it is told over a pipe; the other ranks are followers as
+The test is rank 0 of D. P's rank 0 is a child that is driven over a pipe; the other ranks are followers as
 in a real worker, with a fake model of four KV heads.
 """
 
@@ -44,7 +44,7 @@ def worker_config(name: str) -> WorkerConfig:
 
 
 def be_follower(name: str, port: int, pipe: Connection) -> None:
-    """Rank 1. At the end its pages are told."""
+    """Rank 1. At the end it reports its pages."""
     runner = fake_rank(HEADS, Shard(1, TP))
     if name == "p":
         fill(runner)
@@ -74,7 +74,7 @@ class Led:
         self.runner = GroupRunner(self.rank_0, self.followers, self.lost.append)
 
     def pages(self) -> Any:
-        """The follower stops in order, and tells its pages."""
+        """The follower stops in order, and reports its pages."""
         self.followers.close()
         assert self.pipe.poll(WAIT_S)
         return self.pipe.recv()
@@ -93,7 +93,7 @@ def pair_end(side: Side, address: str) -> PairEnd:
 
 
 def be_p(address: str, pipe: Connection) -> None:
-    """P's rank 0: gathers and tells the checksum, sends when it may and tells the answer."""
+    """P's rank 0: gathers and reports the checksum, sends when it may and reports the answer."""
     led = Led("p")
     end = pair_end("sender", address)
     dial = make_connector("gloo", HOST, SECRET)
@@ -114,7 +114,7 @@ def be_p(address: str, pipe: Connection) -> None:
 
 
 class Bench:
-    """Rank 0 of D, and what it knows of P."""
+    """Rank 0 of D, and its view of P."""
 
     def __init__(self, led: Led, pipe: Connection, transport: PairTransport) -> None:
         self.led = led

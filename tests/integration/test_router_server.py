@@ -166,7 +166,7 @@ async def test_a_session_that_the_worker_closes_is_opened_again() -> None:
         await p0.next_dispatch()
         d0.end_session()
         assert await p0.next_cancel() == ("r0", 0)
-        # The same life comes back: it is told what was given up, and gets the next attempt.
+        # The same incarnation comes back: it receives the cancels, and gets the next attempt.
         assert await d0.next_cancel() == ("r0", 0)
         assert is_for(await p0.next_dispatch(), "r0", attempt=1)
         assert d0.gateways == ["g0", "g0"]

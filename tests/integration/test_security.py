@@ -304,8 +304,8 @@ REBOUND, FOREIGN_ORIGIN = {"host": "evil.example:8471"}, {"origin": "https://evi
 
 
 async def test_pages_of_other_sites_are_refused_where_no_key_is_asked_for(folder: Path) -> None:
-    """A name that was rebound, a foreign origin, and a body that a page can send without asking; and metrics, which say
-    what others ask. Probes are answered under any name."""
+    """A name that was rebound, a foreign origin, and a body that a page can send without a preflight; and metrics,
+    which reveal requests of others. Probes are answered under any name."""
     router = FakeRouter(answers)
     async with running(folder, router, http_port=0) as server:
 
@@ -330,7 +330,7 @@ async def test_pages_of_other_sites_are_refused_where_no_key_is_asked_for(folder
 
 
 async def test_an_open_gateway_that_others_reach_looks_at_names_that_it_was_given(folder: Path) -> None:
-    """Without `allowed_hosts` it cannot know under which names it is reached; origins are looked at in any case."""
+    """Without `allowed_hosts` the names are unknown and not checked; origins are checked in any case."""
     names: dict[tuple[str, ...], list[int]] = {}
     for hosts in ((), ("llm.local",)):
         async with running(folder, FakeRouter(answers), host="0.0.0.0", http_port=0, allowed_hosts=hosts) as server:
@@ -350,7 +350,7 @@ async def test_an_open_gateway_that_others_reach_looks_at_names_that_it_was_give
 
 
 async def closed_by_server(address: str, num_connections: int) -> list[bool]:
-    """Opens connections that say nothing; whether the server closes each within five seconds."""
+    """Opens silent connections; whether the server closes each within five seconds."""
     host, _, port = address.rpartition(":")
     streams = [await asyncio.open_connection(host, int(port)) for _ in range(num_connections)]
 
@@ -547,7 +547,7 @@ async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCap
 
 
 async def test_what_one_tenant_computed_is_no_hit_for_another(cluster: ProcessCluster) -> None:
-    """Neither in the cached tokens that a tenant is told of, nor in what the workers reuse."""
+    """Neither in the cached tokens that are reported to a tenant, nor in what the workers reuse."""
     prompt = list(range(100, 196))
 
     async def cached(key: str, salt: str = "") -> int:

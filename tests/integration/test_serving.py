@@ -46,7 +46,7 @@ def greedy(max_tokens: int) -> Options:
 
 
 def own_cluster(policy: str) -> ProcessCluster:
-    """One with a policy that asks no clock. Its workers load no torch, so it starts in a third of the time."""
+    """One with a policy without a clock. Its workers load no torch, so it starts in a third of the time."""
     placement = {"local_prefill": "never", "policy": policy}
     return ProcessCluster(parse_config({**CONFIG, "placement": placement, "transfer": {"transport": "shm"}}))
 
@@ -126,7 +126,7 @@ async def test_more_than_fits_waits_and_is_answered(cluster: ProcessCluster) -> 
 
 
 async def test_requests_go_round_both_pools() -> None:
-    """One after the other, so that everybody always has room: the counts depend on no measured time."""
+    """One after the other, so that there is always room: the counts depend on no measured time."""
     dice = random.Random(5)
     with own_cluster("round_robin") as own:
         async with client_of(own) as client:
@@ -146,7 +146,7 @@ async def place_of(client: AsyncClient, prompt: list[int]) -> Explanation:
 
 
 def cached_blocks(state: ClusterState) -> dict[str, int]:
-    """How many the workers of each role have told the router that they hold between them."""
+    """How many the workers of each role have, by their reports to the router."""
     cached: Counter[str] = Counter()
     for worker in state.workers:
         (role,) = worker.roles

@@ -1,4 +1,4 @@
-"""The transport through shared memory: between two real processes, and both ends in this one where that says more."""
+"""The transport through shared memory: between two real processes, or with both ends in this one."""
 
 from __future__ import annotations
 

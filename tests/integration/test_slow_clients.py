@@ -1,4 +1,4 @@
-"""Clients that ask and do not read, and connections that never speak: over gRPC and HTTP, with a router that has more
+"""Clients that do not read their answers, and silent connections: over gRPC and HTTP, with a router that has more
 tokens than anybody takes.
 
 What must hold: the gateway stops asking for tokens once the stream's buffers are full, others are answered meanwhile,
@@ -58,7 +58,7 @@ def script(request: RoutedRequest) -> Iterable[Step]:
 
 
 async def never_read(server: GatewayServer, protocol: str) -> Client:
-    """A stream that nobody reads."""
+    """A stream without a reader."""
     if protocol == "grpc":
         request = pb.GenerateRequest(model=MODEL_NAME, text="x", sampling=pb.SamplingParams(seed=1))
         return await open_grpc(server.address, [request.SerializeToString()], paused=True)
@@ -86,7 +86,7 @@ async def metrics(server: GatewayServer) -> str:
 
 
 async def reads_when_stuck(handle: FakeHandle) -> int:
-    """How often the gateway asked for tokens until it stopped asking."""
+    """How many batches of tokens the gateway pulled until it stopped."""
     async with asyncio.timeout(WAIT_S):
         seen = -1
         while handle.num_reads != seen or seen == 0:

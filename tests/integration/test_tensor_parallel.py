@@ -2,7 +2,7 @@
 pool, and nothing left.
 
 A step takes 64 tokens and a KV message 40, so that prompts are computed, and moved, in several uneven pieces. All
-prompts are asked for at once, so that long ones are computed beside others that decode.
+prompts are sent at once, so that long ones are computed beside others that decode.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cluster_config(folder: Path, pair: Pair) -> ClusterConfig:
 
 @contextlib.contextmanager
 def running(config: ClusterConfig) -> Iterator[ProcessCluster]:
-    """A cluster that ends by itself when told to, with all ranks of its workers, each on cores of its own."""
+    """A cluster that ends by itself at SIGTERM, with all ranks of its workers, each on cores of its own."""
     with ProcessCluster(config) as cluster:
         ranks: list[ProcessRef] = []
         for info, planned in zip(cluster.workers, cluster.plan.workers, strict=True):

@@ -88,7 +88,7 @@ async def start_transfers(gateway: GatewayStub, info: WorkerInfo) -> list[Answer
 
 
 async def wait_until_served(gateway: GatewayStub) -> None:
-    """Ask, and ask again where that fails, as the router would."""
+    """Submit, and submit again where that fails, as the router would."""
     began = time.monotonic()
     while True:
         answer, expected = await run(gateway, 100)

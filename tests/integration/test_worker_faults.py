@@ -60,7 +60,7 @@ def prompt_of(length: int) -> list[int]:
 
 @asynccontextmanager
 async def gateway_to(*infos: WorkerInfo) -> AsyncIterator[GatewayStub]:
-    """A gateway stub that asks nothing at the end, since some of the workers may be dead by then."""
+    """A gateway stub without an audit at the end, since some of the workers may be dead by then."""
     stub = GatewayStub()
     try:
         for info in infos:
@@ -151,7 +151,7 @@ async def test_a_decode_worker_hangs_in_mid_transfer() -> None:
 
 
 async def test_a_transport_that_cannot_be_formed_is_a_refusal() -> None:
-    """D names a transport that exists only within its own process. P knows at once; D would wait for it."""
+    """D names a transport that exists only within its own process. P fails at once; D would wait for it."""
     with running_workers(config("prefill-0"), config("decode-0", transport="local")) as (prefill, decode):
         async with gateway_to(prefill, decode) as gateway:
             answers = await asyncio.gather(
@@ -160,7 +160,7 @@ async def test_a_transport_that_cannot_be_formed_is_a_refusal() -> None:
             assert {answer.reason for answer in answers} == {"refused"}
             await wait_until_workers_idle([prefill, decode])
             started = time.monotonic()
-        # And D ends at once when it is told to, though threads of it still wait for a peer.
+        # And D ends at once at SIGTERM, though threads of it still wait for a peer.
     assert time.monotonic() - started < SET_UP_TIMEOUT_S - 5
 
 
@@ -326,4 +326,4 @@ def test_a_fault_in_the_engine_ends_the_worker() -> None:
     contexts[0].post(msgspec.structs.replace)  # type: ignore[arg-type]  # No command at all.
     assert worker.crashed.wait(10)
     worker.stop()
-    contexts[0].post(Release)  # type: ignore[arg-type]  # Nobody takes it any more.
+    contexts[0].post(Release)  # type: ignore[arg-type]  # It is no longer processed.

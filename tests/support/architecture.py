@@ -1,4 +1,4 @@
-"""Reads the source of the repository and says where it breaks the rules of docs/architecture.md.
+"""Reads the source of the repository and reports where it breaks the rules of docs/architecture.md.
 
 Nothing is imported, only parsed.
 
@@ -222,7 +222,7 @@ def bare_name_findings(path: str, source: str) -> list[str]:
 
 
 def door_findings(path: str, source: str) -> list[str]:
-    """Foreign packages outside the files that may know them."""
+    """Foreign packages outside the files that may import them."""
     found = [
         f"{path}:{i.line}: {i.root} may only be imported in {', '.join(DOORS[i.root])}"
         for i in imports(path, source)

@@ -52,7 +52,7 @@ class CallingCapturer:
 
 
 def draw_on_host(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
-    """In place of the kernel: the engine's sampler, told what the kernel is told."""
+    """In place of the kernel: the engine's sampler, with the kernel's arguments."""
     columns = (
         filters.temperatures_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, filters.seeds_R, filters.indices_R
     )  # fmt: skip

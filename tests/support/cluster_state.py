@@ -1,4 +1,4 @@
-"""What a cluster says of itself, once it says so."""
+"""Waits for states that a cluster reports."""
 
 from __future__ import annotations
 

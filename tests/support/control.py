@@ -1,4 +1,4 @@
-"""Drives the controller's core by hand: workers and a launcher that do what the test says, time that stands still."""
+"""Drives the controller's core by hand: scripted workers and launcher, a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def make_core(
     tail_tokens: int = 0,
     runner: ModelRunner | None = None,
 ) -> EngineCore:
-    """A core over a fake runner; ten blocks of 16 tokens unless told otherwise, and no host memory."""
+    """A core over a fake runner; ten blocks of 16 tokens by default, and no host memory."""
     config = WorkerConfig(
         worker_id="worker",
         roles=roles,
@@ -236,13 +236,13 @@ def make_sequence(
 
 
 def step_scheduler(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Event]]:
-    """Schedule and apply one step in which everybody samples `token_id`; copies are said to be made."""
+    """Schedule and apply one step in which every sequence samples `token_id`; copies count as made."""
     plan, _, events = step_with_effects(scheduler, token_id)
     return plan, events
 
 
 def step_with_effects(scheduler: Scheduler, token_id: int = 7) -> tuple[StepPlan, list[Effect], list[Event]]:
-    """The same, with what was asked for before the step."""
+    """The same, with the copies ordered before the step."""
     plan = scheduler.schedule()
     check_plan(scheduler, plan)
     effects = scheduler.take_effects()

@@ -1,7 +1,7 @@
 """A router core before real decode engines on a made-up clock: what the engines accept, refuse, preempt and report is
 theirs. Prefill workers are toys that compute one prompt after the other. Deterministic; nothing sleeps.
 
-    Submit ──> dispatch ──Reserve──> refused: the router is told so       reserved: P computes, the KV moves, D joins
+    Submit ──> dispatch ──Reserve──> refused: reported to the router      reserved: P computes, the KV moves, D joins
     D steps while it has work: `STEP_MS` + `DECODE_MS` a sequence; reports come every `REPORT_S`
 """
 
@@ -87,7 +87,7 @@ class EngineWorld:
         decode_reserve_tokens: as in `WorkerConfig`.
         watermark: as in `WorkerConfig`.
         swap_bytes: as in `WorkerConfig`.
-        reports_load: else reports say that nothing is there.
+        reports_load: otherwise reports are empty.
         reports_at_once: whether a report follows each command and step of an engine at once.
     """
 
@@ -301,7 +301,7 @@ class EngineWorld:
         self.decodes[name].core.handle(Release(AttemptKey(RequestId(request_id), 0)), self.now)
 
     def report(self, decode: Decode) -> None:
-        """Tell the router what is new."""
+        """Send the router the latest report."""
         pending = decode.core.drain_kv_events()
         first = () if decode.num_reports else (decode.core.prefix_snapshot(),)
         load = decode.core.load() if self._reports_load else Load()

@@ -146,7 +146,7 @@ class FakeHandle:
 
 
 class FakeRouter:
-    """Implements `api.Router`: every request follows `script`; all that was asked is kept."""
+    """Implements `api.Router`: every request follows `script`; all calls are recorded."""
 
     def __init__(self, script: Script | Iterable[Step] = (), refusal: DisaggError | None = None) -> None:
         self.script: Script = script if callable(script) else _same(script)

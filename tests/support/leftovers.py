@@ -108,7 +108,7 @@ def _command_line(pid: int) -> str:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of /proc; empty for a process that has just ended, or that belongs to somebody else."""
+    """A file of /proc; empty for a process that has just ended, or that belongs to another user."""
     try:
         return (PROC / str(pid) / name).read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

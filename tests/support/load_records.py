@@ -19,8 +19,8 @@ def record(
     lateness_s: float = 0.0,
     group: str = "",
 ) -> RequestRecord:
-    """A request due at second `index` whose tokens come `tpot_s` apart; none if `ttft_s` is None. It asks for
-    `num_tokens`."""
+    """A request due at second `index` whose tokens come `tpot_s` apart; none if `ttft_s` is None. It has
+    `max_tokens` of `num_tokens`."""
     due = float(index) if due_s is None else due_s
     times = () if ttft_s is None else tuple(due + ttft_s + tpot_s * token for token in range(num_tokens))
     return RequestRecord(

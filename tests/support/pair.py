@@ -2,7 +2,7 @@
 clock.
 
 Everything that takes time in a cluster is a queue here: both control streams, the bytes, the engines' commands and
-events, the transports' answers. `WorkerPair.deliver` moves one thing in one queue; a test or a random generator says
+events, the transports' answers. `WorkerPair.deliver` moves one thing in one queue; a test or a random generator decides
 which. Bytes are copied when they are delivered, not when they are sent, so a buffer that is reused too early shows.
 """
 
@@ -132,7 +132,7 @@ class WorkerPair:
 
     Args:
         chunk_tokens: tokens of a full payload.
-        tamper: sees every control message as it is delivered, and says what arrives instead.
+        tamper: gets every control message as it is delivered, and returns what arrives instead.
         tampers: the same, for one way only: `to_d` or `to_p`.
     """
 
@@ -159,7 +159,7 @@ class WorkerPair:
         self.to_d: deque[SenderToReceiver] = deque()
         self.to_p: deque[ReceiverToSender] = deque()
         self.answers: dict[str, deque[Deliver]] = {"p": deque(), "d": deque()}
-        """What the transports have to say to P and to D."""
+        """Completions of the transports that P and D have not handled."""
         self.broken = False
         self.num_delivered = 0
         common: dict[str, Any] = {
@@ -177,7 +177,7 @@ class WorkerPair:
         self.p_overs: defaultdict[AttemptKey, list[SendOver]] = defaultdict(list)
         self.d_overs: defaultdict[AttemptKey, list[ReceiveOver]] = defaultdict(list)
         self.asked_for_blocks: Counter[AttemptKey] = Counter()
-        """Attempts that D's machine asked its engine to reserve for."""
+        """Attempts for which D's machine ordered a reservation of its engine."""
         self.tokens: defaultdict[AttemptKey, dict[int, int]] = defaultdict(dict)
         self.ends: defaultdict[AttemptKey, list[tuple[str, str]]] = defaultdict(list)
         """(side, reason) of every end that an engine reported."""
@@ -209,8 +209,8 @@ class WorkerPair:
         self.wire.close()
 
     def die(self, side: str) -> None:
-        """One worker is gone with all that it held and had to say; the other sees its stream end. The dead one's place
-        is taken by a new life that knows nothing."""
+        """One worker is gone with all that it held and its unsent messages; the other sees its stream end. The dead
+        one's place is taken by a new incarnation with no state."""
         self.broken = True
         self.to_d.clear()
         self.to_p.clear()
@@ -337,7 +337,7 @@ class WorkerPair:
         assert Counter(over.key for overs in self.d_overs.values() for over in overs) == self.asked_for_blocks
 
     def outcome(self, key: AttemptKey) -> str:
-        """What P was told in the end."""
+        """The final outcome that P received."""
         (over,) = self.p_overs[key]
         return over.outcome
 
@@ -367,7 +367,7 @@ class WorkerPair:
                 assert answer == expected
 
     def note_token(self, key: AttemptKey, index: int, token_id: int) -> None:
-        """A token reached the gateway; whoever sends it again must send the same."""
+        """A token reached the gateway; any repetition must be the same."""
         assert self.tokens[key].setdefault(index, token_id) == token_id
 
     def new_buffer(self, nbytes: int) -> Buffer:

@@ -124,7 +124,7 @@ class SenderShell:
         for command in commands:
             match command:
                 case Send(message):
-                    self._send(message)  # type: ignore[arg-type]  # A sender says what senders say.
+                    self._send(message)  # type: ignore[arg-type]  # a sender sends only its own kinds
                 case StartPrefill(spec):
                     pair.p.commands.append(Add(spec, hold_after_prefill=True))
                 case GatherChunk(key, seq, start, end, slot, nbytes):
@@ -181,7 +181,7 @@ class ReceiverShell:
         self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
         self._scatters: dict[Chunk, int] = {}
         self._verified: Counter[AttemptKey] = Counter()
-        """Tokens that were asked to be scattered, or were cached."""
+        """Tokens whose scatter was ordered, or that were cached."""
         self._owned: set[AttemptKey] = set()
         """Committed attempts that the engine runs."""
 
@@ -230,7 +230,7 @@ class ReceiverShell:
                 case Send(message):
                     pair.messages[type(message).__name__] += 1
                     if not pair.broken:
-                        pair.to_p.append(message)  # type: ignore[arg-type]  # A receiver says what receivers say.
+                        pair.to_p.append(message)  # type: ignore[arg-type]  # a receiver sends only its own kinds
                 case ReserveBlocks(spec):
                     pair.asked_for_blocks[spec.key] += 1
                     pair.d.commands.append(Reserve(spec))

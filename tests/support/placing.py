@@ -1,4 +1,4 @@
-"""A fleet in a given state, to ask a policy where it would put a request."""
+"""A fleet in a given state, to test where a policy places a request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def busy(worker: WorkerInfo | str, **state: int) -> Busy:
 
 
 class Placing:
-    """Asks one policy; the request has `num_tokens` tokens, of which workers have what their `cached` says."""
+    """Runs one policy; the request has `num_tokens` tokens, of which each worker has `cached`."""
 
     def __init__(
         self, policy: PolicyName, *workers: Busy | str, num_tokens: int = 64, config: RouterConfig | None = None

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on."""
+"""Ports without a listener."""
 
 from __future__ import annotations
 

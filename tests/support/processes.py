@@ -19,7 +19,7 @@ def children_mentioning(text: str) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, zombies not counted, oldest first as far as ids tell."""
+    """The children of a process, zombies not counted, in order of their ids."""
     pids = sorted(int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
     stats = {child: _read(child, "stat").rpartition(b")")[2].split() for child in pids}
     return [child for child, stat in stats.items() if stat and stat[0] != b"Z" and int(stat[1]) == pid]

@@ -1,8 +1,8 @@
 """A fake runner whose steps are queued: what a GPU's stream does, in numpy, and strict about it.
 
-Nothing that is queued happens before somebody waits for it, or for what is queued behind it; then all of it happens in
+Nothing that is queued happens before its result, or a later one, is awaited; then all of it happens in
 order. A launched step keeps copies of its block tables, since the scheduler may change them meanwhile, and reads the
-ids that the host does not know from the step that samples them.
+ids that the host has not read from the step that samples them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostQueuedStep:
 
     def result(self) -> StepResult:
         """See `plan.QueuedStep.result`."""
-        assert not self.was_asked, "a result is asked for twice"
+        assert not self.was_asked, "a result is read twice"
         self.was_asked = True
         self.wait()
         if self.error is not None:
@@ -70,7 +70,7 @@ class QueueingRunner(FakeModelRunner):
         self.is_launching = True
         self.num_launched = 0
         self.num_behind = 0
-        """Launches behind a step whose ids nobody had read."""
+        """Launches behind a step whose ids had not been read."""
         self.runs: list[StepPlan] = []
         """Plans that were not launched."""
         self._queue: deque[Callable[[], None]] = deque()

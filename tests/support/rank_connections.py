@@ -79,7 +79,7 @@ def memory_connections() -> tuple[MemoryConnection, MemoryConnection]:
 
 
 class NoTransports:
-    """`RankTransports` that post receives and answer at once, and note what they were told."""
+    """`RankTransports` that post receives and answer at once, and record their calls."""
 
     def __init__(self) -> None:
         self.commands: list[TransportCommand] = []

@@ -1,4 +1,4 @@
-"""A stand-in for the controller, for tests of single worker processes: takes in whoever registers."""
+"""In place of the controller, for tests of single worker processes: accepts every worker that registers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Registry:
             return [self._infos[name] for name in names]
 
     def forget(self, name: str) -> None:
-        """Wait anew for that worker: another life of it is to come."""
+        """Wait again for that worker: another incarnation of it is to come."""
         with self._changed:
             self._infos.pop(name, None)
 
@@ -63,7 +63,7 @@ class Registry:
             return self._errors[name]
 
     def dismiss(self, name: str) -> None:
-        """Tell that worker that it is not wanted."""
+        """Reject that worker."""
         with self._changed:
             self._dismissed.add(name)
             self._changed.notify_all()

@@ -146,7 +146,7 @@ class RankedWorker:
 
 
 class Answer:
-    """What the end of one operation was told; wait with `result`."""
+    """The outcome of one operation; wait with `result`."""
 
     def __init__(self) -> None:
         self._told = threading.Event()

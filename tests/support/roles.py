@@ -127,12 +127,12 @@ class PlayedContext:
     # ------------------------------------------------------------ for the test
 
     def commands(self) -> list[Command]:
-        """What the engine was asked since the last call."""
+        """Commands to the engine since the last call."""
         taken, self._commands = self._commands, []
         return taken
 
     def command(self, kind: type[C]) -> C:
-        """The one thing that the engine was asked."""
+        """The only command to the engine."""
         (command,) = self.commands()
         assert isinstance(command, kind), command
         return command
@@ -143,7 +143,7 @@ class PlayedContext:
 
     @property
     def ends(self) -> list[End]:
-        """All ends that the gateway was told."""
+        """All ends that were sent to the gateway."""
         return self._said("ends")
 
     @property
@@ -207,12 +207,12 @@ class PlayedStream:
         self._incoming.put_nowait(None)
 
     def sent(self) -> list[SenderToReceiver]:
-        """What the prefill worker said since the last call."""
+        """Messages of the prefill worker since the last call."""
         taken, self._sent = self._sent, []
         return taken
 
     def message(self, kind: type[C]) -> C:
-        """The one thing that it said."""
+        """Its only message."""
         (message,) = self.sent()
         assert isinstance(message, kind), message
         return message

@@ -207,7 +207,7 @@ class Scenario:
         self.errors: dict[str, Exception] = {}
         self.incarnations: dict[str, str] = {}
         self.pairs: list[str] = []
-        """What was asked to be formed while workers came up."""
+        """Pairs whose forming was ordered while workers came up."""
         for worker in workers:
             assert self.up(worker) == []
 
@@ -260,7 +260,7 @@ class Scenario:
         return self.handle(WorkerReported(report))
 
     def holds(self, worker_id: str, request: RoutedRequest, num_blocks: int) -> None:
-        """Tell the core that the worker has the first blocks of the request's prompt."""
+        """Report to the core that the worker has the first blocks of the request's prompt."""
         snapshot = BlocksSnapshot(hashes=request.block_hashes[:num_blocks])
         assert self.report(worker_report(worker_id, 0, snapshot)) == []
 

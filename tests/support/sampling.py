@@ -1,4 +1,4 @@
-"""A fake runner whose logits are made of its KV and go through the real sampler: what a request asks for is honoured,
+"""A fake runner whose logits are made of its KV and go through the real sampler: sampling settings are honoured,
 and KV that is lost or mixed up still gives other tokens.
 
 The logits of a row are one of a few random rows, chosen and turned by what is read back from the pages. So a row

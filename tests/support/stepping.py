@@ -45,7 +45,7 @@ def assert_logits_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def make_sequence(token_ids: list[int], block_table: list[int], **sampling: Any) -> Sequence:
-    """A running sequence, greedy unless `sampling` says otherwise, nothing computed."""
+    """A running sequence, greedy without `sampling`, nothing computed."""
     spec = SequenceSpec(
         request_id=RequestId("request"),
         attempt=0,

@@ -65,7 +65,7 @@ KINDS = {
         _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     ),
     "llama_yarn_rope": _Kind("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=512)),
-    # No number of ranks divides this vocabulary; the tokenizer knows all but its last three words.
+    # No number of ranks divides this vocabulary; the tokenizer has all but its last three words.
     "llama_odd_vocab": _Kind(
         "Llama",
         {"vocab_size": VOCAB_SIZE + 3, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -138,7 +138,7 @@ def _vary_norms_and_biases(model: Any) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Every byte is a token, then the special ones, then words that only the model can say, to fill the vocabulary."""
+    """Every byte is a token, then the special ones, then words that only the model can produce."""
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     first_word = len(vocabulary) + len(SPECIAL_TOKENS)
     words = {f"Ġword{index}": index for index in range(first_word, VOCAB_SIZE)}

@@ -1,13 +1,13 @@
 """A transport between two real processes. The test's process is D; the child is P, and does what a script of
 (operation, argument) pairs says, so that each test reads in one place.
 
-    send SIZES       sends so many buffers of known content, tells what was answered
-    recv SIZES       receives so many, tells what was answered
+    send SIZES       sends so many buffers of known content, reports the answers
+    recv SIZES       receives so many, reports the answers
     send_into SIZE   begins to send, and does not wait for it; recv_into: the same for a receive
     die              of SIGKILL
     wait             for a word of D
     tell WORD        to D
-    close            closes the channel, tells which threads are left
+    close            closes the channel, reports which threads are left
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def content(seed: int, size: int) -> Bytes:
 
 
 class Answers:
-    """Collects what `done` was told."""
+    """Collects the arguments of `done`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -118,7 +118,7 @@ class Peer:
         self.transport = rendezvous.accept(pair_name)
 
     def hears(self) -> Any:
-        """What P tells next."""
+        """The next message of P."""
         assert self.link.poll(ANSWER_S)
         return self.link.recv()
 

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for a Hopper GPU on a machine without one, down to machine code, and says what they use.
+"""Compiles Triton kernels for a Hopper GPU on a machine without one, down to machine code, and reports their resources.
 
 Triton decides between its interpreter and its compiler when it is imported, and tests import it for the interpreter, so
 this compiles in a process of its own: `compile_kernels` sends the cases to `python -m tests.support.triton_compile`.
@@ -40,7 +40,7 @@ class Usage:
     spilled_bytes: int
     """Local memory of a thread."""
     shared_bytes: int
-    """As triton asks for it at the launch."""
+    """As triton reads it at the launch."""
 
 
 def compile_kernels(cases: list[Case]) -> list[Usage]:

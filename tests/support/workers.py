@@ -53,7 +53,7 @@ START_TIMEOUT_S = 60.0
 
 @contextmanager
 def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
-    """Worker processes, started together; every one must end by itself when told to."""
+    """Worker processes, started together; every one must end by itself at SIGTERM."""
     with tempfile.TemporaryDirectory() as logs, Registry() as registry:
         children = [
             start_child(c.worker_id, WORKER_MODULE, c, registry.address, SECRET, Path(logs), thread_environment(1))
@@ -72,11 +72,11 @@ def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
 
 @dataclass
 class Answer:
-    """What the workers said about one attempt."""
+    """All messages of the workers about one attempt."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By output index; empty where the request did not ask."""
+    """By output index; empty where the request wanted none."""
     prefilled: list[PrefillDone] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
@@ -200,7 +200,7 @@ class GatewayStub:
         return spec.key, answer
 
     async def run(self, prompt: Sequence[int], **how: object) -> Answer:
-        """`submit` and wait for the end and, where D took over, for what P says on a stream of its own."""
+        """`submit` and wait for the end and, where D took over, for the end that P sends on its own stream."""
         _, answer = self.submit(prompt, **how)  # type: ignore[arg-type]
         await asyncio.wait_for(answer.ended.wait(), 60)
         if answer.handed_over:

@@ -220,7 +220,7 @@ class ToyCluster:
             self.at(self.now + REPORT_S, partial(self._report, worker))
 
     def report_now(self, worker: ToyWorker) -> None:
-        """Tell the router what is new."""
+        """Send the router the latest report."""
         uncomputed = sum(m.spec.num_known_tokens - worker.num_cached(m.spec) for m in worker.prompts)
         load = Load(
             num_running=worker.num_decoding,

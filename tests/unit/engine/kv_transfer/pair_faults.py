@@ -1,4 +1,4 @@
-"""Lives of a `WorkerPair` in which every kind of control message occurs, and what must hold when something happens to
+"""Runs of a `WorkerPair` in which every kind of control message occurs, and what must hold when something happens to
 one of them."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Scenario:
         return pair
 
     def cancelled(self, pair: WorkerPair) -> set[AttemptKey]:
-        """Attempts that somebody cancelled, or may have."""
+        """Attempts that were cancelled, or may have been."""
         return {key for key in pair.specs if self.acts and key.request_id == "a"}
 
 
@@ -116,7 +116,7 @@ def faults(action: str) -> Iterator[tuple[Scenario, OneFault]]:
 
 
 def assert_exact_or_failed(scenario: Scenario, pair: WorkerPair) -> None:
-    """Each attempt was answered in full by D, or failed on both sides; nobody got a wrong token, nothing is held."""
+    """Each attempt was answered in full by D, or failed on both sides; no wrong token was sent, nothing is held."""
     pair.assert_answers_are_right()
     pair.assert_at_rest()
     for key in pair.specs.keys() - scenario.cancelled(pair):

@@ -47,7 +47,7 @@ class Exchange:
         return result
 
     def end(self) -> None:
-        """Whoever waits, or comes later, fails."""
+        """Present and later waits fail."""
         self._barrier.abort()
 
 

@@ -29,7 +29,7 @@ from tests.support.router import (
 )
 
 Leg = Literal["prefill", "transfer", "decode", "pair"]
-"""`pair`: the pair is never formed, and P says so when the attempt has waited for as long as it may."""
+"""`pair`: the pair is never formed, and P reports that when the attempt has waited for its time limit."""
 
 NUM_TOKENS = 4
 """Of every answer."""
@@ -116,7 +116,7 @@ class FailingFleet:
         heapq.heappush(self._events, (when, self._count, event))
 
     def _say(self, when: float, name: str, key: AttemptKey, *updates: StepUpdate) -> None:
-        """The worker says so, unless it is told to stop before."""
+        """The worker reports the end, unless it is cancelled before."""
         for update in updates:
             self._at(when, events.FromWorker(WorkerId(name), Incarnation("1"), update))
 
@@ -149,7 +149,7 @@ class FailingFleet:
         return next((fault for fault in self.faults if fault.hits(leg, self.now, *worker_ids)), None)
 
     def _run(self, first: str, peer: str | None, spec: SequenceSpec, timeout_s: float | None) -> None:
-        """All that the workers will say of the attempt, and when."""
+        """All future messages of the workers about the attempt, with their times."""
         used = [name for name in (first, peer) if name is not None]
         self.dispatches.update(used)
         self.placed += [(self.now, name) for name in used]
