@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.hosts import worker_process
 from disagg.cluster.hosts.child import run_child
 from disagg.cluster.hosts.worker_host import WorkerHost
@@ -25,6 +24,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell import worker
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
 
 FOLDER_VARIABLE = "DISAGG_BENCHMARK_TIMELINES"
 

@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.hosts.host import Host, StartError
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import StopFlag, Stopped, read_config, terminate_when_orphaned
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import sys
 import threading
 
 from disagg.cluster.control.launch import GatewayLaunch
-from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector

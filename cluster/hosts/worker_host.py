@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 
-from disagg.cluster.control.register_link import RegisterLink, Resolve, report_failure
+from disagg.cluster.control.register_link import RegisterLink, report_failure
 from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
 from disagg.cluster.system.process_tools import describe, freeze_start, pin_process
 from disagg.decode_worker.role import DecodeRole
@@ -16,6 +16,7 @@ from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import RoleName
 

@@ -9,7 +9,6 @@ import sys
 
 import msgspec
 
-from disagg.cluster.control.register_link import Resolve
 from disagg.cluster.hosts.child import run_child
 from disagg.cluster.hosts.rank_host import rank_processes
 from disagg.cluster.hosts.ranks import rank_config
@@ -17,6 +16,7 @@ from disagg.cluster.hosts.worker_host import WorkerHost
 from disagg.cluster.system.process_tools import see_own_devices
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
 
 
 def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:

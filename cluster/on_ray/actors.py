@@ -40,8 +40,8 @@ from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
 
 if TYPE_CHECKING:
-    from disagg.cluster.control.register_link import Resolve
     from disagg.cluster.hosts.host import Host
+    from disagg.proto.connections.blocking_stream import Resolve
 
 logger = logging.getLogger(__name__)
 

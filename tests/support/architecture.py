@@ -55,7 +55,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "*/server.py",
         "*/service.py",
         "engine/io/guard.py",
-        "proto/connections/channels.py",
+        "proto/connections/*",
         "router/gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",

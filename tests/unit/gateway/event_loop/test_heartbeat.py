@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import grpc
 
@@ -24,24 +25,23 @@ class Stopped(threading.Event):
         return self.is_set()
 
 
-class Line(HeartbeatConnection):
-    """Its calls break with an error, each after so many beats."""
+class Connection(HeartbeatConnection):
+    """Its calls break with an error, each after so many heartbeats."""
 
-    def __init__(self, *num_beats: int) -> None:
+    def __init__(self, *num_heartbeats: int) -> None:
         super().__init__(GatewayId("g0"), lambda: "", SECRET, lambda: (0.0, ""))
-        self.stopped = Stopped(len(num_beats) + sum(max(0, count - 1) for count in num_beats))
+        self.stopped = Stopped(len(num_heartbeats) + sum(max(0, count - 1) for count in num_heartbeats))
         self._stopped = self.stopped
-        self._script = iter(num_beats)
+        self._script = iter(num_heartbeats)
 
-    def _send_beats(self) -> None:
-        beats = self._beats()
+    def _replies(self, messages: Iterator[bytes]) -> Iterator[bytes]:
         for _ in range(next(self._script)):
-            next(beats)
+            next(messages)
         raise grpc.RpcError
 
 
-def test_the_pause_grows_while_no_line_stands_and_is_short_after_one_that_did() -> None:
-    line = Line(0, 1, 1, 1, 1, 1, 3, 1, 2)
-    line._run()
+def test_the_pause_grows_while_no_call_stands_and_is_short_after_one_that_did() -> None:
+    connection = Connection(0, 1, 1, 1, 1, 1, 3, 1, 2)
+    connection._run()
     beat_s = 0.5
-    assert line.stopped.waits == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, beat_s, beat_s, 0.1, 0.2, beat_s, 0.1]
+    assert connection.stopped.waits == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, beat_s, beat_s, 0.1, 0.2, beat_s, 0.1]
