@@ -4,7 +4,7 @@ The draw is that of `engine.sampler`: an inverse CDF over tokens ranked by (prob
 behind top-k, top-p and min-p, each over what the one before left, with one uniform number per (seed, output index).
 Three launches follow the four of `ranking.rank_top`:
 
-1. The uniform numbers: `engine.randomness`, SplitMix64 in 64-bit integers.
+1. The uniform numbers: `engine.randomness`, SplitMix64 (`proto/splitmix.py`) in 64-bit integers.
 2. The draw from the first `NUM_RANKED` tokens, which decides nearly every row with a filter or a peaked distribution.
 3. For rows that these do not decide, a search over all keys of the row, by the sum of the weights above a key. Other
    rows' programs return at once. Slow (16 passes over the row for each filter, and for the draw), and right for every

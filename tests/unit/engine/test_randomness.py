@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.randomness import splitmix64, uniform
+from disagg.engine.randomness import uniform
+from disagg.proto.splitmix import splitmix64
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:
