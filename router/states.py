@@ -4,7 +4,7 @@
                  ^                  │
                  └────put back──────┘                    failed, cancelled: from QUEUED or RUNNING, for good
 
-    attempt   PREFILLING ──prefilled──> TRANSFERRING ──handed over──> DECODING <──> SUSPENDED
+    attempt   PREFILLING ──prefilled──> TRANSFERRING ──handed over──> DECODING
                   └── prefilled here (local prefill), or handed over (D's word overtook P's) ──> DECODING
               every state but ENDED ──ended──> ENDED
 
@@ -56,7 +56,6 @@ class AttemptState(enum.Enum):
     PREFILLING = "prefilling"
     TRANSFERRING = "transferring"
     DECODING = "decoding"
-    SUSPENDED = "suspended"
     ENDED = "ended"
 
 
@@ -70,8 +69,6 @@ class AttemptEvent(enum.Enum):
     PREFILLED_HERE = "prefilled here"
     """The worker that also decodes computed the prompt."""
     HANDED_OVER = "handed over"
-    SUSPENDED = "suspended"
-    RESUMED = "resumed"
     ENDED = "ended"
 
 
@@ -95,10 +92,7 @@ ATTEMPT_TABLE: Mapping[tuple[AttemptState, AttemptEvent], AttemptState] = Mappin
         (AttemptState.PREFILLING, AttemptEvent.ENDED): AttemptState.ENDED,
         (AttemptState.TRANSFERRING, AttemptEvent.HANDED_OVER): AttemptState.DECODING,
         (AttemptState.TRANSFERRING, AttemptEvent.ENDED): AttemptState.ENDED,
-        (AttemptState.DECODING, AttemptEvent.SUSPENDED): AttemptState.SUSPENDED,
         (AttemptState.DECODING, AttemptEvent.ENDED): AttemptState.ENDED,
-        (AttemptState.SUSPENDED, AttemptEvent.RESUMED): AttemptState.DECODING,
-        (AttemptState.SUSPENDED, AttemptEvent.ENDED): AttemptState.ENDED,
     }
 )
 

@@ -139,24 +139,6 @@ class StepModel:
             self._fit()
         return self._coefficients
 
-    def step_ms(
-        self,
-        *,
-        prefill_tokens: float = 0.0,
-        prefill_attended: float = 0.0,
-        num_decodes: float = 0.0,
-        decode_context: float = 0.0,
-    ) -> float:
-        """The predicted time of a step; counts as in `StepSample`."""
-        c = self.coefficients
-        return (
-            c.base_ms
-            + prefill_tokens * c.prefill_token_ms
-            + prefill_attended * c.attended_ms
-            + num_decodes * c.decode_ms
-            + decode_context * c.context_ms
-        )
-
     def _calibrate(self, samples: Sequence[StepSample]) -> None:
         """Add to what is known from the start, and find its coefficients. What was not measured is taken for its
         default, at the pace of what was."""

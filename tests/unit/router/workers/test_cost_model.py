@@ -71,11 +71,13 @@ def feed(model: StepModel, samples: Iterable[StepSample]) -> None:
 
 
 def predict(model: StepModel, sample: StepSample) -> float:
-    return model.step_ms(
-        prefill_tokens=sample.prefill_tokens,
-        prefill_attended=sample.prefill_attended,
-        num_decodes=sample.num_decodes,
-        decode_context=sample.decode_context,
+    base_ms, prefill_token_ms, attended_ms, decode_ms, context_ms = model.coefficients
+    return (
+        base_ms
+        + sample.prefill_tokens * prefill_token_ms
+        + sample.prefill_attended * attended_ms
+        + sample.num_decodes * decode_ms
+        + sample.decode_context * context_ms
     )
 
 
