@@ -30,10 +30,8 @@ from disagg.proto.messages import (
     WorkerReport,
 )
 from disagg.proto.token_ids import pack_token_ids
-from disagg.router.api import RoutedRequest
+from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.limits import CallDemand, TenantLimits
-from disagg.router.placement.draw import in_turn
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
 
@@ -93,7 +91,9 @@ class VirtualCluster:
         self, num_prefills: int, num_decodes: int, places: int, num_blocks: int, config: RouterConfig | None = None
     ) -> None:
         self.now = 0.0
-        self.core = RouterCore(config or RouterConfig(local_prefill="never"), GatewayId("g0"), draw=in_turn)
+        self.core = RouterCore(
+            config or RouterConfig(local_prefill="never"), GatewayId("g0"), draw=lambda counter, count: counter % count
+        )
         self.seen: dict[RequestId, Seen] = {}
         self._num_blocks = num_blocks
         self._workers: dict[WorkerId, _Worker] = {}

@@ -151,3 +151,14 @@ class InternalError(DisaggError):
 
 class ConfigError(ValueError):
     """A configuration, checkpoint or command line that cannot work; the message names the place and what is allowed."""
+
+
+UNAVAILABLE_RETRY_S = 1.0
+"""When to try again after an `UnavailableError`, which brings no time: a restarted worker is found within it."""
+
+
+def retry_after_s(error: DisaggError) -> float | None:
+    """Seconds after which what failed with `error` may be tried again; None where that would be pointless."""
+    if isinstance(error, OverloadedError):
+        return error.retry_after_s
+    return UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError) else None

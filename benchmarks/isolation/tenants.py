@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.virtual_cluster import Seen, VirtualCluster, Wish
+from disagg.router.api import TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.limits import TenantLimits
 
 TARGET_S = 0.5
 REST_S = 10.0

@@ -95,7 +95,7 @@ class OurIndex:
 
     def best(self, key: Sequence[Any]) -> Any:
         """As placement asks."""
-        return self._index.match_best(key, 4)
+        return self._index.find(key).best(4)
 
     def scores(self, answer: Mapping[WorkerId, int]) -> Scores:
         """A `lookup` in common terms."""

@@ -22,7 +22,7 @@ from disagg.proto.addresses import join_address
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.proto.services import NO_COMPRESSION
-from disagg.router.api import Router
+from disagg.router.api import Router, TenantLimits
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, STRANGER
@@ -35,8 +35,8 @@ from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.exchange import BodyLimits
 from disagg.router.gateway.http.information import Information
-from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.server import HttpServer
 from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.protocol import ConnectionLimits
@@ -52,7 +52,6 @@ from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.router.gateway.status import answered
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
-from disagg.router.limits import TenantLimits
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 

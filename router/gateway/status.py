@@ -22,26 +22,16 @@ from disagg.proto.errors import (
     InternalError,
     InvalidRequestError,
     LimitError,
-    OverloadedError,
-    UnavailableError,
+    retry_after_s,
 )
 
 ERROR_DOMAIN = "disagg"
-UNAVAILABLE_RETRY_S = 1.0
-"""When to come back after `UnavailableError`, which does not say it: the time that a restarted worker is noticed in."""
 
 _MAX_MESSAGE_BYTES = 1000
 """Statuses travel in HTTP/2 headers, of which clients take 8 KiB; the message goes up to three times, once with three
 bytes for each that is not ASCII."""
 
 logger = logging.getLogger(__name__)
-
-
-def retry_after_s(error: DisaggError) -> float | None:
-    """Seconds after which what failed with `error` may be tried again; None where that would be pointless."""
-    if isinstance(error, OverloadedError):
-        return error.retry_after_s
-    return UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError) else None
 
 
 def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status:

@@ -22,17 +22,21 @@ from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig
-from disagg.router.placement.model_groups import ModelGroup, longest_of
+from disagg.router.placement.forecast import wait_ms
+from disagg.router.placement.model_groups import ModelGroup, WorkerBucket, longest_of
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist
-from disagg.router.placement.worker_buckets import WorkerBucket
 from disagg.router.workers.assignments import Assignment, Assignments
-from disagg.router.workers.circuit_breakers import NO_EXCLUSIONS, CircuitBreakers, Exclusions, Leg
+from disagg.router.workers.circuit_breakers import (
+    NO_EXCLUSIONS,
+    CircuitBreakers,
+    Exclusions,
+    Leg,
+    UsableWorkers,
+    find_usable,
+)
 from disagg.router.workers.cost_model import LinkModel
-from disagg.router.workers.in_use import UsableWorkers, find_usable
-from disagg.router.workers.openings import wait_ms
 from disagg.router.workers.pairs import Pairs
-from disagg.router.workers.prefix_index import PrefixIndex
-from disagg.router.workers.prefix_match import PrefixMatch
+from disagg.router.workers.prefix_index import PrefixIndex, PrefixMatch
 from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
 

@@ -23,10 +23,13 @@ import msgspec
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo
-from disagg.router.placement.draw import Draw
-from disagg.router.placement.times import num_pairs
+from disagg.proto.splitmix import splitmix64
+from disagg.router.placement.forecast import num_pairs
 from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import Worker
+
+Draw = Callable[[int, int], int]
+"""(counter, count) -> an index below `count`. A function, so that a core stays a function of its events."""
 
 MAX_SIDE = 3
 """Of each role only this many, the best by themselves, are looked at in pairs."""
@@ -181,6 +184,11 @@ class Policy(Protocol):
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """What forming the pair adds, 0 where it is formed; never negative."""
         ...
+
+
+def uniform_draw(counter: int, count: int) -> int:
+    """An index below `count` (at least 1), each equally likely; neighbouring counters give independent-looking ones."""
+    return splitmix64(0, counter) % count
 
 
 def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:

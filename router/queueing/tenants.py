@@ -26,10 +26,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from disagg.proto.errors import LimitError
+from disagg.router.api import CallDemand, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.queueing.queue import Share
-from disagg.router.queueing.token_bucket import TokenBucket
 
 DEMAND_S = 30.0
 SOON_S = 0.05
@@ -319,3 +318,45 @@ def _over_rate(
         message = f"{asked}, and of {bucket.per_minute} a minute has {left} left"
         return LimitError(tenant.name, limit, message, wait_s)
     return None
+
+
+_PERIOD_S = 60.0
+
+
+class TokenBucket:
+    """See the module docstring.
+
+    Args:
+        per_minute: what fits in, and what flows in in a minute.
+        now: the time.
+    """
+
+    __slots__ = ("_level", "_updated", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._updated = now
+
+    def missing_s(self, amount: float, now: float) -> float | None:
+        """How long until so much can be taken: 0 for now; None for never."""
+        if amount > self.per_minute:
+            return None
+        return max(0.0, (amount - self.level(now)) * _PERIOD_S / self.per_minute)
+
+    def level(self, now: float) -> float:
+        """What is in it."""
+        if now > self._updated:
+            self._level = min(self.per_minute, self._level + (now - self._updated) * self.per_minute / _PERIOD_S)
+            self._updated = now
+        return self._level
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Another size from now on. It stays as full as it is, so that neither what was taken nor what is owed is
+        forgotten."""
+        self._level = self.level(now) * per_minute / self.per_minute
+        self.per_minute = per_minute
+
+    def take(self, amount: float, now: float) -> None:
+        """Take so much, or give it back where it is negative. Raises nothing: see `missing_s`."""
+        self._level = min(self.per_minute, self.level(now) - amount)

@@ -3,13 +3,18 @@ for its target."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.errors import ContextLengthError, DeadlineError, DisaggError, OverloadedError, UnavailableError
+from disagg.proto.ids import BlockHash
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.forecast import prefill_ms
 from disagg.router.queueing.queue import RequestQueue
 from disagg.router.requests.attempts import Attempts
-from disagg.router.requests.forecast import forecast
 from disagg.router.requests.record import RequestRecord
 
 _MIN_RETRY_S = 0.05
@@ -67,3 +72,35 @@ def predicted_miss(
     if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss on idle workers too.
         return OverloadedError(message, config.retry_after_s)
     return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.trace.ttft_slo_s))
+
+
+class Forecast(NamedTuple):
+    """Milliseconds from now."""
+
+    wait_ms: float
+    prefill_ms: float
+
+
+def forecast(
+    fleet: Fleet, queue: RequestQueue, position: int, hashes: Sequence[BlockHash], num_tokens: int, now: float
+) -> Forecast | None:
+    """For a request of `num_tokens` that would stand at `position` in the queue. None while no worker that could
+    compute it was measured."""
+    worker = fleet.fastest()
+    if worker is None or not worker.is_measured:
+        return None
+    wait_ms = worker.backlog_ms
+    if position:
+        backlog_ms, num_workers = fleet.backlog()
+        wait_ms = (backlog_ms + queue.work_before(position)) / num_workers
+    return Forecast(wait_ms, work_ms(fleet, hashes, num_tokens, now))
+
+
+def work_ms(fleet: Fleet, hashes: Sequence[BlockHash], num_tokens: int, now: float) -> float:
+    """How long a prompt takes where most of it is cached. 0 where there is no worker."""
+    worker = fleet.fastest()
+    if worker is None:
+        return 0.0
+    num_blocks = max((blocks for _, blocks in fleet.matched(hashes, now).best(1)), default=0) if hashes else 0
+    cached = min(num_blocks * HASH_BLOCK_TOKENS, max_cached_tokens(num_tokens))
+    return prefill_ms(worker, cached, num_tokens)

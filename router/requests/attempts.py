@@ -22,11 +22,11 @@ from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone
 from disagg.router.api import AttemptMarks, Path
 from disagg.router.config import RouterConfig
-from disagg.router.placement.draw import Draw
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import (
     Choice,
     Demand,
+    Draw,
     Policy,
     Shortlist,
     choose,

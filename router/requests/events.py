@@ -18,8 +18,7 @@ from disagg.proto import messages
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
-from disagg.router.api import Completion, RoutedRequest, TokenBatch
-from disagg.router.limits import TenantLimits
+from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False):

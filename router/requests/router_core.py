@@ -29,21 +29,20 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
-from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.api import CallDemand, ClusterView, RequestTrace
 from disagg.router.config import RouterConfig
-from disagg.router.limits import CallDemand
-from disagg.router.placement.draw import Draw, mixed
 from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import Draw, uniform_draw
 from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
-from disagg.router.requests import events, integrity
+from disagg.router.requests import events
 from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
 from disagg.router.requests.attempts import FAILURE_CODES, Attempts, blame, note_answer, note_prefilled
 from disagg.router.requests.events import Command, Event
+from disagg.router.requests.inspection import cluster_view, integrity_problems
 from disagg.router.requests.record import EndOfAnswer, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED, Retries
 from disagg.router.requests.timers import Timers
-from disagg.router.requests.views import cluster_view
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent, RequestState
 from disagg.router.telemetry.telemetry import Telemetry
@@ -55,7 +54,7 @@ from disagg.router.workers.pairs import Pairs
 class RouterCore:
     """See the module docstring."""
 
-    def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = mixed) -> None:
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = uniform_draw) -> None:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
@@ -145,10 +144,6 @@ class RouterCore:
         """See `api.Router`."""
         return self._telemetry.traces.latest(limit)
 
-    def request_ids(self) -> list[RequestId]:
-        """All requests that have not ended."""
-        return list(self._requests)
-
     def holdings(self) -> dict[str, int]:
         """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of the books.
         All zero when nothing is in flight."""
@@ -157,7 +152,7 @@ class RouterCore:
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        return integrity.problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
+        return integrity_problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
 
     # ---------------------------------------------------------------- clients
 

@@ -18,19 +18,20 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import Demand
 from disagg.router.queueing.queue import RequestQueue
 from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests.admission import work_ms
 from disagg.router.requests.attempts import Attempts, Blocked
 from disagg.router.requests.events import Dispatch
-from disagg.router.requests.forecast import work_ms
 from disagg.router.requests.record import RequestRecord
-from disagg.router.requests.reservation import Reservation
 from disagg.router.requests.timers import Timers
+from disagg.router.workers.worker import Worker
 
 MAX_LOOKS = 16
 """In one event, at requests that are not placed."""
@@ -67,7 +68,7 @@ class Waiting:
         self._attempts = attempts
         self._timers = timers
         self._aside: dict[RequestId, RequestRecord] = {}
-        self._reservation = Reservation(fleet, config.bypass_s)
+        self._hold = WorkerHold(fleet, config.bypass_s)
         self._must_look = False
         self._least_lacking: int | None = None
         """The least tokens for which there is no room; None where no request waits for room."""
@@ -128,7 +129,7 @@ class Waiting:
     def workers_changed(self, now: float) -> None:
         """A worker came, went or drains."""
         self._must_look = True
-        self._reservation.workers_changed()
+        self._hold.workers_changed()
         if not self._aside:
             return
         for record in [record for record in self._aside.values() if self._could_fit(record)]:
@@ -213,7 +214,7 @@ class Waiting:
 
     def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
         queued_ms = self._queued_ms(position) if position else 0.0
-        kept = () if self._reservation.holder is None else self._reservation.kept_from(record)
+        kept = () if self._hold.holder is None else self._hold.kept_from(record)
         result = self._attempts.try_start(record, now, queued_ms, kept)
         if isinstance(result, Dispatch):
             self._tenants.started(record.tenant)
@@ -234,7 +235,7 @@ class Waiting:
         if self._least_lacking is None:
             return True
         needed = self._attempts.room_needed(record)
-        if self._least_kept_off is not None and needed >= self._least_kept_off and self._reservation.kept_from(record):
+        if self._least_kept_off is not None and needed >= self._least_kept_off and self._hold.kept_from(record):
             return False
         return needed < self._least_lacking
 
@@ -242,7 +243,7 @@ class Waiting:
         """No worker has room for a request in the queue."""
         needed = self._attempts.room_needed(record)
         self._seen_releases = self._fleet.num_releases
-        if self._reservation.kept_from(record):
+        if self._hold.kept_from(record):
             self._least_kept_off = min(needed, self._least_kept_off or needed)
             return
         self._least_lacking = min(needed, self._least_lacking or needed)
@@ -251,8 +252,8 @@ class Waiting:
         if record.lacks_room_since is None:
             record.lacks_room_since = now
             self._timers.add(now + self._config.bypass_s, record.request_id)
-        if self._reservation.is_for(record, now):
-            self._reservation.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
+        if self._hold.is_for(record, now):
+            self._hold.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
     def _note_large(self, record: RequestRecord, now: float) -> None:
         """Where there is room for one half its size, a request waits because it is large. Others pass it, so that its
@@ -272,7 +273,7 @@ class Waiting:
         """A request leaves the queue. Returns whether a worker was kept for it."""
         self.queue.remove(record.request_id)
         record.lacks_room_since, record.is_passed = None, False
-        return self._reservation.release(record)
+        return self._hold.release(record)
 
     def _set_aside(self, record: RequestRecord, now: float) -> bool:
         """Set a request aside if no present worker could take it even if empty."""
@@ -296,3 +297,65 @@ class Waiting:
 
     def _work_ms(self, record: RequestRecord, now: float) -> float:
         return work_ms(self._fleet, record.block_hashes, record.num_tokens, now)
+
+
+class WorkerHold:
+    """See the module docstring.
+
+    Args:
+        fleet: the workers.
+        bypass_s: how long a request lets others pass.
+    """
+
+    def __init__(self, fleet: Fleet, bypass_s: float) -> None:
+        self._fleet = fleet
+        self._bypass_s = bypass_s
+        self.holder: RequestRecord | None = None
+        """For whom workers are kept."""
+        self._decode: Worker | None = None
+        self._kept: frozenset[WorkerId] = frozenset()
+
+    def kept_from(self, record: RequestRecord) -> Collection[WorkerId]:
+        """The workers that this request must not go to."""
+        holder = self.holder
+        if holder is None or record is holder or record.urgency[:2] < holder.urgency[:2]:
+            return ()
+        return self._kept
+
+    def is_for(self, record: RequestRecord, now: float) -> bool:
+        """Whether `keep` is due for a request for which there is no room: it is the holder, or may become it."""
+        if self.holder is not None:
+            return record is self.holder
+        since = record.lacks_room_since
+        return since is not None and now >= since + self._bypass_s
+
+    def keep(self, record: RequestRecord, demand: Demand, output_tokens: float) -> None:
+        """Keep workers for the request. The decode worker is the one where there is room soonest, with answers of so
+        many tokens; it stays the same, so that it empties, until it is left out because it fails. A prefill worker is
+        kept only while it alone is what lacks room: it would be idle until then."""
+        self.holder = record
+        if self._decode is not None and self._fleet.is_excluded(self._decode.worker_id):
+            self._decode = None
+        if self._decode is None:
+            self._decode = self._fleet.soonest_decode(demand, output_tokens)
+        decode = self._decode
+        if decode is None:
+            return
+        kept = {decode.worker_id}
+        if self._fleet.candidate(demand, decode.worker_id) is not None:
+            prefill = self._fleet.emptiest_prefill(demand.num_tokens, decode)
+            if prefill is not None:
+                kept.add(prefill.worker_id)
+        self._kept = frozenset(kept)
+
+    def release(self, record: RequestRecord) -> bool:
+        """The request waits no longer. Returns whether it was the holder."""
+        if record is not self.holder:
+            return False
+        self.holder = None
+        self.workers_changed()
+        return True
+
+    def workers_changed(self) -> None:
+        """A worker came, went or drains: choose again at the next look."""
+        self._decode, self._kept = None, frozenset()

@@ -19,9 +19,8 @@ from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
-from disagg.router.api import ClusterView, RequestHandle, RequestTrace, RoutedRequest
+from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.limits import CallDemand, TenantLimits
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,

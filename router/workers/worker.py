@@ -20,7 +20,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.cost_model import StepModel
-from disagg.router.workers.prefix_match import WorkerSet
+from disagg.router.workers.prefix_index import WorkerSet
 
 
 @dataclass(slots=True, eq=False)

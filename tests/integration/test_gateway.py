@@ -34,7 +34,7 @@ from disagg.proto.messages import KvLayout, Load, WorkerInfo
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, RequestTrace, WorkerView
 from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.labels import LABEL, REQUEST_ID
+from disagg.router.gateway.request_headers import LABEL, REQUEST_ID
 from disagg.router.gateway.server import SERVICE_NAMES, GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc

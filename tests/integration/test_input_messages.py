@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.bad_input.fuzz_clients import Answer, Sender
 from benchmarks.bad_input.fuzz_messages import FAMILIES, Served, make
-from disagg.router.gateway.event_loop import pieces
+from disagg.router.gateway.event_loop import turns
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
@@ -131,7 +131,7 @@ async def answers(it: Gateway) -> dict[str, tuple[Answer, int]]:
 def test_no_message_costs_much_in_one_turn_and_all_are_answered(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SHORT_S", math.inf)  # counted work is slow, and would rest long
+    monkeypatch.setattr(turns, "SHORT_S", math.inf)  # counted work is slow, and would rest long
     with gateway() as it:
         found = asyncio.run(answers(it))
     assert {name: answer.problem for name, (answer, _) in found.items() if answer.problem} == {}

@@ -15,12 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, TokenBatch
+from disagg.router.api import CallDemand, ClusterView, Completion, RequestTrace, RoutedRequest, TenantLimits, TokenBatch
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
-from disagg.router.limits import CallDemand, TenantLimits
 
 MODEL_NAME = "tiny"
 FINGERPRINT = "tiny-model"

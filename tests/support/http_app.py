@@ -16,8 +16,8 @@ from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import Authenticator, Everybody
 from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.exchange import BodyLimits
 from disagg.router.gateway.http.information import Information
-from disagg.router.gateway.http.limits import BodyLimits
 from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies

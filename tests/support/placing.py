@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, StepSample, WorkerInfo
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.placement.draw import in_turn
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Choice, Demand, choose
 from disagg.router.placement.policies import create
 from disagg.router.workers.assignments import Assignment, marks_of
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
-from tests.support.router import routed_request, worker_info, worker_report
+from tests.support.router import in_turn, routed_request, worker_info, worker_report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
     BlocksSnapshot,
     End,
@@ -34,7 +34,6 @@ from disagg.proto.messages import (
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.router.config import RouterConfig
-from disagg.router.placement.draw import in_turn
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
@@ -59,6 +58,7 @@ from disagg.router.requests.events import (
     WorkerUp,
 )
 from disagg.router.requests.router_core import RouterCore
+from disagg.router.workers.prefix_index import PrefixIndex
 
 FINGERPRINT = "model-a"
 ROOT = root_hash(FINGERPRINT)
@@ -67,6 +67,17 @@ PLAIN = RouterConfig(local_prefill="never", policy="least_loaded")
 """Transcripts of anything but placement use this, so that they do not depend on predicted times."""
 EMPTY = {"requests": 0, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 0, "blocks": 0}
 """`holdings()` when nothing is in flight."""
+
+
+def in_turn(counter: int, count: int) -> int:
+    """A `Draw` that is not random: counters go round the indices."""
+    return counter % count
+
+
+def reported_blocks(index: PrefixIndex, worker_id: WorkerId) -> frozenset[BlockHash]:
+    """All blocks that a worker has reported and not removed."""
+    holder = index._workers.get(worker_id)
+    return frozenset(holder.hashes) if holder else frozenset()
 
 
 def worker_info(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from disagg.router.gateway.event_loop import pieces
+from disagg.router.gateway.event_loop import turns
 
 os.environ["TRITON_INTERPRET"] = "1"
 """Triton reads this when it is imported, which transformers does: so here, before any test's imports."""
@@ -71,7 +71,7 @@ def closed_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(socket.socket, method, _only_unix_sockets(method))
     monkeypatch.setattr(time, "sleep", _sleep)
     monkeypatch.setattr(asyncio, "sleep", _asyncio_sleep)
-    monkeypatch.setattr(pieces, "SHORT_S", math.inf)  # else a slow machine would rest after work
+    monkeypatch.setattr(turns, "SHORT_S", math.inf)  # else a slow machine would rest after work
     yield
     ray = sys.modules.get("ray")
     assert ray is None or not ray.is_initialized(), "a unit test started Ray"

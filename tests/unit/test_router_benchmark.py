@@ -9,6 +9,7 @@ import pytest
 from benchmarks.router.command import parse_arguments, summary
 from benchmarks.router.lookups import NUM_WORKERS, OurIndex, compare_lookups, make_sessions
 from benchmarks.router.placements import CLOCKS, OUTPUT_TOKENS, Traffic, measure_placements
+from tests.support.router import reported_blocks
 
 
 def test_every_request_lives_through_all_stages_and_leaves_what_was_reported() -> None:
@@ -43,7 +44,7 @@ def test_what_the_traffic_says_of_a_worker_is_prefix_closed_and_what_the_index_h
         first = set(holdings.snapshot(worker_id).hashes)
         latest = {h for pieces in holdings.latest_of[worker_id].values() for piece in pieces for h in piece}
         assert latest
-        assert traffic.core._fleet.index.hashes_of(worker_id) == first | latest
+        assert reported_blocks(traffic.core._fleet.index, worker_id) == first | latest
 
 
 def test_a_row_of_placements() -> None:

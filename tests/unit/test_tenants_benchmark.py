@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.isolation.tenants import FLOODS, arrivals, large_row, neighbour_row, summary
 from benchmarks.virtual_cluster import VirtualCluster, Wish
-from disagg.router.limits import TenantLimits
+from disagg.router.api import TenantLimits
 
 
 def test_a_request_takes_the_time_that_its_workers_take() -> None:

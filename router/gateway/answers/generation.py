@@ -22,7 +22,7 @@ import msgspec
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import pack_token_ids
-from disagg.router.api import RoutedRequest, Router
+from disagg.router.api import NO_LIMITS, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
@@ -42,7 +42,6 @@ from disagg.router.gateway.requests.validate import CheckedRequest, Limits, chec
 from disagg.router.gateway.requests.values import check_length
 from disagg.router.gateway.text.detokenizer import TextStream
 from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
-from disagg.router.limits import NO_LIMITS
 
 __all__ = ["Delta", "Finish", "Generator"]
 

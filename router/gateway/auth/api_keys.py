@@ -34,8 +34,8 @@ import msgspec
 import yaml
 
 from disagg.proto.errors import ConfigError
+from disagg.router.api import TenantLimits
 from disagg.router.gateway.auth.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
-from disagg.router.limits import TenantLimits
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple, Protocol
 
 from disagg.proto.errors import AuthenticationError
-from disagg.router.limits import NO_LIMITS, TenantLimits
+from disagg.router.api import NO_LIMITS, TenantLimits
 
 TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Names of tenants."""

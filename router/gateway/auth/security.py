@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from disagg.proto.errors import ConfigError
+from disagg.router.api import TenantLimits
 from disagg.router.gateway.auth.api_keys import load_keys
 from disagg.router.gateway.auth.auth import ANONYMOUS, PUBLIC, ApiKeys, Authenticator, CertificateNames, Everybody
 from disagg.router.gateway.auth.file_watch import FileWatch, Watched
 from disagg.router.gateway.auth.rights import Rights
 from disagg.router.gateway.auth.tls import ServerTls, http_context
 from disagg.router.gateway.config import GatewayConfig, TlsFiles, is_loopback
-from disagg.router.limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)

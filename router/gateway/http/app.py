@@ -30,9 +30,8 @@ from disagg.router.gateway.http.transport.errors import (
     error_json,
 )
 from disagg.router.gateway.http.transport.sites import Sites
-from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
-from disagg.router.gateway.traceparent import HEADER as TRACE_HEADER
-from disagg.router.gateway.traceparent import child_of
+from disagg.router.gateway.request_headers import HEADER as TRACE_HEADER
+from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
 
 logger = logging.getLogger(__name__)
 

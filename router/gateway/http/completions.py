@@ -19,7 +19,7 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.event_loop.pieces import in_pieces
+from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
     ChatChoices,
@@ -29,8 +29,7 @@ from disagg.router.gateway.http.chunks import (
     TextChoices,
     UsageCount,
 )
-from disagg.router.gateway.http.exchange import Exchange
-from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
 from disagg.router.gateway.metrics.registry import GatewayMetrics

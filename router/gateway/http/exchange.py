@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from starlette.datastructures import Headers as RequestHeaders
 
@@ -21,8 +22,11 @@ from disagg.proto.addresses import join_address
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.auth.tls import name_in
+from disagg.router.gateway.event_loop.turns import Turns, in_pieces
 from disagg.router.gateway.http.transport.errors import Headers, SlowBodyError
+from disagg.router.gateway.http.transport.sites import check_content_type
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.requests.shape import SMALL_BYTES, Pieces, count_json
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -202,3 +206,39 @@ class Exchange:
 
 def _too_large(max_bytes: int) -> InvalidRequestError:
     return InvalidRequestError("body", f"must have at most {max_bytes} bytes")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """Of every body that is read."""
+
+    max_bytes: int
+    timeout_s: float
+    """From the end of the head to the end of the body."""
+    max_values: int
+    """Of all its lists and objects together."""
+    turns: Turns
+    """For large bodies."""
+    unfinished: UnfinishedBodies
+    """Bodies of all connections that are not whole yet."""
+
+    async def read(self, exchange: Exchange, decode: Callable[[bytes], Pieces[T]]) -> T:
+        """What `decode` makes of the body of `exchange`. A large one waits for its turn, and is counted and decoded in
+        pieces: so many that arrive at once are not decoded in the same turn of the event loop.
+
+        Raises:
+            ContentTypeError: if it is not announced as JSON.
+            InvalidRequestError: for too many parts.
+            OverloadedError: if too many bytes wait, or unfinished bodies hold too many.
+            DisaggError: whatever `Exchange.read_body` and `decode` raise.
+        """
+        check_content_type(exchange.headers.get("content-type"))
+        body = await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished)
+        if len(body) <= SMALL_BYTES:
+            return await in_pieces(decode(body))
+        async with self.turns.of(CALLER.get().tenant, len(body)):
+            await in_pieces(count_json(body, self.max_values))
+            return await in_pieces(decode(body))

@@ -14,9 +14,8 @@ from disagg.router.api import ClusterView
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.auth.rights import require_counts
-from disagg.router.gateway.event_loop.pieces import in_pieces
-from disagg.router.gateway.http.exchange import JSON, Exchange
-from disagg.router.gateway.http.limits import BodyLimits
+from disagg.router.gateway.event_loop.turns import in_pieces
+from disagg.router.gateway.http.exchange import JSON, BodyLimits, Exchange
 from disagg.router.gateway.http.logprobs import token_text
 from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns

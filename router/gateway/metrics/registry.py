@@ -11,6 +11,7 @@ of vLLM (`metrics_vllm`) are views of them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,10 @@ from prometheus_client.registry import Collector
 
 from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
 from disagg.router.api import ClusterView
-from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.metrics.cluster import cluster_families
-from disagg.router.gateway.metrics.families import counter
-from disagg.router.gateway.metrics.loop import loop_families
+from disagg.router.gateway.metrics.families import counter, gauge
 from disagg.router.gateway.metrics.vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]
@@ -114,3 +114,31 @@ class GatewayMetrics(Collector):
         yield from cluster_families(view)
         if self._vllm_aliases:
             yield from vllm_families(view, self._model)
+
+
+def loop_families(times: LoopTimes, offload: Offload | None) -> Iterator[Metric]:
+    """All of them."""
+    yield gauge(
+        "disagg_gateway_loop_longest_seconds",
+        "Longest turn of the gateway's event loop above 5 ms: of the last minute or two, and since the start.",
+        ("window",),
+        [(("minute",), times.recent_longest_s(time.monotonic())), (("start",), times.longest_s)],
+    )
+    yield counter(
+        "disagg_gateway_loop_long_turns",
+        "Turns of the gateway's event loop that took longer than so many seconds.",
+        ("longer_than",),
+        [((f"{limit_s:g}",), count) for limit_s, count in zip(LIMITS_S, times.num_long, strict=True)],
+    )
+    yield gauge(
+        "disagg_gateway_offloaded_bytes",
+        "Size of the prompts that are tokenized on threads, or wait for that.",
+        (),
+        [((), 0 if offload is None else offload.num_bytes)],
+    )
+    yield gauge(
+        "disagg_gateway_offloaded_waiting",
+        "Prompts that wait for a thread to tokenize them.",
+        (),
+        [((), 0 if offload is None else offload.num_waiting)],
+    )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disagg.router.api import Router
+from disagg.router.api import CallDemand, Router
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.requests.request import GenerationInput, IdsPrompt
-from disagg.router.limits import CallDemand
 
 
 class Charge:

@@ -16,8 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.event_loop.pieces import in_pieces, rest_after
-from disagg.router.gateway.event_loop.turns import Turns
+from disagg.router.gateway.event_loop.turns import Turns, in_pieces, rest_after
 from disagg.router.gateway.requests.shape import SMALL_BYTES, count_fields, find_broken_text
 from disagg.router.gateway.status import answered
 from disagg.v1 import inference_pb2 as pb

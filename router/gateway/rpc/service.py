@@ -19,18 +19,17 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.event_loop.loop_watch import name_task
-from disagg.router.gateway.event_loop.pieces import in_pieces
 from disagg.router.gateway.event_loop.stall import StalledError, StallWatch
-from disagg.router.gateway.labels import LABEL, REQUEST_ID, read_label
+from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.request_headers import HEADER as TRACE_METADATA
+from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
 from disagg.router.gateway.requests.request import Call, GenerationInput, Prompt
 from disagg.router.gateway.requests.validate import check_chat, check_model, check_targets, check_text
 from disagg.router.gateway.requests.values import check_ids, check_length
 from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.router.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
 from disagg.router.gateway.status import answered
-from disagg.router.gateway.traceparent import HEADER as TRACE_METADATA
-from disagg.router.gateway.traceparent import child_of
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 

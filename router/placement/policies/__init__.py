@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.placement.draw import Draw
-from disagg.router.placement.placement import Policy
+from disagg.router.placement.placement import Draw, Policy
+from disagg.router.placement.policies.baselines import LeastLoaded, Prefix, Random, RoundRobin
 from disagg.router.placement.policies.joint import Joint
-from disagg.router.placement.policies.least_loaded import LeastLoaded
-from disagg.router.placement.policies.prefix import Prefix
-from disagg.router.placement.policies.random import Random
-from disagg.router.placement.policies.round_robin import RoundRobin
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 

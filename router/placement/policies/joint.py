@@ -20,8 +20,8 @@ The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
 
 from __future__ import annotations
 
+from disagg.router.placement.forecast import compute_ms, prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, Weight
-from disagg.router.placement.times import compute_ms, prefill_ms
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.worker import Worker

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from disagg.cli.keys import run_key_new
 from disagg.proto.errors import ConfigError
+from disagg.router.api import NO_LIMITS
 from disagg.router.gateway.auth.api_keys import MIN_KEY_CHARS, load_keys
 from disagg.router.gateway.auth.auth import Caller
-from disagg.router.limits import NO_LIMITS
 
 
 @pytest.fixture

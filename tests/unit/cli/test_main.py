@@ -22,9 +22,9 @@ from disagg.proto.errors import (
     RequestNotFoundError,
     UnavailableError,
 )
+from disagg.router.api import NO_LIMITS
 from disagg.router.gateway.auth.api_keys import load_keys
 from disagg.router.gateway.auth.auth import Caller
-from disagg.router.limits import NO_LIMITS
 from tests.support.checkpoints import write_checkpoint
 
 COMMANDS = ("up", "demo", "generate", "status", "scale", "drain", "top", "explain", "doctor")

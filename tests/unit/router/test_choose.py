@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.router.placement.placement import MAX_SIDE, Candidate, Demand, Shortlist, Weight, choose
-from disagg.router.placement.policies.base import Simple
+from disagg.router.placement.policies.baselines import Simple
 from disagg.router.workers.assignments import AssignedLoad, Assignment
 from disagg.router.workers.worker import Worker
 from tests.support.router import worker_info

@@ -11,8 +11,8 @@ from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import Load
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
+from disagg.router.placement.forecast import openings, wait_ms
 from disagg.router.workers.assignments import AssignedLoad, Assignment
-from disagg.router.workers.openings import openings, wait_ms
 from disagg.router.workers.worker import Worker
 from tests.support.engine_world import EngineWorld
 from tests.support.placing import samples

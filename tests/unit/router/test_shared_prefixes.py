@@ -8,7 +8,7 @@ import pytest
 from disagg.proto.ids import WorkerId
 from disagg.router.api import RoutedRequest
 from disagg.router.config import PolicyName, RouterConfig
-from tests.support.router import EMPTY, routed_request
+from tests.support.router import EMPTY, reported_blocks, routed_request
 from tests.unit.router.toy_cluster import ToyCluster
 
 NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS, NUM_REQUESTS = 16, 1024, 64, 400
@@ -87,11 +87,11 @@ def test_a_killed_worker_takes_its_entries_with_it_and_no_others(victim: str) ->
     seen: list[str] = []
 
     def kill() -> None:
-        others = {name: index.hashes_of(WorkerId(name)) for name in cluster.workers if name != victim}
-        assert index.hashes_of(WorkerId(victim))
+        others = {name: reported_blocks(index, WorkerId(name)) for name in cluster.workers if name != victim}
+        assert reported_blocks(index, WorkerId(victim))
         cluster.lose(victim)
-        assert index.hashes_of(WorkerId(victim)) == frozenset()
-        assert {name: index.hashes_of(WorkerId(name)) for name in others} == others
+        assert reported_blocks(index, WorkerId(victim)) == frozenset()
+        assert {name: reported_blocks(index, WorkerId(name)) for name in others} == others
         assert all(others.values())
         request = routed_request("x", range(PREFIX_TOKENS))
         assert WorkerId(victim) not in index.match(request.block_hashes)
@@ -105,4 +105,4 @@ def test_a_killed_worker_takes_its_entries_with_it_and_no_others(victim: str) ->
     assert (cluster.core.holdings(), cluster.core.check_integrity()) == (EMPTY, [])
     for worker in cluster.workers.values():
         cluster.report_now(worker)
-        assert index.hashes_of(WorkerId(worker.name)) == frozenset(worker.cache)
+        assert reported_blocks(index, WorkerId(worker.name)) == frozenset(worker.cache)

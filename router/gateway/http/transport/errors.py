@@ -16,8 +16,9 @@ from disagg.proto.errors import (
     DisaggError,
     InvalidRequestError,
     ModelNotFoundError,
+    PermissionDeniedError,
+    retry_after_s,
 )
-from disagg.router.gateway.status import retry_after_s
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -58,6 +59,20 @@ class SlowBodyError(DisaggError):
     http_status = 408
     grpc_code = "DEADLINE_EXCEEDED"
     code = "timeout"
+
+
+class ForeignSiteError(PermissionDeniedError):
+    """A page of another web site must not call this gateway."""
+
+    code = "foreign_site"
+
+
+class ContentTypeError(DisaggError):
+    """The body is not announced as JSON."""
+
+    http_status = 415
+    grpc_code = "INVALID_ARGUMENT"
+    code = "unsupported_media_type"
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

@@ -11,21 +11,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from disagg.proto.errors import DisaggError, PermissionDeniedError
-
-
-class ForeignSiteError(PermissionDeniedError):
-    """A page of another web site must not call this gateway."""
-
-    code = "foreign_site"
-
-
-class ContentTypeError(DisaggError):
-    """The body is not announced as JSON."""
-
-    http_status = 415
-    grpc_code = "INVALID_ARGUMENT"
-    code = "unsupported_media_type"
+from disagg.router.gateway.http.transport.errors import ContentTypeError, ForeignSiteError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

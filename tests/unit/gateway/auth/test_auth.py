@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from disagg.proto.errors import AuthenticationError, ConfigError
+from disagg.router.api import NO_LIMITS, TenantLimits
 from disagg.router.gateway.auth.api_keys import KeyEntry, load_keys
 from disagg.router.gateway.auth.auth import (
     ANONYMOUS,
@@ -21,7 +22,6 @@ from disagg.router.gateway.auth.auth import (
     RefusedError,
     digest_of,
 )
-from disagg.router.limits import NO_LIMITS, TenantLimits
 
 KEY_A, KEY_B = "a" * 16, "key-of-the-operators"
 PLAIN = TenantLimits(max_priority=0, is_sole=False)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from disagg.router.gateway.event_loop.pieces import in_pieces
+from disagg.router.gateway.event_loop.turns import in_pieces
 
 
 class Times:
@@ -27,8 +27,8 @@ class Times:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     it = Times()
-    monkeypatch.setattr("disagg.router.gateway.event_loop.pieces.time.monotonic", it.monotonic)
-    monkeypatch.setattr("disagg.router.gateway.event_loop.pieces.SHORT_S", 0.0005)
+    monkeypatch.setattr("disagg.router.gateway.event_loop.turns.time.monotonic", it.monotonic)
+    monkeypatch.setattr("disagg.router.gateway.event_loop.turns.SHORT_S", 0.0005)
     monkeypatch.setattr(asyncio, "sleep", it.sleep)
     return it
 

@@ -8,12 +8,11 @@ import pytest
 
 from disagg.proto.errors import LimitError, OverloadedError
 from disagg.proto.ids import RequestId
-from disagg.router.api import RoutedRequest
+from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.limits import CallDemand, TenantLimits
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, limits_of
 from tests.support.http_app import TestApp, error_of
 

@@ -4,6 +4,7 @@ import pytest
 
 from disagg.proto.messages import KvLayout
 from disagg.router.config import PolicyName, RouterConfig
+from disagg.router.placement.forecast import num_pairs
 from disagg.router.placement.placement import (
     Candidate,
     Demand,
@@ -12,7 +13,6 @@ from disagg.router.placement.placement import (
     prefill_assignment,
     prefill_blocks,
 )
-from disagg.router.placement.times import num_pairs
 from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import longest_sequence
 from tests.support.placing import Busy, Placing, busy

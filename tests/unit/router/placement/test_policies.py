@@ -4,7 +4,7 @@ import pytest
 
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.router.config import PolicyName, RouterConfig
-from disagg.router.placement.draw import in_turn, mixed
+from disagg.router.placement.placement import uniform_draw
 from disagg.router.workers.assignments import Assignment
 from tests.support.placing import Placing, busy
 
@@ -102,7 +102,7 @@ def test_prefixes_mean_nothing_to_round_robin() -> None:
 
 def test_random_reaches_everybody_about_equally_often() -> None:
     it = Placing("random", *(busy(f"p{i}", cached=48 if i == 3 else 0) for i in range(10)), "d0")
-    it.policy._draw = mixed  # type: ignore[attr-defined]
+    it.policy._draw = uniform_draw  # type: ignore[attr-defined]
     counts: dict[str, int] = {}
     for turn in range(1000):
         place = it.where(turn=turn)
@@ -113,10 +113,9 @@ def test_random_reaches_everybody_about_equally_often() -> None:
 
 
 def test_draws_are_functions_of_their_counter() -> None:
-    assert [mixed(counter, 1000) for counter in range(4)] == [mixed(counter, 1000) for counter in range(4)]
-    assert len({mixed(counter, 1000) for counter in range(100)}) > 90
-    assert {mixed(counter, 3) for counter in range(-20, 20)} == {0, 1, 2}
-    assert [in_turn(counter, 3) for counter in range(5)] == [0, 1, 2, 0, 1]
+    assert [uniform_draw(counter, 1000) for counter in range(4)] == [535, 700, 679, 444]
+    assert len({uniform_draw(counter, 1000) for counter in range(100)}) > 90
+    assert {uniform_draw(counter, 3) for counter in range(-20, 20)} == {0, 1, 2}
 
 
 # ---------------------------------------------------------------- local prefill

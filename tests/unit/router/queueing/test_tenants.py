@@ -9,10 +9,9 @@ import pytest
 from disagg.proto.errors import LimitError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepSample
-from disagg.router.api import RoutedRequest
+from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.limits import CallDemand, TenantLimits
-from disagg.router.queueing.token_bucket import TokenBucket
+from disagg.router.queueing.tenants import TokenBucket
 from disagg.router.requests.events import LimitsChanged
 from disagg.router.statistics import TenantUsage
 from tests.support.router import (

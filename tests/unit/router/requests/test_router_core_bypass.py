@@ -206,7 +206,7 @@ def test_the_large_one_is_placed_within_a_bound(
     pass_until(10.0)
     # Requests before it in the queue: at most those that came first, each placed within a second of the last.
     assert placed_at["large"] <= _waits_before_s(placed_at) + BYPASS_S + 1.0 + 1e-6
-    for name in list(it.core.request_ids()):
+    for name in list(it.core._requests):
         it.cancel(name)
     assert it.core.holdings() == EMPTY
 

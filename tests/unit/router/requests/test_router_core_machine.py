@@ -18,9 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from disagg.proto.errors import DeadlineError, RequestCancelledError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec, StepUpdate
-from disagg.router.api import TokenBatch
+from disagg.router.api import NO_LIMITS, TenantLimits, TokenBatch
 from disagg.router.config import RouterConfig
-from disagg.router.limits import NO_LIMITS, TenantLimits
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
@@ -355,9 +354,7 @@ class RouterMachine(RuleBasedStateMachine):
         for request_id, client in self.clients.items():
             true = [true_token(request_id, i, client.length, client.stops) for i in range(len(client.tokens))]
             assert client.tokens == true
-        assert sorted(self.core.request_ids()) == sorted(
-            name for name, client in self.clients.items() if not client.end
-        )
+        assert sorted(self.core._requests) == sorted(name for name, client in self.clients.items() if not client.end)
 
     @invariant()
     def workers_run_only_what_the_books_know(self) -> None:

@@ -7,12 +7,11 @@ import pytest
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig
-from disagg.router.placement.draw import in_turn
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
 from disagg.router.workers.pairs import Pairs
 from tests.support.placing import Placing, busy
-from tests.support.router import routed_request, worker_info
+from tests.support.router import in_turn, routed_request, worker_info
 
 NUM_SIDE = 40
 COLD_MS = 50.0

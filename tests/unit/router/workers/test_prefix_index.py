@@ -9,9 +9,8 @@ import pytest
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored
-from disagg.router.workers.prefix_index import PREDICTED_FOR_S, PrefixIndex
-from disagg.router.workers.prefix_match import NUM_SHARDS, prefix_ends
-from tests.support.router import worker_report
+from disagg.router.workers.prefix_index import NUM_SHARDS, PREDICTED_FOR_S, PrefixIndex, prefix_ends
+from tests.support.router import reported_blocks, worker_report
 
 A, B, C, D = WorkerId("a"), WorkerId("b"), WorkerId("c"), WorkerId("d")
 
@@ -74,10 +73,10 @@ def test_a_long_chain_takes_few_looks() -> None:
 
 def test_best_names_the_longest_first_and_no_more_than_asked() -> None:
     it = index(a="uv", b="uvw", c="u", d="uvw")
-    assert it.match_best(blocks("uvwx"), 3) == [(B, 3), (D, 3), (A, 2)]
-    assert it.match_best(blocks("uvwx"), 9) == [(B, 3), (D, 3), (A, 2), (C, 1)]
-    assert it.match_best(blocks("uvwx"), 0) == []
-    assert it.match_best(blocks("x"), 9) == []
+    assert it.find(blocks("uvwx")).best(3) == [(B, 3), (D, 3), (A, 2)]
+    assert it.find(blocks("uvwx")).best(9) == [(B, 3), (D, 3), (A, 2), (C, 1)]
+    assert it.find(blocks("uvwx")).best(0) == []
+    assert it.find(blocks("x")).best(9) == []
 
 
 def test_best_among_some_workers_and_with_turns() -> None:
@@ -94,11 +93,11 @@ def test_best_among_some_workers_and_with_turns() -> None:
 def test_events_add_remove_and_replace() -> None:
     it = index(a="u")
     assert it.apply(worker_report("a", 1, BlocksStored(hashes=blocks("vw")), BlocksRemoved(hashes=blocks("w"))))
-    assert it.hashes_of(A) == set(blocks("uv"))
+    assert reported_blocks(it, A) == set(blocks("uv"))
     assert it.apply(worker_report("a", 2))
     events = (BlocksStored(hashes=blocks("q")), BlocksSnapshot(hashes=blocks("x")), BlocksStored(hashes=blocks("y")))
     assert it.apply(worker_report("a", 3, *events))
-    assert it.hashes_of(A) == set(blocks("xy"))
+    assert reported_blocks(it, A) == set(blocks("xy"))
 
 
 def test_a_gap_forgets_the_worker_and_asks_once_for_a_new_stream() -> None:
@@ -106,7 +105,7 @@ def test_a_gap_forgets_the_worker_and_asks_once_for_a_new_stream() -> None:
     assert not it.apply(worker_report("a", 2, BlocksStored(hashes=blocks("w"))))
     assert it.match(blocks("uvw")) == {B: 1}
     assert it.apply(worker_report("a", 3, BlocksStored(hashes=blocks("w"))))
-    assert it.hashes_of(A) == frozenset()
+    assert reported_blocks(it, A) == frozenset()
     assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uvw"))))
     assert it.match(blocks("uvw")) == {A: 3, B: 1}
     assert it.apply(worker_report("a", 1, BlocksRemoved(hashes=blocks("w"))))
@@ -193,7 +192,7 @@ class TestPredictions:
         it = index(a="u", b="uv")
         it.predict(A, blocks("uvwx"), now=10.0)
         assert it.match(blocks("uvwx")) == {A: 4, B: 2}
-        assert it.hashes_of(A) == set(blocks("u"))
+        assert reported_blocks(it, A) == set(blocks("u"))
         it.expire(10.0 + PREDICTED_FOR_S - 0.001)
         assert it.match(blocks("uvwx")) == {A: 4, B: 2}
         it.expire(10.0 + PREDICTED_FOR_S)

@@ -16,7 +16,7 @@ from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from disagg.router.workers.prefix_index import PrefixIndex
 from tests.support.engine import ROOT, VOCAB_SIZE
-from tests.support.router import worker_report
+from tests.support.router import reported_blocks, worker_report
 from tests.unit.engine.core.test_engine_core_stateful import CoreMachine, Start
 
 WORKER = WorkerId("worker")
@@ -60,7 +60,7 @@ class ReportingMachine(CoreMachine):
         assert self.index.apply(worker_report(WORKER, self.num_reports, *events))
         self.num_reports += 1
         announced = set(snapshot.hashes)
-        assert self.index.hashes_of(WORKER) == announced
+        assert reported_blocks(self.index, WORKER) == announced
         reachable: set[BlockHash] = set()
         for chain in self.chains:
             length = next((i for i, block_hash in enumerate(chain) if block_hash not in announced), len(chain))

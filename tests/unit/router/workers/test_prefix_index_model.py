@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent
 from disagg.router.workers.prefix_index import PREDICTED_FOR_S, PrefixIndex
-from tests.support.router import worker_report
+from tests.support.router import reported_blocks, worker_report
 
 WORKERS = ("a", "b", "c", "d", "e")
 CHAINS = st.text("xy", min_size=1, max_size=7)
@@ -132,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def reported_blocks_are_those_of_the_model(self) -> None:
         for worker, known in self.known.items():
-            assert self.index.hashes_of(WorkerId(worker)) == set(hashes(list(known)))
+            assert reported_blocks(self.index, WorkerId(worker)) == set(hashes(list(known)))
 
     @invariant()
     def the_best_are_the_longest(self) -> None:
@@ -140,7 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
             asked = hashes(chain(text))
             found = self.index.match(asked)
             for limit in (1, 2, 9):
-                best = self.index.match_best(asked, limit)
+                best = self.index.find(asked).best(limit)
                 assert [count for _, count in best] == sorted(found.values(), reverse=True)[:limit]
                 assert dict(best).items() <= found.items()
             answer = self.index.find(asked)

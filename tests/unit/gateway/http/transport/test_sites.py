@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.http.transport.sites import ContentTypeError, ForeignSiteError, Sites, check_content_type
+from disagg.router.gateway.http.transport.errors import ContentTypeError, ForeignSiteError
+from disagg.router.gateway.http.transport.sites import Sites, check_content_type
 
 KEYLESS = Sites(checks_host=True, checks_origin=True, hosts=("llm.local",), origins=("https://chat.example",))
 

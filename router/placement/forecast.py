@@ -1,12 +1,14 @@
-"""When places to decode open: a request waits for one before its prompt is computed.
+"""When work on one worker is done: the time of a prompt, and when its sequences make way for others. Pure.
 
-    free now: 0      else: the expected ends of the sequences there, until a place and enough KV blocks are free
+A step that computes `tokens` prompt tokens (which attend to `pairs` query-key pairs) and one token for each of `n`
+sequences takes base + tokens * prefill_token + pairs * attended + n * decode + context * context_ms, see
+`cost_model.StepCoefficients`. A worker with both roles decodes its sequences in every step, also in those of prompts.
 
-An end is expected after the rest of the answer at the worker's step time. Answers are expected to be as long as recent
-ones, at most `max_tokens`; one that outgrew that, by a quarter more. Another router's sequences are known by number
-only: their ends are spread over an answer's time.
-
-Pure; counts change with every token, so that an answer is good for a few milliseconds.
+A decode place opens now, or when sequences there are expected to end, until a place and enough KV blocks are free. An
+end is expected after the rest of the answer at the worker's step time. Answers are expected to be as long as recent
+ones, at most `max_tokens`; one that outgrew that, by a quarter more. Of another router's sequences only the number is
+known: their ends are spread over an answer's time. The counts change with every token, so a result is good for a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,24 @@ from collections.abc import Iterator, Sequence
 
 from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import Worker
+
+
+def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
+    """To compute the prompt tokens [cached_tokens, num_tokens), once that begins."""
+    num_steps = -(-(num_tokens - cached_tokens) // worker.prompt_room)
+    return compute_ms(worker, cached_tokens, num_tokens) + num_steps * worker.around_ms
+
+
+def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
+    """The same without what the steps cost anyway: what these tokens add to the steps of the others."""
+    num_new = num_tokens - cached_tokens
+    return num_new * worker.prefill_token_ms + num_pairs(cached_tokens, num_tokens) * worker.attended_ms
+
+
+def num_pairs(cached_tokens: int, num_tokens: int) -> int:
+    """Query-key pairs of the tokens [cached_tokens, num_tokens), each attending to itself and all before it."""
+    return (num_tokens - cached_tokens) * (num_tokens + cached_tokens + 1) // 2
+
 
 _OUTGROWN = 4
 """An answer of n tokens that outgrew what was expected has n / 4 more."""

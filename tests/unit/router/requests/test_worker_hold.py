@@ -8,7 +8,7 @@ from disagg.proto.ids import WorkerId
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Candidate, Demand
 from disagg.router.requests.record import RequestRecord
-from disagg.router.requests.reservation import Reservation
+from disagg.router.requests.waiting import WorkerHold
 
 
 class NamedWorker:
@@ -17,7 +17,7 @@ class NamedWorker:
 
 
 class SoonestFirst:
-    """The part of a fleet that a reservation asks: workers from the soonest on, of which none has room."""
+    """The part of a fleet that a hold asks: workers from the soonest on, of which none has room."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -39,24 +39,24 @@ class Waiter:
 
 def test_the_kept_worker_stays_the_same_until_it_is_left_out() -> None:
     fleet = SoonestFirst("d0", "d1")
-    reservation = Reservation(cast(Fleet, fleet), 0.5)
+    hold = WorkerHold(cast(Fleet, fleet), 0.5)
     large, small = cast(RequestRecord, Waiter()), cast(RequestRecord, Waiter())
     demand = Demand(num_tokens=1000, reserve_tokens=10, most_output_tokens=10)
-    reservation.keep(large, demand, 64.0)
-    assert set(reservation.kept_from(small)) == {"d0"}
+    hold.keep(large, demand, 64.0)
+    assert set(hold.kept_from(small)) == {"d0"}
     fleet.names = ("d1", "d0")  # now the other one has room sooner
-    reservation.keep(large, demand, 64.0)
-    assert set(reservation.kept_from(small)) == {"d0"}
+    hold.keep(large, demand, 64.0)
+    assert set(hold.kept_from(small)) == {"d0"}
     fleet.left_out = {"d0"}
-    reservation.keep(large, demand, 64.0)
-    assert set(reservation.kept_from(small)) == {"d1"}
-    assert set(reservation.kept_from(large)) == set()
+    hold.keep(large, demand, 64.0)
+    assert set(hold.kept_from(small)) == {"d1"}
+    assert set(hold.kept_from(large)) == set()
 
 
 def test_nothing_is_kept_once_the_request_waits_no_longer() -> None:
-    reservation = Reservation(cast(Fleet, SoonestFirst("d0")), 0.5)
+    hold = WorkerHold(cast(Fleet, SoonestFirst("d0")), 0.5)
     large, small = cast(RequestRecord, Waiter()), cast(RequestRecord, Waiter())
-    reservation.keep(large, Demand(num_tokens=1000, reserve_tokens=10, most_output_tokens=10), 64.0)
-    assert not reservation.release(small)
-    assert reservation.release(large)
-    assert set(reservation.kept_from(small)) == set()
+    hold.keep(large, Demand(num_tokens=1000, reserve_tokens=10, most_output_tokens=10), 64.0)
+    assert not hold.release(small)
+    assert hold.release(large)
+    assert set(hold.kept_from(small)) == set()
