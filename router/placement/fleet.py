@@ -1,10 +1,10 @@
-"""The workers as the router knows them: who is up, what each reported, what is assigned on each, which prefix blocks it
-has, how fast it is.
+"""All workers of the router: which are up, what each reported, what is assigned to each, which prefix blocks it has,
+how fast it is.
 
-    up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation is another life: lost,
-                    └────────lost(id)────────────┘                          then up
+    up(info) ──> present ──drain──> draining ──lost(id)──> forgotten        a new incarnation: first lost, then up
+                    └────────lost(id)────────────┘
 
-A present or draining worker may be suspected for a while: it is given nothing then.
+A present or draining worker may be suspected of hanging for a while: nothing is placed on it then.
 
 Every change of a worker goes through here, so that the rankings of the buckets, the sums and the count of free slots
 follow.
@@ -41,15 +41,15 @@ from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
 
 FORECAST_S = 0.02
-"""A forecast of places to decode is kept for so long."""
+"""A forecast of decode places is kept for so long."""
 _AS_SOON = 1.25
-"""Waits of which one is so many times the other are equal: forecasts are not that exact."""
+"""Waits within this factor of each other count as equal: forecasts are not more exact."""
 MAX_FORECAST = 8
-"""Workers of a bucket that it looks at; the others are taken to be like them."""
+"""Workers of a bucket that a forecast of decode places looks at; the others are assumed to be like them."""
 
 
 class Fleet:
-    """See the module docstring."""
+    """The state of all workers, by id; see the module docstring for their states."""
 
     def __init__(self, config: RouterConfig, policy: Policy, links: LinkModel, pairs: Pairs) -> None:
         self.assignments = Assignments()
@@ -59,9 +59,9 @@ class Fleet:
         self.counts = WorkerCounts()
         self.breakers = CircuitBreakers(config)
         self.num_openings = 0
-        """Counts how often a worker got a slot again (or came)."""
+        """Counts how often a worker got a free prefill slot (or came up)."""
         self.num_releases = 0
-        """Counts what may have made room: assignments closed, reports, workers that came."""
+        """Counts what may have freed capacity: assignments closed, reports, workers that came up."""
         self._config = config
         self._policy = policy
         self._workers: dict[WorkerId, Worker] = {}
@@ -69,7 +69,7 @@ class Fleet:
         self._bucket_of: dict[WorkerId, WorkerBucket] = {}
         """Of the workers that are not draining."""
         self._to_drain: list[Worker] = []
-        """Draining workers that are not said to be empty."""
+        """Draining workers that were not reported as empty yet."""
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
@@ -78,19 +78,19 @@ class Fleet:
         self._num_places = 0
         """Of the workers that `_longest_new` is of."""
         self._openings: dict[int, tuple[list[float], float]] = {}
-        """Blocks of a request (three digits of two) -> when workers can begin with such ones, and how long these keep
-        their places."""
+        """KV blocks of a request (rounded to three binary digits) -> when workers can begin with such requests, and how
+        long these keep their decode places."""
         self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
-        """The latest answer of the index, while it holds."""
+        """The latest result of the prefix index, until the index changes: chain, time, match."""
         self._usable: tuple[int, UsableWorkers] | None = None
-        """What the breakers last said of the present workers, and when."""
+        """Version of the circuit breakers, and the usable workers as of then."""
 
-    # ---------------------------------------------------------------- lives
+    # ---------------------------------------------------------------- up, lost, drained, suspected
 
     def up(self, info: WorkerInfo, now: float) -> None:
-        """A worker is there. One that was there before in another life must have been lost first; in the same life it
-        keeps what is known of it."""
+        """A worker is up. An earlier incarnation of it must have been removed by `lost` first; the same incarnation
+        keeps its state."""
         worker = self._workers.get(info.worker_id)
         if worker is None:
             self.index.add_worker(info.worker_id, info.incarnation)
@@ -100,7 +100,7 @@ class Fleet:
             self._num_came += 1
             self._workers[info.worker_id] = worker
         else:
-            assert worker.info.incarnation == info.incarnation, "the earlier life was not lost"
+            assert worker.info.incarnation == info.incarnation, "the earlier incarnation was not removed"
             self._leave_bucket(worker)
             worker.update_info(info)
             worker.is_suspected = False
@@ -111,7 +111,7 @@ class Fleet:
         self.num_releases += 1
 
     def lost(self, worker_id: WorkerId) -> None:
-        """A worker is gone; its assignments must have been closed."""
+        """Remove a worker; its assignments must have been closed."""
         worker = self._workers.pop(worker_id)
         self._leave_bucket(worker)
         self.assignments.forget(worker_id)
@@ -124,7 +124,7 @@ class Fleet:
         self._longest = self._longest_new = None
 
     def drain(self, worker_id: WorkerId) -> None:
-        """Give a present worker nothing new from now on."""
+        """Place nothing new on a present worker from now on."""
         worker = self._workers[worker_id]
         if not worker.is_draining:
             self._leave_bucket(worker)
@@ -133,7 +133,7 @@ class Fleet:
             self._longest_new = None
 
     def resume(self, worker_id: WorkerId) -> None:
-        """A draining worker is given something again."""
+        """Place requests on a draining worker again."""
         worker = self._workers[worker_id]
         if not worker.is_draining:
             return
@@ -145,14 +145,14 @@ class Fleet:
         self.num_releases += 1
 
     def suspect(self, worker_id: WorkerId) -> None:
-        """Give a present worker nothing, and count on it for nothing, until it is trusted again."""
+        """Exclude a present worker from placement and from capacity until `clear_suspicion`."""
         worker = self._workers[worker_id]
         self._leave_bucket(worker)
         worker.is_suspected = True
         self._longest = self._longest_new = None
 
     def clear_suspicion(self, worker_id: WorkerId) -> None:
-        """A suspected worker is as good as the others again."""
+        """Use a suspected worker like the others again."""
         worker = self._workers[worker_id]
         if not worker.is_suspected:
             return
@@ -164,17 +164,17 @@ class Fleet:
 
     @property
     def num_to_drain(self) -> int:
-        """Draining workers that are not said to be empty."""
+        """Draining workers that were not reported as empty yet."""
         return len(self._to_drain)
 
     def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
-        """Draining workers on which nothing is assigned any more; each is named once."""
+        """Draining workers to which nothing is assigned any more; each is returned once."""
         empty = [worker for worker in self._to_drain if not worker.assigned.assignments]
         self._to_drain = [worker for worker in self._to_drain if worker.assigned.assignments]
         return [(worker.worker_id, worker.info.incarnation) for worker in empty]
 
     def incarnation(self, worker_id: WorkerId) -> Incarnation | None:
-        """The life of the worker that is present, if any."""
+        """The incarnation of the worker that is present, if any."""
         worker = self._workers.get(worker_id)
         return worker.info.incarnation if worker else None
 
@@ -198,7 +198,8 @@ class Fleet:
     # ---------------------------------------------------------------- changes
 
     def report(self, report: WorkerReport, now: float) -> bool:
-        """Take the report of a present life. Returns False when its KV events have a gap, see `PrefixIndex.apply`."""
+        """Apply the report of a present incarnation. Returns False when its KV events have a gap, see
+        `PrefixIndex.apply`."""
         worker = self._workers[report.worker_id]
         worker.take_report(report)
         worker.reported_at = now
@@ -209,7 +210,7 @@ class Fleet:
         return self.index.apply(report)
 
     def open(self, worker: Worker, key: AttemptKey, assignment: Assignment, turn: int) -> None:
-        """Book for an attempt that is placed now, as placement number `turn`."""
+        """Assign an attempt that is placed now, as placement number `turn`."""
         self.assignments.open(worker.worker_id, key, assignment)
         worker.note_assigned(assignment.tokens, assignment.blocks)
         worker.last_turn = turn
@@ -225,7 +226,7 @@ class Fleet:
             self._changed(worker)
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> None:
-        """The worker owes the attempt nothing more."""
+        """The worker has nothing more to do for the attempt."""
         assignment = self.assignments.close(worker_id, key)
         worker = self._workers[worker_id]
         if assignment.tokens:
@@ -236,16 +237,16 @@ class Fleet:
         self._changed(worker)
 
     def refused(self, worker_id: WorkerId, key: AttemptKey) -> bool:
-        """A decode worker had no room for an attempt. Returns whether there was another sequence on it."""
+        """A decode worker refused an attempt for lack of KV blocks. Returns whether another sequence was on it."""
         worker = self._workers[worker_id]
         assignment = worker.assigned.assignments.get(key)
-        if assignment is None:  # It was to compute the prompt too, and waits for room itself: it never has any.
+        if assignment is None:  # The worker computes the prompt too, and lets it wait for blocks instead of refusing.
             return False
         worker.note_refused(assignment.blocks)
         return worker.num_sequences > 1 or worker.has_others
 
     def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
-        """The worker was given this chain to compute."""
+        """The worker was given a prompt with this chain of blocks to compute."""
         known = self._match
         num_matched = known[2].blocks_of(worker.bit) if known is not None and known[0] is hashes else None
         self.index.predict(worker.worker_id, hashes, now, num_matched)
@@ -277,11 +278,11 @@ class Fleet:
         return max(self.longest_new_sequence, self._longest_continued)
 
     def num_places(self) -> int:
-        """Sequences that the workers decode at a time which get something new."""
+        """Sequences that the workers which take new requests can decode at a time."""
         return self._num_places if self.longest_new_sequence else 0
 
     def missing_role(self) -> RoleName | None:
-        """The role that nobody plays for the others; None when requests can be served."""
+        """The role without a worker; None when requests can be served."""
         if self.longest_sequence:
             return None
         infos = [worker.info for worker in self._workers.values() if not worker.is_suspected]
@@ -290,24 +291,23 @@ class Fleet:
 
     @property
     def has_opening(self) -> bool:
-        """Whether a worker that is there to compute prompts has a slot."""
+        """Whether a worker that computes prompts has a free slot."""
         return any(bucket.num_open for bucket in self._prefill_buckets())
 
     def fastest(self) -> Worker | None:
-        """Of the workers that are there to compute prompts the one that would be looked at first."""
+        """Of the workers that compute prompts the first in the ranking."""
         without = self._excluded_now.prefills | self._excluded_now.colocated
         firsts = [worker for bucket in self._prefill_buckets() if (worker := bucket.fastest(without)) is not None]
         return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
 
     def backlog(self) -> tuple[float, int]:
-        """What the workers that are there to compute prompts have in front of them, in milliseconds of work, and how
-        many they are."""
+        """Milliseconds of outstanding work of all workers that compute prompts, and their number."""
         buckets = list(self._prefill_buckets())
         return sum(bucket.backlog_ms for bucket in buckets), sum(len(bucket.members) for bucket in buckets)
 
     def decode_wait_ms(self, demand: Demand, output_tokens: float, position: int, now: float) -> float:
-        """How long a request waits for a place to decode behind `position` others of its size, where answers have so
-        many tokens. What the places are is kept for `FORECAST_S`."""
+        """How long a request waits for a decode place behind `position` others of its size, with answers of
+        `output_tokens` tokens. The forecast of places is kept for `FORECAST_S`."""
         if now >= self._openings_until:
             self._openings.clear()
             self._openings_until = now + FORECAST_S
@@ -326,7 +326,7 @@ class Fleet:
         return wait_ms(known[0], position * num_seen // num_workers, known[1])
 
     def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
-        """Who has how much of the chain. Asked again for the same request at the same time, the index is not."""
+        """How much of the chain each worker has. Cached for the same request at the same time."""
         known = self._match
         if known is None or known[0] is not hashes or known[1] != now:
             self.index.expire(now)
@@ -336,7 +336,7 @@ class Fleet:
     def shortlists(
         self, demand: Demand, hashes: Sequence[BlockHash], without: Collection[WorkerId], now: float
     ) -> list[Shortlist]:
-        """For each group of worker the few that are worth a look and have room."""
+        """For each model group the few candidates that are worth a look and have room."""
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
         self.pairs.expire(now)
@@ -356,12 +356,12 @@ class Fleet:
         return bool((decodes | colocated) - excluded.colocated - {decode})
 
     def reopen(self) -> None:
-        """What was left out may be used again: there is a reason to look for a place."""
+        """An excluded worker or pair may be used again: waiting requests should be tried."""
         self.num_openings += 1
         self.num_releases += 1
 
     def forms_pair(self, prefill_id: WorkerId, decode_id: WorkerId) -> bool:
-        """Whether these two are present, not draining, a P and a D, and of one group."""
+        """Whether these two are present, not draining, a P and a D, and of one model group."""
         if prefill_id not in self._bucket_of or decode_id not in self._bucket_of:
             return False
         return any(p == prefill_id and peer.worker_id == decode_id for p, peer in self.pairs_with(prefill_id))
@@ -371,9 +371,9 @@ class Fleet:
         return self._bucket_of[worker_id].candidate(demand, self._workers[worker_id])
 
     def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
-        """Of the workers where a request of that length could decode, the one that has a place and the blocks for it
-        soonest, where answers have so many tokens; of those about as soon the one with the least share of its blocks in
-        use."""
+        """Of the workers that could decode a request of that length, the one that has a decode place and the blocks for
+        it soonest, with answers of `output_tokens` tokens; of those about as soon the one with the least share of its
+        blocks in use."""
         local = self._may_prefill_locally or demand.is_continued
         workers = [worker for group in self._groups.values() for worker in group.decoders(demand.num_tokens, local)]
         workers = [worker for worker in workers if not self.is_excluded(worker.worker_id)] or workers
@@ -382,18 +382,19 @@ class Fleet:
         return _emptiest([each for each, wait_ms in zip(workers, waits_ms, strict=True) if wait_ms <= limit_ms])
 
     def is_excluded(self, worker_id: WorkerId) -> bool:
-        """Whether a worker gets no new sequences to decode, because it failed again and again."""
+        """Whether open circuit breakers keep new sequences from being decoded on a worker."""
         return worker_id in self._excluded_now.colocated or worker_id in self._excluded_now.decodes
 
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
-        """The same of those that could compute its prompt for this decode worker."""
+        """The prefill worker with the least share of its blocks in use that could compute a prompt of `num_tokens` for
+        this decode worker."""
         workers = list(self._group(decode.info).computers(num_tokens, decode))
         excluded = self._excluded_now.prefills
         return _emptiest([worker for worker in workers if worker.worker_id not in excluded] or workers)
 
     def views(self, now: float) -> tuple[WorkerView, ...]:
         """The workers for an operator, by id."""
-        quarantined = self.breakers.describe(now)
+        open_breakers = self.breakers.describe(now)
         return tuple(
             WorkerView(
                 worker.info,
@@ -401,15 +402,15 @@ class Fleet:
                 worker.is_draining,
                 max(0.0, now - worker.reported_at),
                 worker.is_suspected,
-                quarantined.get(worker.worker_id, ()),
+                open_breakers.get(worker.worker_id, ()),
             )
             for _, worker in sorted(self._workers.items())
         )
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        strangers = {worker_id for worker_id, _ in self.assignments.entries()} - self._workers.keys()
-        problems = [f"assignments on {worker_id}, which is not present" for worker_id in sorted(strangers)]
+        unknown = {worker_id for worker_id, _ in self.assignments.entries()} - self._workers.keys()
+        problems = [f"assignments of {worker_id}, which is not present" for worker_id in sorted(unknown)]
         for bucket in set(self._bucket_of.values()):
             problems += bucket.check_integrity()
         problems += self.breakers.check_integrity()
@@ -426,7 +427,7 @@ class Fleet:
         return NO_EXCLUSIONS if self.breakers.is_clear else self._usable_workers().excluded
 
     def _usable_workers(self) -> UsableWorkers:
-        """What there is and what of it is left out; made anew after a change of either."""
+        """The workers that take new requests and the exclusions among them; computed again after a change of either."""
         known, version = self._usable, self.breakers.version
         if known is None or known[0] != version:
             workers = [self._workers[worker_id] for worker_id in self._bucket_of]
@@ -457,7 +458,7 @@ class Fleet:
             bucket.remove(worker)
 
     def _changed(self, worker: Worker) -> None:
-        """Bring up to date what depends on the worker's books and reports."""
+        """Update what depends on the worker's assignments and reports."""
         bucket = self._bucket_of.get(worker.worker_id)
         if bucket is None:
             worker.refresh()

@@ -20,13 +20,13 @@ from disagg.router.workers.worker import Worker
 
 
 def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
-    """To compute the prompt tokens [cached_tokens, num_tokens), once that begins."""
+    """Milliseconds to compute the prompt tokens [cached_tokens, num_tokens), once that begins."""
     num_steps = -(-(num_tokens - cached_tokens) // worker.prompt_room)
     return compute_ms(worker, cached_tokens, num_tokens) + num_steps * worker.around_ms
 
 
 def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
-    """The same without what the steps cost anyway: what these tokens add to the steps of the others."""
+    """The same without the steps' fixed cost: what these tokens add to steps that run anyway."""
     num_new = num_tokens - cached_tokens
     return num_new * worker.prefill_token_ms + num_pairs(cached_tokens, num_tokens) * worker.attended_ms
 
@@ -37,12 +37,19 @@ def num_pairs(cached_tokens: int, num_tokens: int) -> int:
 
 
 _OUTGROWN = 4
-"""An answer of n tokens that outgrew what was expected has n / 4 more."""
+"""An answer that is longer than expected, at n tokens, is expected to get n / 4 more."""
 
 
 def openings(worker: Worker, num_blocks: int, room: int, output_tokens: float) -> Iterator[float]:
     """In how many milliseconds the worker can begin with one more sequence of `num_blocks` blocks, and with the next
-    ones, in order: as many as its present sequences make way for."""
+    ones, in order, until all its present sequences have ended.
+
+    Args:
+        worker: with its assignments.
+        num_blocks: KV blocks of each new sequence.
+        room: KV blocks that may be in use there.
+        output_tokens: expected length of an answer.
+    """
     if worker.is_empty:
         yield 0.0
     num_places = worker.info.max_num_seqs - worker.num_sequences - worker.num_others
@@ -63,8 +70,8 @@ def openings(worker: Worker, num_blocks: int, room: int, output_tokens: float) -
 
 
 def wait_ms(opening_ms: Sequence[float], position: int, generation_ms: float) -> float:
-    """For the request at a position of the queue; `opening_ms` is sorted. What is behind the last opening waits for
-    those that are placed meanwhile, which keep their places for `generation_ms`."""
+    """How long the request at a position of the queue waits for a decode place; `opening_ms` is sorted. Requests
+    behind the last opening wait for those placed meanwhile, which keep their places for `generation_ms`."""
     if not opening_ms:
         return 0.0
     round_, index = divmod(position, len(opening_ms))
@@ -72,7 +79,7 @@ def wait_ms(opening_ms: Sequence[float], position: int, generation_ms: float) ->
 
 
 def _ends(worker: Worker, output_tokens: float) -> Iterator[tuple[float, int]]:
-    """(Tokens that a sequence still makes, KV blocks that it gives back)."""
+    """For each sequence there: (output tokens that are left, KV blocks that it frees)."""
     for assignment in worker.assigned.assignments.values():
         yield _left(assignment, output_tokens), assignment.blocks
     num_others = worker.num_others

@@ -1,9 +1,9 @@
-"""Workers in the order of a number that changes with their books: kept sorted, so that the first few are at hand.
+"""Workers sorted by a number that changes with their assignments and reports.
 
-A changed worker is only noted; it is moved when somebody looks. So a worker that changes often between two looks costs
-one move, and a look costs the workers that changed, not all there are.
+A changed worker is only marked; it is moved at the next read. So a worker that changes often between two reads costs
+one move, and a read costs as many moves as workers changed, not as many as there are.
 
-Owner: a bucket of the router's fleet.
+Owner: a worker bucket of the fleet.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _position_of = attrgetter("position")
 
 
 class LazyRanking:
-    """See the module docstring. A worker whose rank is infinite is not to be had.
+    """Workers in ascending order of `rank`. A worker whose rank is infinite is not in it.
 
     Args:
-        rank: the number; less is earlier. Equal workers stay in the order in which they came.
+        rank: the number. Workers of equal rank are in the order in which they came up.
     """
 
     def __init__(self, rank: Callable[[Worker], float]) -> None:
         self._rank = rank
         self._ranks = array("d")
-        """Those of `_workers`: in one piece, so that a search reads little memory."""
+        """Ranks of `_workers`, in one piece of memory for the binary search."""
         self._workers: list[Worker] = []
-        """In order; those that are to be had."""
+        """Those of finite rank, in order."""
         self._rank_of: dict[Worker, float] = {}
         self._changed: dict[Worker, None] = {}
 
@@ -42,7 +42,7 @@ class LazyRanking:
         self._changed[worker] = None
 
     def remove(self, worker: Worker) -> None:
-        """The worker is gone."""
+        """Remove a worker."""
         self._changed.pop(worker, None)
         rank = self._rank_of.pop(worker, None)
         if rank is not None:
@@ -51,8 +51,8 @@ class LazyRanking:
     def first(
         self, count: int, without: Collection[WorkerId], start: Callable[[int], int] | None = None
     ) -> list[Worker]:
-        """The first `count` that are to be had and not in `without`. With `start`, which is given how many are to be
-        had, from that position on, going round."""
+        """The first `count` of finite rank that are not in `without`. With `start`, which gets the number of workers of
+        finite rank, from that position on, wrapping around."""
         if self._changed:
             self._refresh()
         workers = self._workers
@@ -88,7 +88,7 @@ class LazyRanking:
         del self._ranks[at], self._workers[at]
 
     def _place(self, rank: float, worker: Worker) -> int:
-        """Where a worker of that rank stands, or would."""
+        """The position of a worker of that rank, present or not."""
         ranks = self._ranks
         at = bisect_left(ranks, rank)
         if at == len(ranks) or ranks[at] != rank:

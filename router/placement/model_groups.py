@@ -1,6 +1,10 @@
-"""All present workers of one group (model fingerprint and KV layout), so that KV of one means the same on each other.
+"""The present workers, grouped so that a placement looks at a few of them only.
 
-Owner: the router's fleet.
+    ModelGroup     workers with one model fingerprint and KV layout: KV of one can be used by each other
+    WorkerBucket   those of them that have one role and one shape. The one with the most free blocks shows whether any
+                   member has room, and the least rank which ones are worth a look
+
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ from disagg.router.workers.worker import Worker, decodes_only, has_both_roles, l
 
 _Shape = tuple[int, ...]
 _WITH_PARTNERS = 2
-"""So many prefill workers are looked at for a decode worker that they have a formed pair with."""
+"""For so many prefill workers a decode worker with which they have a formed pair is looked for."""
 
 
 class ModelGroup:
-    """See the module docstring.
+    """The workers of one model fingerprint and KV layout, in buckets by role and shape.
 
     Args:
         policy: ranks the workers.
         watermark: share of the blocks that is left free.
-        pairs: knows which pairs are formed.
+        pairs: which pairs are formed.
     """
 
     def __init__(self, policy: Policy, watermark: float, pairs: Pairs) -> None:
@@ -44,7 +48,7 @@ class ModelGroup:
         self._colocated: dict[_Shape, WorkerBucket] = {}
 
     def bucket_for(self, info: WorkerInfo) -> WorkerBucket:
-        """The bucket of workers like this one."""
+        """The bucket for workers of this role and shape."""
         buckets = self._colocated
         num_blocks = decode_blocks
         if prefills_only(info):
@@ -60,7 +64,7 @@ class ModelGroup:
         return bucket
 
     def prefill_buckets(self) -> list[WorkerBucket]:
-        """The buckets that are there to compute prompts; those of decode workers where there are no others."""
+        """The buckets of workers that compute prompts; those of decode workers where there are no others."""
         buckets = [
             bucket for buckets in (self._prefills, self._colocated) for bucket in buckets.values() if bucket.members
         ]
@@ -78,8 +82,8 @@ class ModelGroup:
         may_prefill_locally: bool,
         excluded: Exclusions | None = None,
     ) -> Shortlist:
-        """The few workers of each role that are worth a look and have room. `without` are those that the request
-        avoids, `excluded` those that all avoid now."""
+        """The few workers of each role that are worth a look and have room. `without`: workers that this request
+        avoids; `excluded`: workers and pairs behind an open circuit breaker."""
         local = may_prefill_locally and self._policy.weighs_local
         if not local and (may_prefill_locally or demand.is_continued):
             local = next(_long_enough(self._prefills, demand.num_tokens), None) is None
@@ -93,7 +97,7 @@ class ModelGroup:
     def _without(
         self, excluded: Exclusions, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
     ) -> Shortlist:
-        """A decode worker may be left out of pairs and do all of it nevertheless, so these are two lists."""
+        """A decode worker may be excluded from pairs but not from computing both phases, so these are two lists."""
         prefills = _candidates(self._prefills, demand, without | excluded.prefills, matched)
         decodes = _candidates(self._decodes, demand, without | excluded.decodes, matched) if prefills else []
         alone = without | excluded.colocated
@@ -111,8 +115,8 @@ class ModelGroup:
         without: Collection[WorkerId],
         matched: PrefixMatch | None,
     ) -> list[Candidate]:
-        """For each of the best prefill workers that has a formed pair with none of the decode workers in the list, the
-        best one that it has. Of many workers the best of each role seldom have a pair with each other."""
+        """For each of the best prefill workers that has no formed pair with any of `decodes`, the best decode worker
+        with which it has one. In large clusters the best of each role seldom have a formed pair with each other."""
         if not self._policy.weighs_setup:
             return []
         found: dict[WorkerId, Candidate] = {}
@@ -147,7 +151,7 @@ class ModelGroup:
         return iter(()) if has_both_roles(decode.info) else _long_enough(self._prefills, num_tokens)
 
     def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
-        """The pairs (P, D) that this worker of the group makes possible."""
+        """The pairs (P, D) that are possible with this worker of the group."""
         if prefills_only(worker.info):
             return [(worker, decode.peer) for decode in _members(self._decodes)]
         if decodes_only(worker.info):
@@ -192,17 +196,17 @@ def _long_enough(buckets: dict[_Shape, WorkerBucket], num_tokens: int) -> Iterat
 
 
 NUM_LOOKS = 3
-"""Workers of a bucket that are looked at because of their rank."""
+"""Candidates of a bucket by rank."""
 NUM_HOLDERS = 2
-"""Workers of a bucket that are looked at because of their prefixes."""
+"""Further candidates of a bucket by cached prefix."""
 NUM_TURNS = 1024
-"""Where among equal holders to begin goes round in this many placements."""
+"""The start among workers with equally long prefixes wraps around after this many placements."""
 
 _Blocks = Callable[[Demand, WorkerInfo], int]
 
 
 class WorkerBucket:
-    """Workers of one group, role and shape.
+    """Workers of one model group, role and shape.
 
     Args:
         info: of the first worker; gives the shape.
@@ -210,17 +214,17 @@ class WorkerBucket:
         watermark: share of the blocks that is left free.
         num_blocks: KV blocks that a request has in use on a worker of this shape, those of cached tokens included.
 
-    Where requests decode, of a cached prefix only the blocks that other sequences hold are left out of what a request
-    takes: a decode worker refuses what it has no room for. A prefill worker lets it wait.
+    On decode workers, only those blocks of a cached prefix that other sequences hold are subtracted from what a request
+    takes: a decode worker refuses a request without room. A prefill worker lets it wait.
     """
 
     def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
         self.longest = longest_sequence(info)
         self.members: dict[WorkerId, Worker] = {}
         self.mask: WorkerSet = 0
-        """The members, as the prefix index counts them."""
+        """The members as a set of the prefix index."""
         self.num_open = 0
-        """Members that take another prompt now."""
+        """Members with a free prefill slot and a free decode place."""
         self.backlog_ms = 0.0
         """The sum of the members' backlogs."""
         self._policy = policy
@@ -232,7 +236,7 @@ class WorkerBucket:
         self._by_room = LazyRanking(self._used)
 
     def add(self, worker: Worker) -> None:
-        """A worker came."""
+        """Add a worker."""
         self.members[worker.worker_id] = worker
         self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full
@@ -241,7 +245,7 @@ class WorkerBucket:
         self._by_room.touch(worker)
 
     def remove(self, worker: Worker) -> None:
-        """A worker went, or gets nothing new."""
+        """Remove a worker that is lost or takes nothing new."""
         del self.members[worker.worker_id]
         self.mask &= ~worker.bit
         self.num_open -= worker.has_slot and not worker.is_full
@@ -250,7 +254,7 @@ class WorkerBucket:
         self._by_room.remove(worker)
 
     def changed(self, worker: Worker) -> bool:
-        """The books or the reports of a worker changed. Returns whether it takes prompts now and did not before."""
+        """The assignments or the reports of a worker changed. Returns whether it has a slot now and had none before."""
         self.backlog_ms -= worker.backlog_ms
         was_open = worker.has_slot and not worker.is_full
         worker.refresh()
@@ -262,7 +266,7 @@ class WorkerBucket:
         return is_open and not was_open
 
     def fastest(self, without: Collection[WorkerId]) -> Worker | None:
-        """The one that would be looked at first, but for some; where none is to be had now, any."""
+        """The first in the ranking that is not in `without`; any member where all are full."""
         first = self._by_rank.first(1, without)
         return first[0] if first else next(iter(self.members.values()), None)
 
@@ -270,12 +274,12 @@ class WorkerBucket:
         """What does not add up; empty when all is well."""
         workers = self.members.values()
         if self.num_open != sum(worker.has_slot and not worker.is_full for worker in workers):
-            return [f"bucket of {', '.join(self.members)}: {self.num_open} workers are said to be open"]
+            return [f"bucket of {', '.join(self.members)}: {self.num_open} workers are counted as open"]
         return []
 
     def candidates(self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
-        """Those worth a look that have room: holders of a prefix, the least ranks, and, if none of these has room, the
-        one with the most free blocks."""
+        """Members with room for the request: those of least rank and the holders of its longest prefixes; if none of
+        these has room, the one with the most free blocks."""
         if demand.num_tokens >= self.longest:
             return []
         policy, turn = self._policy, demand.turn
@@ -290,19 +294,21 @@ class WorkerBucket:
         )
 
     def candidate(self, demand: Demand, worker: Worker, matched: PrefixMatch | None = None) -> Candidate | None:
-        """A member if it has room, as one that has nothing of the request where `matched` does not say; else None."""
+        """A member as a candidate if it has room, else None. Without `matched` nothing of the request is cached
+        there."""
         found = self._with_room(demand, [worker], matched) if demand.num_tokens < self.longest else []
         return found[0] if found else None
 
     def openings(self, num_blocks: int, output_tokens: float, limit: int) -> tuple[list[float], float]:
-        """When the first `limit` members can begin with more sequences of so many blocks, see `openings`; and how long
-        a place is kept."""
+        """When the first `limit` members can begin with more sequences of `num_blocks` blocks, see `openings`; and for
+        how many milliseconds a sequence keeps its place."""
         workers = list(islice(self.members.values(), limit))
         found = [when for worker in workers for when in openings(worker, num_blocks, self._room, output_tokens)]
         return found, output_tokens * max((worker.around_ms for worker in workers), default=0.0)
 
     def wait_ms(self, demand: Demand, worker: Worker, output_tokens: float) -> float:
-        """When a member can begin with a request of which it has nothing, if it gets nothing else until then."""
+        """In how many milliseconds a member can begin with a request of which nothing is cached there, if nothing else
+        is placed on it until then."""
         found = openings(worker, self.num_blocks(demand), self._room, output_tokens)
         return next(found, math.inf)
 
@@ -311,7 +317,7 @@ class WorkerBucket:
         return self._num_blocks(demand, self._shape)
 
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
-        """An empty worker takes whatever fits into it at all; else a request near its size would wait forever."""
+        """An empty worker takes whatever fits into it at all, else a request of nearly its size would wait for ever."""
         found = []
         most, block_size, room = max_cached_tokens(demand.num_tokens), self._shape.block_size, self._room
         all_blocks = self._num_blocks(demand, self._shape)

@@ -1,11 +1,11 @@
 """Which workers run a request: a pure function of the request and of the few workers that are worth a look.
 
-    fleet.shortlists(...) -> Shortlist per model group, what cannot take the request filtered out
-    choose(policy, demand, shortlists) -> Choice | None          None: nobody has room now
+    fleet.shortlists(...) -> one Shortlist per model group: candidates with room for the request
+    choose(policy, demand, shortlists) -> Choice | None          None: no worker has room now
 
-A `Choice` is a pair (P, D), or one worker that does all of it: one with both roles (colocated mode), or a decode
-worker that computes the prompt itself (local prefill). Only workers of one model group (equal model fingerprint and
-KV layout) form a pair.
+A `Choice` is a pair (P, D), or one worker that computes prompt and answer ("colocated" below): a worker with both
+roles, or a decode worker that computes the prompt itself (local prefill). Only workers of one model group (equal model
+fingerprint and KV layout) form a pair.
 
 The best choice may be one that has no slot just now. Then the request waits for it, if the policy thinks that waiting
 is cheaper than what is free: see `Choice.has_slot`.
@@ -32,19 +32,19 @@ Draw = Callable[[int, int], int]
 """(counter, count) -> an index below `count`. A function, so that a core stays a function of its events."""
 
 MAX_SIDE = 3
-"""Of each role only this many, the best by themselves, are looked at in pairs."""
+"""Of each role only this many, the best by themselves, are combined to pairs."""
 
 
 class Demand(msgspec.Struct, kw_only=True, gc=False):
-    """What a placement must provide for. It, a candidate and a weight hold nothing that leads back to them, and are
-    kept with the trace of a request, so the garbage collector need not walk through them."""
+    """What a placement must provide for. Demands, candidates and weights are in no reference cycle and are kept with
+    the trace of a request, so the garbage collector does not track them."""
 
     num_tokens: int
     """Known tokens: prompt, and output of earlier attempts."""
     reserve_tokens: int = 0
-    """Output tokens to book blocks for."""
+    """Output tokens to assign KV blocks for."""
     most_output_tokens: int = 0
-    """Output tokens that there can be."""
+    """Upper limit of the output tokens."""
     output_tokens: float = 1.0
     """Output tokens that are expected; at least 1."""
     ttft_left_ms: float = math.inf
@@ -52,18 +52,18 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     tpot_ms: float = math.inf
     """The TPOT target."""
     queued_ms: float = 0.0
-    """How long the prompts before it in the queue keep the workers that are there for prompts."""
+    """Prefill time of the prompts before it in the queue, divided by the workers that compute prompts."""
     reuse: float = 0.0
-    """Share of prompt tokens that were found cached lately: how likely it is that what is cached will be used."""
+    """Share of prompt tokens that were found cached lately: the probability that cached KV will be reused."""
     is_continued: bool = False
     """Whether tokens of the answer were released: a decode worker may compute them and the prompt where no prefill
-    worker can hold them, whatever `RouterConfig.local_prefill` says."""
+    worker can hold them, also with `local_prefill: never`."""
     turn: int = 0
     """Number of placements so far; feeds the draws."""
     num_steps: float = 0.0
     """Decode steps that are expected: the first token comes from the prefill."""
     context: float = 0.0
-    """Tokens that such a step attends to, on average. Like `num_steps` it follows from the others."""
+    """Tokens that such a step attends to, on average. Computed from the other fields, like `num_steps`."""
 
     def __post_init__(self) -> None:
         self.num_steps = self.output_tokens - 1
@@ -79,18 +79,18 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     num_blocks: int = 0
     """KV blocks that the request would write on it in that role."""
     assigned_blocks: int = 0
-    """KV blocks that are no longer free for others there: these, and cached ones that no sequence holds yet."""
+    """KV blocks to assign: those to write, and cached ones that no sequence holds yet."""
     shared_blocks: int = 0
-    """Cached ones that other sequences hold; on a worker that decodes."""
+    """Cached KV blocks that other sequences hold; on a worker that decodes."""
     as_decode: Weight | None = None
-    """What speaks against it as the D of a pair, where that is known already."""
+    """Its weight as the D of a pair, if computed already."""
 
 
 class Weight(msgspec.Struct, frozen=True, gc=False):
-    """What speaks against one side of a choice. The sides of a pair add up."""
+    """The cost of one side of a choice. The sides of a pair add up."""
 
     cost: float
-    """Milliseconds where the policy knows times; else in units of its own."""
+    """Milliseconds where the policy predicts times; else in units of its own."""
     num_misses: int = 0
     """Targets of the request that would be missed."""
     wait_ms: float = 0.0
@@ -99,44 +99,43 @@ class Weight(msgspec.Struct, frozen=True, gc=False):
     decode_ms: float = 0.0
     """All its decode steps."""
     delay_ms: float = 0.0
-    """What others lose, summed over them."""
+    """Added time of other sequences, summed."""
     barrier_ms: float = 0.0
-    """What the KV utilization after joining is worth."""
+    """The barrier term of the KV utilization after joining."""
     step_ms: float = 0.0
     """One of its decode steps."""
 
 
 class Shortlist(NamedTuple):
-    """Candidates of one model group that could take the request, by role."""
+    """Candidates of one model group with room for the request, by role."""
 
     prefills: list[Candidate]
     decodes: list[Candidate]
     colocated: list[Candidate]
     local: bool
-    """Whether the decodes may also do all of it."""
+    """Whether `decodes` may also compute the prompt (local prefill)."""
     blocked_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
-    """Pairs (P, D) that are not used as long as there is another."""
+    """Pairs (P, D) behind an open circuit breaker: used only where there is no other pair."""
     partners: Sequence[Candidate] = ()
-    """Others that could be the D of a pair: one of the prefills has a formed pair with each."""
+    """Further candidates for the D of a pair: one of `prefills` has a formed pair with each."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where a request runs. Without `prefill`, `decode` does all of it."""
+    """Where a request runs. Without `prefill`, `decode` computes prompt and answer."""
 
     prefill: Candidate | None
     decode: Candidate
     has_slot: bool
-    """False: this is the best place, but it has no slot now; wait for it."""
+    """False: this is the best choice, but it has no free slot now; the request should wait for it."""
     prefill_weight: Weight | None
     decode_weight: Weight
     link_ms: float
     setup_ms: float
-    """Of the pair, where it is not formed."""
+    """Expected time to form the pair; 0 where it is formed."""
     num_options: int
     weighed: tuple[Any, ...]
-    """What it was among, for those who want to know afterwards: for each model group how many sides could be the P,
-    the D, and the one that does all of it, then the weight and the candidate of each. Flat, so that it is one object,
-    which the garbage collector forgets when it first sees it."""
+    """All options that were compared, for `explain`: for each model group the numbers of P, D and colocated sides, then
+    weight and candidate of each side. One flat tuple, which the garbage collector stops tracking at its first pass."""
 
 
 class Policy(Protocol):
@@ -144,25 +143,26 @@ class Policy(Protocol):
 
     name: str
     uses_prefixes: bool
-    """Whether workers that have the longest prefixes are looked at, and not only the least of `rank`."""
+    """Whether workers with the longest cached prefixes are candidates besides those of least `rank`."""
     waits: bool
-    """Whether it may be best to wait for a worker that has no slot."""
+    """Whether waiting for a worker without a free slot may be the best choice."""
     weighs_setup: bool
-    """Whether it tells pairs that are formed from those that are not."""
+    """Whether the cost of a pair depends on its being formed."""
     weighs_local: bool
-    """Whether local prefill is an option beside pairs. Else it is the way out where there is no prefill worker."""
+    """Whether local prefill competes with pairs. Else it is used only where there is no prefill worker."""
 
     def equal_up_to(self, cost: float) -> float:
-        """Up to which cost an option is as good as one of this cost: predictions are not that exact. Never falls when
-        the cost rises. Among equals the one with the fewest sequences is taken, where this is more than `cost`."""
+        """The highest cost that counts as equal to `cost`, because predictions are not exact. Must not fall when `cost`
+        rises. Where it is more than `cost`, the fewest sequences decide among equals."""
         ...
 
     def rank(self, worker: Worker) -> float:
-        """Who is looked at first, before the request is known. Changes only with the worker's books and reports."""
+        """The order of candidates, independent of the request. Changes only with the worker's assignments and
+        reports."""
         ...
 
     def start(self, turn: int, count: int) -> int:
-        """The position in the order of ranks (of `count` workers) from which to look."""
+        """The position among `count` ranked workers at which candidates begin."""
         ...
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -174,15 +174,15 @@ class Policy(Protocol):
         ...
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """As the one that does all of it."""
+        """As the worker that computes prompt and answer."""
         ...
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """What moving the KV adds to the two sides of a pair; never negative."""
+        """Added cost of moving the KV between the two sides of a pair; never negative."""
         ...
 
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
-        """What forming the pair adds, 0 where it is formed; never negative."""
+        """Added cost of forming the pair, 0 where it is formed; never negative."""
         ...
 
 
@@ -192,19 +192,19 @@ def uniform_draw(counter: int, count: int) -> int:
 
 
 def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:
-    """KV blocks that a P has in use for the request: for its known tokens and for the one that is sampled."""
+    """KV blocks of the request on a P: for its known tokens and the sampled one."""
     return -(-(demand.num_tokens + 1) // info.block_size)
 
 
 def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
-    """KV blocks that a D has in use for the request: for its known tokens and for the reserve, the larger one of the
-    router's and the worker's own."""
+    """KV blocks of the request on a D: for its known tokens and the output reserve, the larger of the router's and the
+    worker's."""
     reserve_tokens = max(demand.reserve_tokens, min(demand.most_output_tokens, info.decode_reserve_tokens))
     return -(-min(demand.num_tokens + reserve_tokens, info.max_model_len) // info.block_size)
 
 
 def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
-    """What the request takes of the P of a pair."""
+    """The assignment of the P of a pair."""
     cached = candidate.cached_tokens
     return Assignment(
         tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.assigned_blocks
@@ -212,7 +212,7 @@ def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
 
 
 def decode_assignment(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Assignment:
-    """What the request takes of the worker that decodes; the uncached suffix too where it prefills."""
+    """The assignment of the worker that decodes; with the uncached suffix where it computes the prompt."""
     if not computes_prompt:
         return Assignment(blocks=candidate.assigned_blocks, context=demand.num_tokens)
     assignment = prefill_assignment(demand, candidate)
@@ -251,7 +251,7 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
 
 
 def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Candidate) -> Choice:
-    """This pair, with what the policy thinks of it; whether P has a slot does not matter."""
+    """The choice of this pair with the policy's weights, whether P has a free slot or not."""
     prefill_weight, decode_weight = policy.weigh_prefill(demand, prefill), policy.weigh_decode(demand, decode)
     return Choice(
         prefill=prefill,
@@ -267,12 +267,12 @@ def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Cand
 
 
 Side = tuple[int, float, bool, int, Weight, Candidate]
-"""One candidate in one role: (missed targets, cost, has no slot now, a number that makes it unique, weight,
+"""One candidate in one role: (missed targets, cost, lacks a slot now, a number that makes it unique, weight,
 candidate)."""
 
 
 _Option = tuple[float, bool, "Side | None", "Side", float]
-"""(cost, has no slot now, P or none, D, cost of the link)."""
+"""(cost, lacks a slot now, P or None, D, cost of the link)."""
 
 
 class _Best:
@@ -285,14 +285,14 @@ class _Best:
         self._least = math.inf
         self.misses = _MAX_MISSES
         self.limit = math.inf
-        """Of the cost; dearer options are not as good."""
+        """The highest cost that counts as equal to the best."""
         self.options: list[_Option] = []
-        """Those that were within the limit when they came."""
+        """Options that were within the limit when they were offered."""
 
     def offer(
         self, misses: int, cost: float, lacks_slot: bool, prefill: Side | None, decode: Side, link_ms: float
     ) -> None:
-        """Take an option if it is as good as the best so far."""
+        """Keep an option if it is as good as the best so far."""
         if misses != self.misses:
             if misses > self.misses:
                 return
@@ -305,7 +305,7 @@ class _Best:
         self.options.append((cost, lacks_slot, prefill, decode, link_ms))
 
     def ties(self) -> list[_Option]:
-        """The best: all of them have a slot, or none has one."""
+        """The best options: all of them have a free slot, or none has."""
         limit = self.limit
         near = [option for option in self.options if option[0] <= limit]
         if len(near) == 1:
@@ -317,8 +317,8 @@ class _Best:
 
 
 def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
-    """Those with the fewest sequences that would be assigned on their workers: of two idle ones, one worker alone has
-    fewer."""
+    """Those with the fewest sequences on their workers, this request included: with idle workers a colocated option has
+    fewer than a pair."""
     fewest, found = math.inf, []
     for option in options:
         _, _, prefill, decode, _ = option
@@ -348,7 +348,7 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         for decode in decodes:
             misses, cost = p_misses + decode[0], p_cost + decode[1]
             if misses > best.misses or (misses == best.misses and cost > best.limit):
-                break  # Links cost something or nothing, and those that follow are no better.
+                break  # Links never have a negative cost, and the sides that follow are no better.
             if blocked_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in blocked_pairs:
                 continue
             link = weigh_link(demand, p_candidate, decode[5])
@@ -360,20 +360,20 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
 def _blocked_pairs(
     shut: Collection[tuple[WorkerId, WorkerId]], prefills: Sequence[Side], decodes: Sequence[Side]
 ) -> Collection[tuple[WorkerId, WorkerId]]:
-    """Those of these sides that are shut; none where all are."""
+    """The pairs of these sides that are blocked; none where all are."""
     pairs = {(p[5].worker.worker_id, d[5].worker.worker_id) for p in prefills for d in decodes}
     found = pairs.intersection(shut)
     return () if found == pairs else found
 
 
 def _weigh_colocated(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
-    """Returns the workers that could do all of it."""
+    """Returns the colocated sides."""
     candidates = shortlist.colocated + shortlist.decodes if shortlist.local else shortlist.colocated
     sides = _sides(policy.weigh_colocated, demand, candidates, may_lack_slot=policy.waits, needs_slot=True)
     for side in sides:
         misses, cost = side[0], side[1]
         if misses > best.misses or (misses == best.misses and cost > best.limit):
-            break  # Those that follow are no better.
+            break  # The sides that follow are no better.
         best.offer(misses, cost, side[2], None, side, 0.0)
     return sides
 
@@ -386,8 +386,8 @@ def _sides(
     may_lack_slot: bool,
     needs_slot: bool,
 ) -> list[Side]:
-    """The best of the candidates, best first; `needs_slot` is for the roles that compute prompts, and need a slot for
-    that."""
+    """The best of the candidates, best first. `needs_slot`: the role computes prompts; `may_lack_slot`: candidates
+    without a free slot are kept."""
     sides: list[Side] = []
     for candidate in candidates:
         lacks_slot = needs_slot and not candidate.worker.has_slot

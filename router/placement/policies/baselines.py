@@ -28,31 +28,31 @@ class Simple:
     weighs_local = False
 
     def equal_up_to(self, cost: float) -> float:
-        """Costs are exact."""
+        """No tolerance."""
         return cost
 
     def rank(self, worker: Worker) -> float:
-        """Who is looked at first: those with a slot, in the order of `rank_open`."""
+        """Workers with a free slot, in the order of `rank_open`."""
         return self.rank_open(worker) if worker.has_slot else math.inf
 
     def rank_open(self, worker: Worker) -> float:
-        """The order of the workers that have a slot."""
+        """The order of the workers that have a free slot."""
         return 0.0
 
     def start(self, turn: int, count: int) -> int:
-        """From the first."""
+        """At the first."""
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Nothing speaks against it."""
+        """All are equal."""
         return NOTHING
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Nothing speaks against it."""
+        """All are equal."""
         return NOTHING
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Nothing speaks against it."""
+        """All are equal."""
         return NOTHING
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
@@ -65,8 +65,8 @@ class Simple:
 
 
 class LeastLoaded(Simple):
-    """Sides of a pair are independent: the least of their sum is the least of each. A worker that does all of it is
-    compared by its tokens first, since a utilization is less than one token."""
+    """The sides of a pair are independent: the least of their sum is the least of each. A colocated worker is compared
+    by its tokens first, since a utilization is less than one token."""
 
     name = "least_loaded"
 
@@ -123,12 +123,12 @@ def _below_one(num_tokens: int) -> float:
 
 
 class RoundRobin(Simple):
-    """By the number of the latest placement. A worker without room is passed over, and comes next when it has some."""
+    """By the number of the latest placement. A worker without room is skipped, and is the next one when it has some."""
 
     name = "round_robin"
 
     def rank_open(self, worker: Worker) -> float:
-        """Longest ago first. Those that never got anything come before all, in the order in which they came."""
+        """Longest ago first. Workers without any placement come before all, in the order in which they came up."""
         return worker.position - _NEVER if worker.last_turn < 0 else worker.last_turn
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -142,7 +142,7 @@ _NEVER = 1 << 40
 
 
 class Random(Simple):
-    """Looks at a few neighbours from a drawn position on; one of those that have room is drawn."""
+    """Candidates are a few neighbours from a drawn position on; one of those with room is drawn."""
 
     name = "random"
 
@@ -150,5 +150,5 @@ class Random(Simple):
         self._draw = draw
 
     def start(self, turn: int, count: int) -> int:
-        """Anywhere. Not the draw that settles ties, which is `turn`'s own."""
+        """Anywhere. Independent of the draw that settles ties, which uses `turn`."""
         return self._draw(~turn, count)

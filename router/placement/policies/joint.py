@@ -3,17 +3,17 @@ all requests.
 
     its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; where
                 the pair is not formed yet, the time of that
-    of others   what each step on D gets longer, for as long as it runs there, times the sequences there; where D
-                computes the prompt, the time of that times the sequences there; and what is pushed out of a full cache
-                must be computed again, as likely as prompts find anything cached
+    of others   the added time of each step on D, for all its steps, times the sequences there; where D computes the
+                prompt, the time of that times the sequences there; and the time to compute again what is evicted from
+                a full cache, times the probability of reuse
     barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
 
 The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
 
-Affinity follows from the prefill: a prefix pulls as much as computing it again would take (twice as much where caches
-are full of prefixes in use, so that they do not push each other out), and no more: a hot one spreads when its holder's
-wait exceeds that. Local prefill follows from the second line: it is cheap on an idle D,
-and dear on one that decodes for many. There is no threshold for either.
+Prefix affinity follows from the prefill time: a cached prefix is worth the time to compute it again (twice that where
+caches are full of prefixes in use, so that they do not evict each other), and no more: a hot prefix spreads to other
+workers when its holder's wait exceeds that. Local prefill follows from the second line: it is cheap on an idle D, and
+expensive on one that decodes for many. There is no threshold for either.
 
 The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
 """
@@ -28,19 +28,19 @@ from disagg.router.workers.worker import Worker
 
 _SLACK_SHARE = 0.02
 _SLACK_MS = 0.5
-"""Costs that differ by less are equal. Else a worker whose steps were once measured a little shorter would get all that
-comes, and the others would never be measured again."""
+"""Costs that differ by less are equal. Else a worker whose steps were once measured a little shorter would get all
+requests, and the others would never be measured again."""
 _MOST_FULL = 0.99
-"""Where the barrier stops growing: a worker that has room may always be taken."""
+"""The KV utilization at which the barrier stops growing, so that a worker with room can always be chosen."""
 
 
 class Joint:
-    """See the module docstring. Implements `placement.Policy`.
+    """The policy `joint`; see the module docstring for its cost. Implements `placement.Policy`.
 
     Args:
-        barrier_ms: what a half full worker costs.
-        links: predicts what of a transfer is visible.
-        pairs: knows which pairs are formed.
+        barrier_ms: the barrier of a worker whose KV blocks are half in use.
+        links: predicts the exposed time of transfers.
+        pairs: which pairs are formed.
     """
 
     name = "joint"
@@ -66,15 +66,15 @@ class Joint:
         return cost
 
     def start(self, turn: int, count: int) -> int:
-        """From the least."""
+        """At the least."""
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Wait, prefill, what it pushes out, barrier."""
+        """Wait, prefill, evictions, barrier."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
-        delay = pushed_out_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
+        delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
@@ -92,7 +92,8 @@ class Joint:
         return weight
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All of it. The others wait for the prefill too, but for what a step costs anyway."""
+        """Wait, prefill, decode steps, delay, barrier. Sequences there wait for the prefill too, without the steps'
+        fixed cost."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
@@ -103,14 +104,14 @@ class Joint:
         decode, barrier = after.decode_ms, after.barrier_ms
         others = worker.num_decodes * compute
         if num_new > worker.free_tokens:
-            others += pushed_out_ms(demand, worker, num_new)
+            others += evicted_ms(demand, worker, num_new)
         delay = after.delay_ms + others
         misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
         cost = wait + prefill + decode + delay + barrier
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """What of the transfer is visible."""
+        """The exposed time of the transfer."""
         worker = decode.worker
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
         return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
@@ -126,7 +127,7 @@ class Joint:
         return self._barrier_ms * k / (1 - k)
 
 
-def pushed_out_ms(demand: Demand, worker: Worker, num_new: int) -> float:
-    """What it takes to compute again what a prompt's `num_new` uncached tokens, more than are free, push out of the
-    cache, times how likely that is wanted."""
+def evicted_ms(demand: Demand, worker: Worker, num_new: int) -> float:
+    """Milliseconds to compute again what a prompt's `num_new` uncached tokens evict beyond the free ones, times the
+    probability of reuse."""
     return demand.reuse * (num_new - worker.free_tokens) * worker.prefill_token_ms

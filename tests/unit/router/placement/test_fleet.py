@@ -85,7 +85,7 @@ def test_a_lost_worker_is_forgotten_and_the_others_stay() -> None:
 def test_integrity_sees_bookings_on_a_stranger() -> None:
     it = fleet("p0")
     it.assignments.open(D, K0, Assignment())
-    assert it.check_integrity() == ["assignments on d0, which is not present"]
+    assert it.check_integrity() == ["assignments of d0, which is not present"]
 
 
 # ---------------------------------------------------------------- progress within a prompt
