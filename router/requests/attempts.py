@@ -239,7 +239,7 @@ class Attempts:
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
             self.leave(attempt, cancel.worker_id)
-        if attempt.is_trial and self._fleet.breakers.over(attempt.key):
+        if attempt.is_trial and self._fleet.breakers.attempt_ended(attempt.key):
             self._fleet.reopen()
         attempt.marks.ended = now
         record.end_attempt()

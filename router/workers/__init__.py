@@ -1,1 +1,1 @@
-"""What the router knows of each worker: capacity, load, cached prefixes, step times, health. Pure."""
+"""The state of each worker: capacity, load, cached prefixes, step times, health. Pure."""

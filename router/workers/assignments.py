@@ -1,16 +1,16 @@
-"""What the router has promised of each worker and not got back: prompt tokens to compute, sequences, KV blocks.
+"""What the router has assigned to each worker and not got back: prompt tokens to compute, sequences, KV blocks.
 
-One entry per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
-Closing an entry that is not open is a fault of ours and raises. When nothing runs, every total is zero.
+One assignment per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
+Closing one that is not open is a bug and raises. When nothing runs, every sum is zero.
 
 A cached prefix costs a worker nothing only while a sequence there holds it. Blocks that are cached and held by no
-sequence count as free, and are in use as soon as a sequence refers to them. So an load knows, by marks along their
-chains of hashes, which prefixes its assignments hold, and a assignment leaves out no more than those.
+sequence count as free, and are in use as soon as a sequence refers to them. So the load of a worker has, as marks along
+their hash chains, the prefixes that its assignments hold, and a new assignment omits no more blocks than those.
 
-A assignment, like every record that lives as long as a request, is nothing that the garbage collector walks through: it
-holds no other objects, or none that lead back to it, and a router has thousands of them.
+An assignment, like every record that lives as long as a request, is not tracked by the garbage collector: it is in no
+reference cycle, and a router has thousands of them.
 
-Owner: the router's fleet.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ is shared up to a block between two marks, the blocks behind the last mark count
 
 
 class Assignment(msgspec.Struct, gc=False):
-    """What one attempt takes of one worker (besides a sequence slot)."""
+    """What one attempt takes of one worker, besides a decode place."""
 
     tokens: int = 0
     """Prompt tokens that the worker must compute and has not reported as done."""
@@ -47,7 +47,7 @@ class Assignment(msgspec.Struct, gc=False):
     num_matched: int = 0
     """Blocks of that chain that the worker had: where the last mark is, unless that is behind `MARK_BLOCKS` others."""
     shared_blocks: int = 0
-    """KV blocks that are left out of `blocks`: other assignments held them."""
+    """KV blocks that are not in `blocks`, because other assignments hold them."""
 
 
 class AssignedLoad(msgspec.Struct, gc=False):
@@ -68,29 +68,29 @@ class AssignedLoad(msgspec.Struct, gc=False):
 
 
 class Assignments:
-    """Accounts of all workers; see the module docstring."""
+    """The assignments of all workers."""
 
     def __init__(self) -> None:
         self._loads: dict[WorkerId, AssignedLoad] = {}
 
     def of_worker(self, worker_id: WorkerId) -> AssignedLoad:
-        """The load of a worker, read only; the same object until `forget`."""
+        """The assignments of one worker, read only; the same object until `forget`."""
         load = self._loads.get(worker_id)
         if load is None:
             load = self._loads[worker_id] = AssignedLoad()
         return load
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Drop the load of a worker that is gone; its assignments must have been closed."""
+        """Drop the record of a worker that is lost; its assignments must have been closed."""
         load = self._loads.pop(worker_id, None)
-        assert load is None or not load.assignments, f"assignments on {worker_id} are still open"
+        assert load is None or not load.assignments, f"assignments of {worker_id} are still open"
 
     def open(self, worker_id: WorkerId, key: AttemptKey, assignment: Assignment) -> None:
         """Add `assignment`, which this object owns from now on. Raises `ValueError` if the attempt has one on this
         worker."""
         load = self.of_worker(worker_id)
         if key in load.assignments:
-            raise ValueError(f"{key} is assigned on {worker_id} already")
+            raise ValueError(f"{key} is assigned to {worker_id} already")
         load.assignments[key] = assignment
         load.tokens += assignment.tokens
         load.pairs += assignment.pairs
@@ -101,8 +101,8 @@ class Assignments:
             held[mark] = held.get(mark, 0) + 1
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> int:
-        """The prompt is computed: give back the assignment's tokens, keep the rest. Returns how many these were; 0 the
-        second time."""
+        """The prompt is computed: give back the assignment's tokens, keep the rest. Returns their number; 0 the second
+        time."""
         load = self._loads[worker_id]
         assignment = load.assignments[key]
         num_tokens = assignment.tokens
@@ -118,7 +118,7 @@ class Assignments:
         load.context += num_tokens
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> Assignment:
-        """Give back all of the assignment; returns it. Raises `KeyError` if it is not open."""
+        """Close an assignment and give back all of it; returns it. Raises `KeyError` if it is not open."""
         load = self._loads[worker_id]
         assignment = load.assignments.pop(key)
         load.tokens -= assignment.tokens
@@ -156,11 +156,11 @@ class Assignments:
                 total = sum(getattr(assignment, name) for assignment in load.assignments.values())
                 if total != getattr(load, name):
                     problems.append(
-                        f"books of {worker_id}: {getattr(load, name)} {name}, but its assignments say {total}"
+                        f"load of {worker_id}: {getattr(load, name)} {name}, but the sum of its assignments is {total}"
                     )
             marks = Counter(mark for assignment in load.assignments.values() for mark in assignment.marks)
             if marks != load.held:
-                problems.append(f"books of {worker_id}: the marks are not those of its assignments")
+                problems.append(f"load of {worker_id}: the marks are not those of its assignments")
         return problems
 
 
@@ -192,7 +192,7 @@ def num_held(hashes: Sequence[BlockHash], num_matched: int, held: Mapping[BlockH
     if hashes[num_matched - 1] in held:
         return num_matched
     low, high = 0, num_matched // MARK_BLOCKS
-    while low < high:  # A assignment that has a mark has all before it.
+    while low < high:  # An assignment that has a mark has all before it.
         middle = (low + high + 1) // 2
         if hashes[middle * MARK_BLOCKS - 1] in held:
             low = middle

@@ -1,16 +1,16 @@
-"""A circuit breaker: whether a worker, or a pair of them, is used for one leg of requests (prefill, transfer, decode).
+"""A circuit breaker: whether a worker, or a pair, is used for one leg of requests (prefill, transfer or decode).
 
     CLOSED ──tripped──> OPEN ──pause over──> HALF_OPEN ──trial begun──> TRIAL ──passed──> CLOSED
                          ^                       ^                        │ │
                          │                       └───────withdrawn────────┘ │
                          └────────────────────────failed────────────────────┘
 
-It trips after `failures` failures in a row, or when `share` of its latest results are failures. OPEN gets nothing new.
+It trips after `failures` failures in a row, or when `share` of its latest results are failures. OPEN gets no requests.
 HALF_OPEN gets one request, the trial. The pause before a trial doubles with each trial that fails, and with each
 opening soon after the last, up to a limit. A trial that ends without a result (cancelled, refused) is withdrawn.
 
-Results of attempts that were placed before it opened say nothing about now: while it is not closed they are ignored.
-Where all workers of a role are open the router uses some of them nevertheless; a success there closes as well.
+Results of attempts that were placed before it opened are outdated: while it is not closed they are ignored.
+Where the breakers of all workers of a role are open, some of the workers are used nevertheless; a success closes too.
 
 Transitions are data. A pair that is not listed raises, and nothing changes. Pure.
 """
@@ -35,7 +35,7 @@ RELAPSE_S = 60.0
 
 
 class BreakerState(enum.Enum):
-    """Whether the leg is used."""
+    """The states; see the module docstring."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -44,7 +44,7 @@ class BreakerState(enum.Enum):
 
 
 class BreakerEvent(enum.Enum):
-    """What happens to a breaker."""
+    """The events; see the module docstring."""
 
     TRIPPED = "tripped"
     PAUSE_OVER = "pause over"
@@ -94,7 +94,7 @@ class BreakerLimits:
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """See the module docstring. Owner: the router's breakers."""
+    """One breaker. Owner: `CircuitBreakers`."""
 
     limits: BreakerLimits
     state: BreakerState = BreakerState.CLOSED
@@ -103,23 +103,23 @@ class CircuitBreaker:
     trial_at: float = 0.0
     """End of the pause, while open."""
     trial: AttemptKey | None = None
-    """The attempt that tries, in TRIAL."""
+    """The attempt of the trial, in TRIAL."""
     pause_s: float = 0.0
     """The latest pause."""
     detail: str = ""
-    """The latest failure, in the worker's words."""
+    """The worker's message of the latest failure."""
     _closed_at: float = float("-inf")
     _failed_peers: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """The latest results: with whom it failed, None for a success."""
+    """The latest results: the peer of a failure, None for a success."""
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it takes no new work, not even a trial."""
+        """Whether it takes no new request, not even a trial."""
         return self.state is BreakerState.OPEN or self.state is BreakerState.TRIAL
 
     def failed(self, placed_at: float, now: float, peer: str = "", detail: str = "", *, at_once: bool = False) -> bool:
-        """The leg of an attempt that was placed then failed; `at_once` opens without waiting for more failures. Returns
-        whether the breaker opened, or opened again."""
+        """The leg failed for an attempt placed at `placed_at`; `at_once` opens without waiting for more failures.
+        Returns whether the breaker opened, or opened again."""
         if self.state is not BreakerState.CLOSED and placed_at < self.opened_at:
             return False
         self.detail = detail
@@ -139,7 +139,7 @@ class CircuitBreaker:
         return True
 
     def passed(self, placed_at: float, now: float) -> bool:
-        """The leg of an attempt that was placed then went well. Returns whether that closed the breaker."""
+        """The leg succeeded for an attempt placed at `placed_at`. Returns whether that closed the breaker."""
         if self.state is BreakerState.CLOSED:
             self._failed_peers.append(None)
             return False
@@ -151,26 +151,26 @@ class CircuitBreaker:
         return True
 
     def tick(self, now: float) -> bool:
-        """Time passed. Returns whether the pause is over now."""
+        """Time passed. Returns whether the pause ended just now."""
         if self.state is not BreakerState.OPEN or now < self.trial_at:
             return False
         self._enter(BreakerEvent.PAUSE_OVER)
         return True
 
     def begin_trial(self, key: AttemptKey) -> None:
-        """A half-open one gets its one attempt."""
+        """Begin the trial of a half-open breaker with this attempt."""
         self._enter(BreakerEvent.TRIAL_BEGUN)
         self.trial = key
 
     def withdraw(self, key: AttemptKey) -> bool:
-        """The attempt is over; if it is the trial and no result came, another may follow. Returns whether it is."""
+        """The attempt ended without a result; if it was the trial, another may follow. Returns whether it was."""
         if self.trial != key:
             return False
         self._enter(BreakerEvent.WITHDRAWN)
         return True
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether nothing of it needs to be kept."""
+        """Whether it has no failure to remember, so that it can be dropped."""
         return (
             self.state is BreakerState.CLOSED
             and not any(peer is not None for peer in self._failed_peers)

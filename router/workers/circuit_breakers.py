@@ -1,18 +1,20 @@
-"""Which workers, and which pairs of them, are left out because a leg of requests fails there again and again.
+"""Circuit breakers of all workers and pairs: which of them placement excludes, because a leg (prefill, transfer or
+decode) fails there repeatedly.
 
-    failed, passed ──> one breaker per worker and leg, one per pair ──> excluded(): what placement does not look at
-    placed ──> an attempt on what is half-open is its trial             over: a trial without a result is withdrawn
+    failed, passed ──> one breaker per worker and leg, one per pair ──> excluded(): what placement does not use
+    placed ──> an attempt on what is half-open is its trial             attempt_ended: without a result, the trial is
+                                                                        withdrawn
 
-A transfer has two ends. Its failure counts against the pair, and against both workers; a worker is left out only once
-its transfers with different peers fail. A decode worker that is left out for its transfers may still compute prompts
+A transfer has two ends. Its failure counts against the pair, and against both workers; a worker is excluded only once
+its transfers with different peers fail. A decode worker that is excluded from transfers may still compute prompts
 itself.
 
-Only the first failure of a request counts. Else a request that fails wherever it runs would have all workers left out.
+Only the first failure of a request counts. Else a request that fails wherever it runs would exclude all workers.
 
-There is a breaker from the first failure on, until all that it knows is good. So a cluster without failures pays for
-none of this. Where every worker of a role is blocked, those with the shortest pause are used all the same.
+A breaker exists from the first failure on, until all its results are good. So a cluster without failures pays for none
+of this. Where every worker of a role is blocked, those with the shortest pause are used all the same.
 
-Owner: the router's fleet.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from disagg.router.workers.worker import Worker, decodes_only, longest_sequence,
 logger = logging.getLogger(__name__)
 
 Leg = Literal["prefill", "transfer", "decode"]
-"""A part of the way of a request. `decode` is all of it where one worker does all of it."""
+"""A phase of a request that can fail on its own. `decode` is all of it where one worker computes prompt and answer."""
 Pair = tuple[WorkerId, WorkerId]
 """A prefill and a decode worker."""
 
@@ -58,16 +60,16 @@ class Exclusions(NamedTuple):
     decodes: frozenset[WorkerId]
     """As the D of a pair."""
     colocated: frozenset[WorkerId]
-    """As the one that does all of it."""
+    """As the worker that computes prompt and answer."""
     pairs: frozenset[Pair]
-    """Each with two workers that may be used otherwise."""
+    """Whose two workers may be used with others."""
 
 
 NO_EXCLUSIONS = Exclusions(frozenset(), frozenset(), frozenset(), frozenset())
 
 
 class CircuitBreakers:
-    """See the module docstring."""
+    """The breakers that exist, by worker or pair and leg."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.changes: Counter[str] = Counter()
@@ -84,7 +86,7 @@ class CircuitBreakers:
         self._due = _NEVER
         """End of the first pause."""
         self._unformed: dict[Pair, tuple[float, float]] = {}
-        """Pairs that attempts waited for in vain: since when the first one did, and until when the last one did."""
+        """Pairs that were not formed in time: when the first attempt began to wait, and when the last one gave up."""
 
     def __len__(self) -> int:
         """Breakers that are kept."""
@@ -92,11 +94,11 @@ class CircuitBreakers:
 
     @property
     def is_clear(self) -> bool:
-        """Whether there is no breaker at all, and no pair that is waited for."""
+        """Whether there is no breaker and no pair in `_unformed`."""
         return not self._breakers and not self._unformed
 
     def next_of(self, other: float | None) -> float | None:
-        """When to look again: at the end of the first pause, or at that other time if it comes earlier."""
+        """The earlier one of `other` and the end of the first pause; None for never."""
         if self._due == _NEVER:
             return other
         return self._due if other is None else min(self._due, other)
@@ -112,7 +114,7 @@ class CircuitBreakers:
                 breaker.begin_trial(key)
                 self.version += 1
                 is_trial = True
-                logger.info("%s: %s tries its %s again", subject, key, subject.leg)
+                logger.info("%s: circuit breaker half-open, trying %s with attempt %s", subject, subject.leg, key)
         return is_trial
 
     def failed(
@@ -134,15 +136,15 @@ class CircuitBreakers:
             prefill, decode: the workers of the attempt.
             placed_at: when it was placed.
             now: the time.
-            detail: why, for the log.
+            detail: the reason, for the log.
             is_first: whether no attempt of this request failed before.
-            at_once: leave the pair out without waiting for more failures.
+            at_once: open the breaker of the pair without waiting for more failures.
 
         Returns:
-            Whether one of those to blame is left out now.
+            Whether one of the breakers that the failure counts for blocks now.
         """
         blocked = False
-        for subject in _blamed(leg, prefill, decode):
+        for subject in _subjects_of_leg(leg, prefill, decode):
             breaker = self._breakers.get(subject)
             if breaker is None:
                 if not is_first:
@@ -160,8 +162,9 @@ class CircuitBreakers:
     def pair_timed_out(
         self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, patience_s: float
     ) -> bool:
-        """An attempt gave up to wait for its pair, because its request is in a hurry. Returns whether that counts as a
-        failure: the pair has not been formed for `patience_s`, over all attempts that waited, or it is left out."""
+        """An attempt gave up waiting for its pair earlier than `patience_s`, because of its request's target or
+        deadline. Returns whether that counts as a failure: the pair has not been formed for `patience_s`, over all
+        attempts that waited, or its breaker is not closed."""
         breaker = self._breakers.get(Subject("transfer", prefill, decode))
         if breaker is not None and breaker.state is not BreakerState.CLOSED:
             return True
@@ -172,32 +175,34 @@ class CircuitBreakers:
         return now - first >= patience_s
 
     def passed(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId, placed_at: float, now: float) -> bool:
-        """A leg of an attempt went well. Returns whether a worker or a pair is used again because of it."""
+        """A leg of an attempt succeeded. Returns whether a breaker closed because of it."""
         closed = False
         if leg == "transfer" and prefill is not None:
             self._unformed.pop((prefill, decode), None)
-        for subject in _blamed(leg, prefill, decode):
+        for subject in _subjects_of_leg(leg, prefill, decode):
             breaker = self._breakers.get(subject)
             if breaker is None:
                 continue
             if breaker.passed(placed_at, now):
                 closed = True
                 self._changed("breaker_closed")
-                away_s = now - breaker.opened_at
-                logger.warning("%s: %s works again after %.1f s; it is used as before", subject, leg, away_s)
+                logger.warning(
+                    "%s: circuit breaker closed, %s works again after %.1f s; it gets requests as before",
+                    *(subject, leg, now - breaker.opened_at),
+                )
             if breaker.is_forgotten(now):
                 del self._breakers[subject]
         return closed
 
-    def over(self, key: AttemptKey) -> bool:
-        """A trial is over. Returns whether another may follow, because it ended without a result."""
+    def attempt_ended(self, key: AttemptKey) -> bool:
+        """The attempt of a trial ended. Returns whether another trial may follow, because it had no result."""
         withdrawn = [breaker.withdraw(key) for breaker in self._breakers.values()]
         if any(withdrawn):
             self.version += 1
         return any(withdrawn)
 
     def tick(self, now: float) -> bool:
-        """Time passed. Returns whether a pause is over, so that something takes a trial."""
+        """Time passed. Returns whether the pause of a breaker ended, so that it is half-open now."""
         if now < self._due:
             return False
         ended = [breaker.tick(now) for breaker in self._breakers.values()]
@@ -206,7 +211,7 @@ class CircuitBreakers:
         return any(ended)
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone, and what is known of it with it."""
+        """Drop all breakers of a worker that is lost."""
         self._unformed = {pair: times for pair, times in self._unformed.items() if worker_id not in pair}
         gone = [subject for subject in self._breakers if worker_id in (subject.worker_id, subject.peer)]
         for subject in gone:
@@ -220,7 +225,7 @@ class CircuitBreakers:
     def excluded(
         self, prefills: frozenset[WorkerId], decodes: frozenset[WorkerId], colocated: frozenset[WorkerId]
     ) -> Exclusions:
-        """What not to use of these workers: P, D, and those with both roles."""
+        """What to exclude of these workers: P, D, and those with both roles."""
         blocked: dict[Leg, dict[WorkerId, float]] = {"prefill": {}, "transfer": {}, "decode": {}}
         pairs: dict[Pair, float] = {}
         for subject, breaker in self._breakers.items():
@@ -242,7 +247,7 @@ class CircuitBreakers:
         return Exclusions(no_prefill, no_decode, no_colocated, frozenset(pairs))
 
     def states(self) -> dict[Subject, CircuitBreaker]:
-        """What is not closed."""
+        """The breakers that are not closed."""
         return {
             subject: breaker
             for subject, breaker in sorted(self._breakers.items(), key=lambda each: str(each[0]))
@@ -250,7 +255,7 @@ class CircuitBreakers:
         }
 
     def describe(self, now: float) -> dict[WorkerId, tuple[str, ...]]:
-        """For operators: what is not closed, by the worker that it is for (a pair is for its prefill worker)."""
+        """For operators: one line for each breaker that is not closed, by worker (of a pair, by its prefill worker)."""
         lines: dict[WorkerId, list[str]] = {}
         for subject, breaker in self.states().items():
             with_peer = "" if subject.peer is None else f" to {subject.peer}"
@@ -268,7 +273,7 @@ class CircuitBreakers:
             if (breaker.trial is not None) != (breaker.state is BreakerState.TRIAL):
                 found.append(f"{subject.leg} of {subject}: {breaker.state.value} with trial {breaker.trial}")
             if breaker.state is BreakerState.OPEN and breaker.trial_at < self._due:
-                found.append(f"{subject.leg} of {subject}: nobody looks at the end of its pause")
+                found.append(f"{subject.leg} of {subject}: no tick is due at the end of its pause")
         return found
 
     def trials(self) -> Mapping[Subject, AttemptKey]:
@@ -284,13 +289,13 @@ class CircuitBreakers:
         if was_closed:
             self._changed("breaker_opened")
             logger.warning(
-                "%s: left out of %s, which failed (%s); others are used instead, one request tries it again in %.1f s",
+                "%s: circuit breaker open, %s failed (%s); using other workers, next trial in %.1f s",
                 *(subject, subject.leg, breaker.detail, breaker.pause_s),
             )
         else:
             self.version += 1
             logger.warning(
-                "%s: %s still fails after %.1f s (%s); the next request tries it in %.1f s",
+                "%s: circuit breaker stays open, %s fails since %.1f s (%s); next trial in %.1f s",
                 *(subject, subject.leg, now - breaker.opened_at, breaker.detail, breaker.pause_s),
             )
 
@@ -305,13 +310,13 @@ class CircuitBreakers:
 
 
 def _limits_of(subject: Subject, limits: BreakerLimits) -> BreakerLimits:
-    """A worker's transfers must fail with different peers before it is the worker that is left out."""
+    """A worker's transfers must fail with different peers before the worker itself is excluded."""
     peers = 2 if subject.leg == "transfer" and subject.peer is None else 1
     return BreakerLimits(limits.failures, limits.share, limits.pause_s, limits.max_pause_s, peers)
 
 
-def _blamed(leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> tuple[Subject, ...]:
-    """What a result of a leg counts for."""
+def _subjects_of_leg(leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> tuple[Subject, ...]:
+    """The subjects that a result of a leg counts for."""
     if leg == "decode" or prefill is None:
         return (Subject("decode", decode),)
     if leg == "prefill":
@@ -320,10 +325,11 @@ def _blamed(leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> tuple[Subje
 
 
 def _subjects_of(prefill: WorkerId | None, decode: WorkerId) -> tuple[Subject, ...]:
-    """All that an attempt could be a trial of."""
+    """All subjects that an attempt could be a trial of."""
     if prefill is None:
-        return _blamed("decode", None, decode)
-    return _blamed("prefill", prefill, decode) + _blamed("transfer", prefill, decode) + _blamed("decode", None, decode)
+        return _subjects_of_leg("decode", None, decode)
+    legs: tuple[Leg, ...] = ("prefill", "transfer", "decode")
+    return tuple(subject for leg in legs for subject in _subjects_of_leg(leg, prefill, decode))
 
 
 def _peer_in(subject: Subject, prefill: WorkerId | None, decode: WorkerId) -> str:
@@ -334,7 +340,8 @@ def _peer_in(subject: Subject, prefill: WorkerId | None, decode: WorkerId) -> st
 
 
 def _worst(workers: frozenset[WorkerId], *blocked: Mapping[WorkerId, float]) -> frozenset[WorkerId]:
-    """Those that are blocked, by the pauses of their breakers. Where all are, those with the shortest pause stay."""
+    """The blocked ones, by the pauses of their breakers. Where all are blocked, those with the shortest pause are not
+    returned."""
     pauses = {worker_id: max(each.get(worker_id, 0.0) for each in blocked) for worker_id in workers}
     least = min(pauses.values(), default=0.0)
     return frozenset(worker_id for worker_id, pause_s in pauses.items() if pause_s > least)
@@ -351,19 +358,20 @@ def _reachable(
 
 
 class UsableWorkers(NamedTuple):
-    """The workers that get new work, by role, and what of them is left out."""
+    """The workers that take new requests, by role, and the exclusions among them."""
 
     prefills: frozenset[WorkerId]
     decodes: frozenset[WorkerId]
     colocated: frozenset[WorkerId]
     excluded: Exclusions
     longest_prefill: int
-    """Of the sequences that fit on a P that is not left out."""
+    """Tokens of the longest sequence that fits on a P that is not excluded; below, on a D and on a colocated worker."""
     longest_decode: int
     longest_colocated: int
 
     def excluded_for(self, num_tokens: int) -> Exclusions:
-        """What a request of so many tokens must not use: nothing of a role where only those left out could take it."""
+        """What a request of so many tokens must not use: nothing of a role where only excluded workers could take
+        it."""
         excluded = self.excluded
         if num_tokens < min(self.longest_prefill, self.longest_decode, self.longest_colocated):
             return excluded
@@ -376,7 +384,7 @@ class UsableWorkers(NamedTuple):
 
 
 def find_usable(workers: Collection[Worker], breakers: CircuitBreakers) -> UsableWorkers:
-    """Of these workers."""
+    """The usable ones of these workers, with what the breakers exclude."""
     prefills = frozenset(w.worker_id for w in workers if prefills_only(w.info))
     decodes = frozenset(w.worker_id for w in workers if decodes_only(w.info))
     colocated = frozenset(w.worker_id for w in workers) - prefills - decodes

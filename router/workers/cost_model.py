@@ -1,8 +1,8 @@
-"""How long things take, learned while they run: the step times of a worker, and the visible part of KV transfers.
+"""Predicted times, fitted online: the step times of a worker, and the exposed part of KV transfers.
 
-    StepModel(info.calibration)    begins with what the worker measured at its start
+    StepModel(info.calibration)    starts from the steps that the worker measured at its start
         observe(sample)            each step that the worker reports
-        coefficients               what a placement is scored with; fitted again when enough was observed
+        coefficients               used by placement; fitted again when enough was observed
 
 The time of a step is taken as linear: base + prefill tokens + pairs attended by them + decodes + context of these,
 each times a coefficient that is never negative. Three properties matter more than the last percent:
@@ -14,9 +14,9 @@ each times a coefficient that is never negative. Three properties matter more th
   become slower must. So what is far off, measured by how far off the steps usually are, weighs less (Huber, Robust
   Estimation of a Location Parameter, 1964): one such step moves hardly anything, and when all of them are far off the
   measure follows and lets them in.
-- A worker that decodes for an hour must still know what a prompt costs. So each kind of step (prefill, decode, both)
-  forgets only when steps of its own kind come, and the calibration is never forgotten. But it is soon outweighed, and
-  taken as a shape: where the steps of today are 1.2 times as long as it says, because the core is shared, all of it
+- After an hour of decoding the cost of a prompt must still be right. So the observations of each kind of step (prefill,
+  decode, both) fade only with steps of the same kind, and the calibration never fades. But it is soon outweighed, and
+  used as a shape: where present steps take 1.2 times as long as calibrated, because the core is shared, all of it
   counts 1.2 times.
 """
 
@@ -44,8 +44,8 @@ class StepCoefficients(NamedTuple):
 
 
 DEFAULT_COEFFICIENTS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
-"""A model of 135 million parameters on one core: what is assumed before anything was measured, and the scale of the
-fit, whose unknowns are multiples of these."""
+"""Of a model of 135 million parameters on one core: used before anything was measured, and the scale of the fit, whose
+unknowns are multiples of these."""
 
 LEAST_MS = 0.01
 """No step is predicted to be shorter."""
@@ -82,9 +82,9 @@ class _Outliers(msgspec.Struct, gc=False):
 
 
 class StepModel:
-    """Of one worker. A worker that did not calibrate is calibrated by its first steps; before these it is taken for
-    the default. Observations that cannot be (no time, or nothing computed) are left out: they come from another
-    process.
+    """The step times of one worker. A worker without calibration is calibrated by its first steps; before these it has
+    the default coefficients. Impossible observations (no time, or nothing computed) are ignored: they come from
+    another process.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class StepModel:
         self._fit()
 
     def observe(self, sample: StepSample) -> None:
-        """Take in one measured step."""
+        """Observe one measured step."""
         if not _is_measured(sample):
             return
         self._num_observed += 1
@@ -140,8 +140,8 @@ class StepModel:
         return self._coefficients
 
     def _calibrate(self, samples: Sequence[StepSample]) -> None:
-        """Add to what is known from the start, and find its coefficients. What was not measured is taken for its
-        default, at the pace of what was."""
+        """Add samples to the calibration, and fit its coefficients. What was not measured has its default, scaled to
+        the pace of what was."""
         for sample in samples:
             self._measured.add([(i, factor / sample.ms) for i, factor in _row_of(sample)], 1.0)
         pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
@@ -204,7 +204,7 @@ _LINK_FLOOR_MS = 1.0
 """Errors below this do not matter, however large they are relatively."""
 _FLEET_WINDOW, _PAIR_WINDOW = 1024.0, 64.0
 _PAIR_PRIOR = 4.0
-"""A pair is taken for a typical one until it has shown about this many transfers."""
+"""A pair is assumed to be typical until about this many transfers were observed."""
 
 
 class _Link(msgspec.Struct, gc=False):
@@ -221,7 +221,7 @@ class _Link(msgspec.Struct, gc=False):
         return max(_LINK_FLOOR_MS, sum(factor * self.multiples[i] for i, factor in row))
 
     def observe(self, row: Row, exposed_ms: float, size: float) -> None:
-        """Take in one transfer; `size` is what to divide it by."""
+        """Observe one transfer; `size` is what to divide it by."""
         predicted = self.predict(row)
         weight = self.outliers.weight(abs(exposed_ms - predicted) / predicted)
         self.recent.add([(i, factor / size) for i, factor in row], exposed_ms / size, weight)
@@ -233,7 +233,7 @@ class _Link(msgspec.Struct, gc=False):
             self.fitted(tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve()))
 
     def fitted(self, multiples: tuple[float, ...]) -> None:
-        """These are the coefficients until more was observed."""
+        """Set the coefficients until more was observed."""
         self.multiples = multiples
         self.refit_at = _next_fit(self.num_observed)
 
@@ -243,11 +243,11 @@ def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
 
 
 class LinkModel:
-    """How much of a hand-over a stream sees: from `PrefillDone` to `HandedOver`, as the router sees them, by pair.
+    """Exposed time of KV transfers, by pair: from `PrefillDone` to `HandedOver`, as the router receives them.
 
-    A latency and a time per byte for each pair of workers. A pair that is new, or rarely used, is taken for what the
-    whole fleet shows. Holds one small fit for each pair that was used, until `forget`; these may be a hundred thousand,
-    and the garbage collector walks through none of them.
+    A latency and a time per byte for each pair of workers. A pair that is new, or rarely used, has those of the whole
+    fleet. Holds one small fit for each pair that was used, until `forget`; these may be a hundred thousand, and the
+    garbage collector tracks none of them.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class LinkModel:
         self._pairs: dict[WorkerId, dict[WorkerId, _Link]] = {}
 
     def observe(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, exposed_ms: float) -> None:
-        """Take in one hand-over; one with a time that cannot be is left out."""
+        """Observe one hand-over; one with an impossible time is ignored."""
         if not 0.0 <= exposed_ms < math.inf:
             return
         row = _link_row(kv_bytes)
@@ -286,7 +286,7 @@ class LinkModel:
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone; so are its pairs."""
+        """Drop a worker that is lost, with its pairs."""
         self._pairs.pop(worker_id, None)
         for links in self._pairs.values():
             links.pop(worker_id, None)
@@ -312,7 +312,7 @@ class LinkModel:
             link.fitted(solution)
 
     def _typical(self) -> Moments:
-        """As much knowledge as `_PAIR_PRIOR` transfers of the fleet give, all just as the fleet's fit says."""
+        """A prior of the weight of `_PAIR_PRIOR` transfers of the fleet, with the times of the fleet's fit."""
         fleet = self._fleet
         typical = total(_LINK_UNKNOWNS, (self._prior,))
         seen = fleet.recent.weight * fleet.recent.scale

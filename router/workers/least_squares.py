@@ -27,8 +27,8 @@ _JITTER = 1e-11
 class Moments(msgspec.Struct, gc=False):
     """The normal equations of weighted observations `sum(factor * unknown) = target`.
 
-    There may be one for each pair of workers, so it is nothing that the garbage collector walks through; nor are its
-    sums, which are tuples of numbers for that reason.
+    There may be one for each pair of workers, so the garbage collector does not track it, nor its sums, which are
+    tuples of numbers for that reason.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Moments(msgspec.Struct, gc=False):
         return 1.0 / self.unit
 
     def add(self, row: Row, target: float, weight: float = 1.0) -> None:
-        """Take in one observation. Instead of fading the past, which touches every sum, the new one weighs more."""
+        """Add one observation. Instead of fading the past, which touches every sum, the new one weighs more."""
         if self.window is not None:
             self.unit *= self.window / (self.window - 1.0)
         weight *= self.unit
@@ -104,7 +104,7 @@ class Moments(msgspec.Struct, gc=False):
 
     def solve(self) -> list[float]:
         """The solution of least squares with no unknown negative. Every unknown must have been observed, but several
-        need not be told apart."""
+        need not be distinguishable."""
         unbounded = _solve_triangle([[*line, target] for line, target in zip(self._lines(), self.moment, strict=True)])
         if min(unbounded) >= 0.0:
             return unbounded

@@ -1,4 +1,4 @@
-"""Which pairs (P, D) are taken to be formed: connected, so that a hand-over can begin at once. Pure.
+"""Which pairs (P, D) are assumed to be formed: connected, so that a hand-over can begin at once. Pure.
 
     a worker comes ──> the few pairs that are formed right away and kept ("warm"), at most `warm_pairs` for each worker
     a placement    ──> forms the pair, which stays formed until it was not used for `pair_idle_s`
@@ -6,10 +6,10 @@
 A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So the others are formed
 by the first request that is placed there, and the expected time of that is a part of what such a placement costs.
 
-The workers own their pairs, and may have closed one that is taken to be formed here: then the next request waits for
-it, no more.
+The workers own their pairs, and may have closed one that is assumed to be formed here. Then the next request waits
+until it is formed again; nothing else happens.
 
-Owner: the router's fleet.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disagg.router.config import RouterConfig
 
 
 class Pairs:
-    """See the module docstring."""
+    """The formed pairs of one router: warm ones, and those that requests used lately."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._most_warm = config.warm_pairs
@@ -36,8 +36,7 @@ class Pairs:
         """Worker -> the peers of its warm pairs, and of a P also those of used ones."""
 
     def warm_up(self, worker_id: WorkerId, peers: Sequence[WorkerId]) -> frozenset[WorkerId]:
-        """A worker is there: those of its possible peers with which a pair is formed now, the ones with the fewest warm
-        pairs first."""
+        """A worker came up: choose the peers with which it forms a pair now, those with the fewest warm pairs first."""
         own, most = self._warm[worker_id], self._most_warm
         open_peers = [peer for peer in peers if peer not in own and len(self._warm[peer]) < most]
         open_peers.sort(key=lambda peer: len(self._warm[peer]))
@@ -49,7 +48,7 @@ class Pairs:
         return frozenset(own)
 
     def used(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
-        """A request was placed there."""
+        """A request was placed on the pair."""
         pair = (prefill, decode)
         self._used.pop(pair, None)
         self._used[pair] = now
@@ -65,7 +64,7 @@ class Pairs:
             self._formed[prefill].discard(decode)
 
     def expire(self, now: float) -> None:
-        """Time passed: pairs that were not used for long are taken to be closed."""
+        """Time passed: pairs that were not used for `pair_idle_s` are assumed to be closed."""
         while self._used:
             pair, used_at = next(iter(self._used.items()))
             if now < used_at + self._idle_s:
@@ -74,7 +73,7 @@ class Pairs:
             self._not_used(*pair)
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone, and its pairs with it."""
+        """Drop a worker that is lost, with its pairs."""
         for peer in self._warm.pop(worker_id, ()):
             self._warm[peer].discard(worker_id)
         self._formed.pop(worker_id, None)

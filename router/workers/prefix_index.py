@@ -1,26 +1,29 @@
 """Which worker has which prefix block: a map from block hash to the set of its holders, fed by the workers' KV events.
 
-A set of workers is an integer with one bit a worker, so that following a chain takes few lookups however many workers
-there are, see prefix_match.py. Events of a worker count only while they are complete: reports carry (incarnation,
-sequence), and a gap drops all that was known of the worker until its next snapshot. Nothing here knows tokens, only
-hashes.
+A set of workers is an integer with one bit for each worker, so that following a chain takes few lookups however many
+workers there are. Along a chain the set of those that have all blocks so far only shrinks, so a match is a short list
+of (number of blocks, the workers whose prefix ends there), shortest first: a thousand workers that all have the same
+system prompt are one entry. A match is valid until the index changes; keep none.
+
+Events of a worker count only while they are complete: reports have (incarnation, sequence), and a gap drops all blocks
+of the worker until its next snapshot. The index has hashes only, no tokens.
 
     unknown ──snapshot──> synced ──next report──> synced
-                             └──gap──> unknown          the caller asks for a new stream, once
+                             └──gap──> unknown          the caller opens a new report stream, once
 
 What a worker reports is prefix-closed: it has a block only with the whole chain before it
 (engine/blocks/prefix_cache.py). A match is exact because of that.
 
 Predictions. A request placed on a worker makes it have the blocks of the prompt soon. `predict` lets them count at once
-for `PREDICTED_FOR_S`, so that the next request with the same prefix sees them before the event comes. Predicted blocks
-are kept apart from reported ones, and end by a report of the block, by time, or with the worker's life:
+for `PREDICTED_FOR_S`, so that the next request with the same prefix finds them before the event comes. Predicted blocks
+are kept apart from reported ones, and end by a report of the block, by time, or with the worker's incarnation:
 
     predicted ──stored──> reported          a later removal counts
         └──time, worker lost──> (gone)
 
 A match thus is at least what was reported, and at most that and the chains predicted.
 
-Owner: the router's fleet.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -37,16 +40,27 @@ from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, K
 PREDICTED_FOR_S = 5.0
 """How long a predicted block counts without a report of it."""
 
+WorkerSet = int
+"""A set of workers: the bits that `PrefixIndex.bit` gives them."""
+
+ALL_WORKERS: WorkerSet = -1
+
+Shards = Sequence[Mapping[BlockHash, WorkerSet]]
+"""Block -> its holders, in `NUM_SHARDS` parts by the hash's first byte. One part is small, so that the moment in which
+Python moves it to a larger table is short: a second for 10 million blocks in one table, milliseconds in 256."""
+
+NUM_SHARDS = 256
+
 
 class _Holder(msgspec.Struct, eq=False, gc=False):
-    """What is known of one life of a worker."""
+    """The blocks of one incarnation of a worker."""
 
     incarnation: Incarnation
     slot: int
     bit: WorkerSet
     hashes: dict[BlockHash, None] = {}
-    """Blocks that it reported. Not a set: the garbage collector walks through sets, and leaves a dict of such plain
-    things alone, which for 10 million blocks saves pauses of seconds."""
+    """Blocks that it reported. Not a set: the garbage collector tracks sets, but no dict of such plain values, which
+    for 10 million blocks saves pauses of seconds."""
     predicted: dict[BlockHash, float] = {}
     """Blocks that it should have soon, and until when that counts."""
     next_sequence: int | None = None
@@ -62,9 +76,9 @@ class _Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class PrefixIndex:
-    """See the module docstring.
+    """The blocks of all workers, reported and predicted.
 
-    Each block in it has a bit of `_shards[hash[0]][hash]` for every worker that reported it or is predicted to have it.
+    Each block has a bit of `_shards[hash[0]][hash]` for every worker that reported it or is predicted to have it.
     The blocks of one chain share their set as one object where they can, so that a block with one holder costs no
     integer of its own.
     """
@@ -87,7 +101,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ workers
 
     def add_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Begin to follow one life of a worker; an earlier life is forgotten."""
+        """Add an incarnation of a worker; an earlier one is removed."""
         self.remove_worker(worker_id)
         if self._free_slots:
             slot = heapq.heappop(self._free_slots)
@@ -100,29 +114,30 @@ class PrefixIndex:
         self._workers[worker_id] = _Holder(incarnation, slot, bit)
 
     def remove_worker(self, worker_id: WorkerId) -> None:
-        """Forget a worker and all its blocks; costs nothing for those of others. Does nothing for an unknown one."""
+        """Remove a worker and all its blocks; the cost does not depend on other workers. Does nothing for an unknown
+        one."""
         holder = self._workers.pop(worker_id, None)
         if holder is None:
             return
         self._unmark(holder.bit, {**holder.hashes, **holder.predicted})
-        holder.predicted.clear()  # What waits to expire finds nothing.
+        holder.predicted.clear()  # Predictions that wait to expire find nothing.
         del self._bits[worker_id]
         del self._single[holder.bit]
         heapq.heappush(self._free_slots, holder.slot)
 
     def bit(self, worker_id: WorkerId) -> WorkerSet:
-        """The set of this one worker, to build sets for `PrefixMatch.best`; good for this life. 0 for an unknown
-        one."""
+        """The set of this one worker, to build sets for `PrefixMatch.best`; valid for this incarnation. 0 for an
+        unknown one."""
         return self._bits.get(worker_id, 0)
 
     # ------------------------------------------------------------ reports
 
     def apply(self, report: WorkerReport) -> bool:
-        """Take a report's KV events. Returns False when a gap was found just now, so that a new report stream must be
-        asked for.
+        """Apply a report's KV events. Returns False when a gap was found just now, so that a new report stream must be
+        opened.
 
-        Reports of unknown workers and other lives are ignored, as are all of a worker that is not synced until a
-        snapshot."""
+        Reports of unknown workers and other incarnations are ignored, as are all of a worker that is not synced until
+        a snapshot."""
         holder = self._workers.get(report.worker_id)
         if holder is None or holder.incarnation != report.incarnation:
             return True
@@ -179,14 +194,14 @@ class PrefixIndex:
                 del predicted[block_hash]
             self._unmark(holder.bit, [block_hash for block_hash in over if block_hash not in holder.hashes])
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ lookups
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """How far along the chain each worker has its blocks; good until the index changes."""
         return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, hashes)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many leading blocks of the chain each worker has; workers with none are left out."""
+        """How many leading blocks of the chain each worker has; without workers that have none."""
         return self.find(hashes).all()
 
     def check_integrity(self) -> list[str]:
@@ -287,20 +302,8 @@ def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
     return events
 
 
-WorkerSet = int
-"""A set of workers: the bits that `PrefixIndex.bit` gives them."""
-
-EVERYBODY: WorkerSet = -1
-
-Shards = Sequence[Mapping[BlockHash, WorkerSet]]
-"""Block -> its holders, in `NUM_SHARDS` parts by the hash's first byte. One part is small, so that the moment in which
-Python moves it to a larger table is short: a second for 10 million blocks in one table, milliseconds in 256."""
-
-NUM_SHARDS = 256
-
-
 class PrefixMatch:
-    """See the module docstring. Made by `PrefixIndex.find`."""
+    """How far along one chain each worker has the blocks. Made by `PrefixIndex.find`."""
 
     __slots__ = ("_ends", "_slots", "hashes")
 
@@ -308,16 +311,16 @@ class PrefixMatch:
         self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId], hashes: Sequence[BlockHash]
     ) -> None:
         self.hashes = hashes
-        """The chain that was asked for."""
+        """The chain of the lookup."""
         self._ends = ends
         self._slots = slots
 
-    def best(self, limit: int, among: WorkerSet = EVERYBODY, turn: int = 0) -> list[tuple[WorkerId, int]]:
+    def best(self, limit: int, among: WorkerSet = ALL_WORKERS, turn: int = 0) -> list[tuple[WorkerId, int]]:
         """The workers of `among` with the longest prefixes, at most `limit` of them, longest first, and how many
-        leading blocks each has. Those with none are left out.
+        leading blocks each has; without workers that have none.
 
         Args:
-            turn: where to begin to count among workers of equal length, so that ties do not always name the same ones.
+            turn: where to begin among workers of equal length, so that ties do not always give the same ones.
         """
         found: list[tuple[WorkerId, int]] = []
         for num_blocks, workers in reversed(self._ends):
@@ -325,8 +328,8 @@ class PrefixMatch:
             while workers:
                 if len(found) == limit:
                     return found
-                pool = workers >> turn << turn or workers
-                bit = pool & -pool
+                rest = workers >> turn << turn or workers
+                bit = rest & -rest
                 found.append((self._slots[bit.bit_length() - 1], num_blocks))
                 workers ^= bit
         return found
@@ -339,7 +342,7 @@ class PrefixMatch:
         return 0
 
     def all(self) -> dict[WorkerId, int]:
-        """How many leading blocks each worker has; workers with none are left out."""
+        """How many leading blocks each worker has; without workers that have none."""
         found: dict[WorkerId, int] = {}
         slots = self._slots
         for num_blocks, workers in self._ends:

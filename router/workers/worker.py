@@ -1,13 +1,13 @@
-"""One present life of a worker, as placement sees it: what it is, what is assigned on it, what it reported, how fast it
-is.
+"""One present incarnation of a worker, as placement needs it: its capacity, its assignments, its reports, its step
+times.
 
-The books know of a dispatch at once and of its progress late; the worker's reports know of progress within 20 ms and
-of dispatches late. `outstanding_tokens` takes the better of both.
+Assignments show a dispatch at once and its progress late; the worker's reports show progress within 20 ms and
+dispatches late. `outstanding_tokens` combines both.
 
 A placement reads many workers, and few of them changed since the last one. So what it reads is kept as plain numbers,
-which `refresh` brings up to date after every change of the books and every report.
+which `refresh` updates after every change of the assignments and every report.
 
-Owner: the router's fleet.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disagg.router.workers.prefix_index import WorkerSet
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """See the module docstring."""
+    """One incarnation of a worker. Changed by the fleet only."""
 
     info: WorkerInfo
     assigned: AssignedLoad
@@ -34,27 +34,27 @@ class Worker:
     slot_tokens: int
     """It takes another prompt while less than this many tokens are outstanding."""
     bit: WorkerSet = 0
-    """How the prefix index counts it."""
+    """The worker as a set of the prefix index."""
     load: Load = field(default_factory=Load)
     model: StepModel = field(init=False)
     is_measured: bool = False
-    """Whether the model has seen a step of this worker, so that its predictions mean something."""
+    """Whether the model has observed a step of this worker, so that its predictions are usable."""
     is_draining: bool = False
     is_suspected: bool = False
-    """It shows that it hangs; nothing is placed there."""
+    """It seems to hang: nothing is placed there."""
     last_turn: int = -1
     """Number of the latest placement on it."""
     reported_at: float = 0.0
-    """When it last said anything of its load, or came."""
+    """Time of its latest report, or of its coming up."""
 
-    # What it is.
+    # From `info`.
     worker_id: WorkerId = field(init=False)
     peer: PeerRef = field(init=False)
     """How another worker reaches this one."""
     decodes: bool = field(init=False)
     """Whether its sequences decode there (D, or both roles)."""
     is_for_prompts: bool = field(init=False)
-    """Whether the queue waits for it (P, or both roles)."""
+    """Whether it computes prompts from the queue (P, or both roles)."""
     num_blocks: int = field(init=False)
     bytes_per_token: int = field(init=False)
     """Of KV."""
@@ -65,28 +65,28 @@ class Worker:
     outstanding_pairs: float = 0.0
     """Query-key pairs of these tokens."""
     used_blocks: int = 0
-    """Booked, and what the latest report showed beyond that: other routers' sequences, and answers that outgrew their
-    reserve."""
+    """Assigned, plus what the latest report showed beyond that: sequences of other routers, and answers longer than
+    their reserve."""
     free_tokens: int = 0
-    """Room in the cache where there is nothing that anybody could want; what is written beyond it pushes out."""
+    """Tokens of free blocks without reusable content; what is written beyond them evicts cached blocks."""
     num_decodes: int = 0
     """Sequences that decode, or are about to."""
     prompt_room: int = 1
     """Prompt tokens of one step, beside these sequences."""
     num_sequences: int = 0
-    """Booked."""
+    """Assigned."""
     around_ms: float = 0.0
     """A step without any prompt in it."""
     backlog_ms: float = 0.0
     """Until the outstanding prompt tokens are computed."""
     has_slot: bool = True
-    """Whether it takes another prompt."""
+    """Whether it has a free prefill slot."""
     is_full: bool = False
-    """Whether it takes no other sequence."""
+    """Whether it has no free decode place."""
     is_empty: bool = True
     """Whether no sequence is assigned or reported."""
     refused_blocks: float = math.inf
-    """A request that takes so many blocks was refused since the latest report; those that take less may fit."""
+    """A request of this many blocks was refused since the latest report; smaller ones may fit."""
 
     # The coefficients of its step times, as of the latest report.
     base_ms: float = 0.0
@@ -98,15 +98,15 @@ class Worker:
     blocks_beyond: int = 0
     """Reported as held, and not assigned at the report before."""
     _num_blocks_unseen: int = 0
-    """Blocks assigned since the last report, of which it may be that the worker had not heard."""
+    """Blocks assigned since the last report, which that report may not include."""
     num_others: int = 0
     """Sequences that were reported, and not assigned then."""
     _has_preempted: bool = False
-    """Whether sequences that it preempted wait there. A decode worker refuses everything until they run again."""
+    """Whether preempted sequences wait there. A decode worker refuses everything until they run again."""
     _num_computed: int = 0
-    """Booked tokens that the worker has computed without saying so per request."""
+    """Assigned tokens that the worker computed according to its load, before it reported so by request."""
     _num_unseen: int = 0
-    """Tokens assigned since the last report, of which the worker may not have heard when it wrote that."""
+    """Tokens assigned since the last report, which that report may not include."""
 
     def __post_init__(self) -> None:
         self.model = StepModel(self.info.calibration)
@@ -114,7 +114,7 @@ class Worker:
         self.update_info(self.info)
 
     def update_info(self, info: WorkerInfo) -> None:
-        """The same life says again what it is."""
+        """Take the info of the same incarnation after a new session."""
         self.info = info
         self.worker_id = info.worker_id
         self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
@@ -131,17 +131,17 @@ class Worker:
         self._num_blocks_unseen += num_blocks
 
     def note_closed(self, assignment: Assignment) -> None:
-        """A assignment was closed. What it shares with others stays in use; the next report shows it anyway."""
+        """An assignment was closed. What it shares with others stays in use until the next report."""
         num_left_blocks = num_left(assignment, self.assigned.held) * HASH_BLOCK_TOKENS // self.info.block_size
         self.blocks_beyond += max(0, num_left_blocks - assignment.shared_blocks)
 
     def note_returned(self, num_tokens: int) -> None:
-        """Booked prompt tokens were given back: computed, or given up. Progress on them counts no longer."""
+        """Assigned prompt tokens were given back: computed, or given up. Progress on them no longer counts."""
         self._num_computed = max(0, min(self._num_computed - num_tokens, self.assigned.tokens))
         self._num_unseen = min(self._num_unseen, self.assigned.tokens)
 
     def takes(self, num_blocks: int, room: int) -> bool:
-        """Whether it has a place and, of `room` blocks, these for one more sequence."""
+        """Whether it has a free decode place and, of `room` blocks, `num_blocks` for one more sequence."""
         return not self.is_full and num_blocks < self.refused_blocks and self.used_blocks + num_blocks <= room
 
     @property
@@ -150,7 +150,7 @@ class Worker:
         return self.num_others > 0 or self._has_preempted
 
     def note_refused(self, num_blocks: int) -> None:
-        """It refused a sequence that was to take so many blocks: its books are wrong until it reports again."""
+        """It refused a sequence of `num_blocks` blocks: larger ones are not placed there until its next report."""
         self.refused_blocks = min(self.refused_blocks, num_blocks)
 
     def take_report(self, report: WorkerReport) -> None:
@@ -170,7 +170,7 @@ class Worker:
         self._take_load()
 
     def refresh(self) -> None:
-        """Bring up to date what follows from the books and the latest report."""
+        """Update what follows from the assignments and the latest report."""
         assigned, info = self.assigned, self.info
         self.num_sequences = num_sequences = len(assigned.assignments)
         goes_first = self._has_preempted and not self.is_for_prompts
@@ -195,7 +195,7 @@ class Worker:
             self.outstanding_pairs = self.backlog_ms = 0.0
 
     def _take_load(self) -> None:
-        """Note what follows from the latest report alone."""
+        """Update what follows from the latest report alone."""
         load, info = self.load, self.info
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
         self.free_tokens = max(0, num_free - load.blocks_apart) * info.block_size
@@ -219,5 +219,5 @@ def decodes_only(info: WorkerInfo) -> bool:
 
 
 def has_both_roles(info: WorkerInfo) -> bool:
-    """Whether this worker does whole requests."""
+    """Whether this worker has both roles."""
     return {"prefill", "decode"} <= set(info.roles)

@@ -1,9 +1,9 @@
-"""The counters of workers, over all of their lives: each life begins at 0, and what is shown must never fall.
+"""The counters of workers, summed over their incarnations: each one begins at 0, and what is shown must never fall.
 
-    report of the known life ──> replaces what that life said before
-    report of another life   ──> what the earlier one said last is added to the past
+    report of the known incarnation ──> replaces the earlier report of that incarnation
+    report of another incarnation   ──> the last report of the earlier one is added to the past
 
-Owner: the router core.
+Owner: the fleet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from disagg.proto.messages import TransferCount, WorkerMetrics, WorkerReport
 
 
 class WorkerCounts:
-    """See the module docstring. A life that comes back (its session broke) goes on."""
+    """The counters of all workers. An incarnation whose session broke and came back continues its counts."""
 
     def __init__(self) -> None:
         self._past: dict[WorkerId, WorkerMetrics] = {}
         self._latest: dict[WorkerId, tuple[Incarnation, WorkerMetrics]] = {}
 
     def take(self, report: WorkerReport) -> None:
-        """A report of a present life."""
+        """Take the report of a present incarnation."""
         if report.metrics is None:
             return
         worker_id = report.worker_id
@@ -38,7 +38,7 @@ class WorkerCounts:
 
 
 def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
-    """The sum of the counters of two lives."""
+    """The sum of the counters of two incarnations."""
     transfers: dict[tuple[WorkerId, str], TransferCount] = {}
     for count in (*one.transfers, *other.transfers):
         known = transfers.get((count.decode_worker, count.transport))
@@ -57,7 +57,7 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
 
 
 def _add_counts(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    if len(one) != len(other):  # a life that has said nothing yet
+    if len(one) != len(other):  # of an incarnation without a report so far
         return one or other
     return tuple(a + b for a, b in zip(one, other, strict=True))
 

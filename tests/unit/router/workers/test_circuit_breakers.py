@@ -177,9 +177,9 @@ def test_a_half_open_worker_gets_one_request_at_a_time(caplog: pytest.LogCapture
     assert it.update("p0", prefilled_update("r4", 0)) == []
     assert it.submit("r6") == ["dispatch p0 r6/0 -> d0"]
     assert [record.getMessage() for record in caplog.records] == [
-        "p0: left out of prefill, which failed (no luck); others are used instead, one request tries it again in 0.5 s",
-        "p0: r4/0 tries its prefill again",
-        "p0: prefill works again after 0.5 s; it is used as before",
+        "p0: circuit breaker open, prefill failed (no luck); using other workers, next trial in 0.5 s",
+        "p0: circuit breaker half-open, trying prefill with attempt r4/0",
+        "p0: circuit breaker closed, prefill works again after 0.5 s; it gets requests as before",
     ]
     assert it.core.view(it.now).events["breaker_opened"] == 1
     assert it.core.view(it.now).events["breaker_closed"] == 1
