@@ -1,5 +1,5 @@
-"""What the gateway asks of the router: submit a request, read its tokens in order, cancel it. Plain data and one
-protocol, so that each side can be tested with a stand-in for the other."""
+"""The interface between gateway and router: submit a request, read its tokens in order, cancel it; limits of tenants;
+views for operators. Plain data and one protocol, so that each side can be tested with a fake of the other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from disagg.router.statistics import Rates, RouterStats
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Of one tenant, whatever key it uses. None is no limit. The gateway's file of keys says them, see
-    `gateway/api_keys.py`."""
+    """Limits of one tenant, whatever key it uses. None is no limit. From the gateway's key file, see
+    `gateway/auth/api_keys.py`."""
 
     requests_per_minute: int | None = None
-    """Answers that it may ask for: each of the `n` of each prompt is one."""
+    """Answers a minute: each of the `n` of each prompt is one."""
     tokens_per_minute: int | None = None
-    """Prompt tokens, and output tokens. An answer is charged `max_tokens`; what it did not take is given back."""
+    """Prompt and output tokens a minute. An answer is charged `max_tokens`; what it did not use is given back."""
     running: int | None = None
-    """Answers that workers are at; further ones wait."""
+    """Answers that run on workers; further ones wait."""
     queued: int | None = None
     """Answers that wait for a worker."""
     weight: float = 1.0
-    """Its share of tokens while others wait, compared with theirs."""
+    """Its share of tokens while others wait, relative to theirs."""
     max_priority: int | None = None
     """Requests of a higher priority get this one."""
     min_ttft_s: float = 0.0
@@ -36,7 +36,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     boosted: int | None = None
     """Requests at a time that are queued by a target of their own; further ones are queued as if they had none."""
     is_sole: bool = True
-    """Whether there is no other tenant. Else it gets a share of the queue and of the places to decode at most, so that
+    """Whether there is no other tenant. Else it gets at most a share of the queue and of the decode places, so that
     there is always room for others."""
 
 
@@ -45,19 +45,19 @@ NO_LIMITS = TenantLimits()
 
 
 class CallDemand(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one call of a client asks for, as far as it can be seen before it is tokenized."""
+    """The demand of one call, as far as it is known before tokenizing."""
 
     tenant: str
     limits: TenantLimits
     num_answers: int
     """Of all its prompts together."""
     num_tokens: int
-    """That they take at least, charged as a request is."""
+    """Lower limit of their tokens, charged to the tenant."""
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A validated, tokenized request. It and what follows from it hold nothing that leads back to them, so the garbage
-    collector need not walk through them: a router has thousands."""
+    """A validated, tokenized request. It and what is made of it are in no reference cycle, so the garbage collector
+    does not track them: a router has thousands."""
 
     request_id: RequestId
     prompt_token_ids: PackedTokenIds
@@ -72,17 +72,17 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tpot_slo_s: float | None = None
     """Target for the mean time between output tokens; None takes the configured one."""
     pair: tuple[WorkerId, WorkerId] | None = None
-    """The prefill and the decode worker that must run it, for an operator's probe; None leaves it to placement."""
+    """The prefill and the decode worker that must run it, for an operator's probe; None for placement."""
     trace_parent: str = ""
     """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
     tenant: str = ""
-    """Whose it is; empty where there are no keys."""
+    """Its tenant; empty where there are no keys."""
     limits: TenantLimits = NO_LIMITS
     """Of the tenant."""
     prepaid_tokens: int | None = None
     """What its call was charged for it; None where its call was not charged."""
     tokenize_queue_s: float = 0.0
-    """For how long its prompt waited for the tokenizer."""
+    """How long its prompt waited for the tokenizer."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,19 +103,19 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """From the placement on."""
     tpot_ms: float | None
     cost: float
-    """The sum of the parts below where the policy knows times, else in units of its own."""
+    """The sum of the parts below where the policy predicts times, else in units of its own."""
     wait_ms: float
     prefill_ms: float
     transfer_ms: float
     decode_ms: float
     delay_ms: float
-    """What other sequences lose, summed over them."""
+    """Added time of other sequences, summed."""
     barrier_ms: float
-    """What the KV utilization was worth."""
+    """The barrier term of the KV utilization."""
 
 
 class Decision(Option, frozen=True, kw_only=True):
-    """Why a request was placed where it was: the option of least cost."""
+    """The option that was taken: the one of least cost."""
 
     policy: str
     num_options: int
@@ -123,7 +123,7 @@ class Decision(Option, frozen=True, kw_only=True):
 
 
 class Placement(Protocol):
-    """One placement, which can be asked for more afterwards."""
+    """One placement, with its options for `explain`."""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -137,15 +137,15 @@ class Placement(Protocol):
 
     @property
     def transfer_ms(self) -> float:
-        """What of the transfer is predicted to be visible."""
+        """Predicted exposed time of the transfer."""
         ...
 
     def decision(self) -> Decision:
-        """What was taken."""
+        """The option that was taken."""
         ...
 
     def options(self) -> list[Option]:
-        """What it was among, least cost first."""
+        """All options that were compared, least cost first."""
         ...
 
 
@@ -157,8 +157,8 @@ Path = Literal["pd", "local", "colocated"]
 
 
 class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
-    """How far one attempt got, and when: times on the gateway's monotonic clock, durations as its workers measured
-    them. None is what did not happen, or is not known (yet)."""
+    """The progress of one attempt: times on the gateway's monotonic clock, durations as its workers measured them. None
+    for what did not happen, or is not known yet."""
 
     path: Path
     prefill_worker: WorkerId | None
@@ -181,8 +181,8 @@ class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
 
 
 class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
-    """Where a request ran and what moved; filled while it runs, kept in a ring afterwards. One that was refused at
-    once has an outcome and no attempts."""
+    """Where a request ran and what was transferred; filled while it runs, kept in a ring afterwards. A request that was
+    refused has an outcome and no attempts."""
 
     request_id: RequestId
     prefill_worker: WorkerId | None = None
@@ -220,7 +220,7 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def decision(self) -> Decision | None:
-        """Why the latest attempt is where it is."""
+        """The placement decision of the latest attempt."""
         return None if self.placement is None else self.placement.decision()
 
 
@@ -230,7 +230,7 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     reason: Literal["stop", "length"]
     num_output_tokens: int
     cached_tokens: int
-    """Prompt tokens that nobody computed."""
+    """Prompt tokens that no worker had to compute."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):
@@ -238,7 +238,7 @@ class TokenBatch(msgspec.Struct, frozen=True, gc=False):
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    """One for each token, or none where the request did not ask."""
+    """One for each token, or none where the request has none."""
 
 
 class RequestHandle(Protocol):
@@ -248,8 +248,8 @@ class RequestHandle(Protocol):
     completion: Completion | None
     """Set when the iteration has ended normally."""
     num_answered: int | None
-    """To be set before `cancel` where the answer is complete without what is still to come (a stop string): its tokens.
-    None means that the request is given up."""
+    """To be set before `cancel` where the answer is complete already (a stop string): its tokens. None for a request
+    that is given up."""
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """New output tokens in index order, several at once where the consumer was slow. Ends after the last
@@ -257,37 +257,37 @@ class RequestHandle(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Give the request up, in any phase; idempotent. The iteration ends with `RequestCancelledError`. Must be
+        """Cancel the request, in any phase; idempotent. The iteration ends with `RequestCancelledError`. Must be
         called whenever the consumer stops reading before the end."""
         ...
 
 
 QUARANTINED = "quarantined"
-"""How the detail of a worker begins that is left out of something."""
+"""Prefix of the detail of a worker with an open circuit breaker, as `disagg status` shows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as the router sees it."""
+    """One worker in the router's view."""
 
     info: WorkerInfo
     load: Load
     is_draining: bool = False
     report_age_s: float = 0.0
-    """Since its latest report, or since it came."""
+    """Since its latest report, or since it came up."""
     is_suspected: bool = False
-    """It shows that it hangs: nothing is placed there until it speaks again."""
+    """It seems to hang: nothing is placed there until it is responsive again."""
     open_breakers: tuple[str, ...] = ()
-    """What it is left out of because it failed there again and again, and since when; one line each."""
+    """One line for each of its circuit breakers that is not closed: leg, since when, next trial."""
 
 
 STAGES = ("queued", "prefill", "transfer", "decode")
-"""What a request in flight can be waiting for."""
+"""The stages of a request in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """The cluster as the router sees it."""
+    """The cluster in the router's view."""
 
     workers: tuple[WorkerView, ...]
     num_queued: int
@@ -303,19 +303,19 @@ class ClusterView:
     stats: RouterStats = field(default_factory=RouterStats)
     """Sums over all requests; grows on."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
-    """Of every worker that was ever seen: sums over all of its lives; they never fall."""
+    """Of every worker so far: sums over all of its incarnations; they never fall."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """What went wrong or was dropped, by name."""
+    """Counts of what failed or was dropped, by name."""
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By tenant: requests that wait for a worker, and that run."""
 
 
 class Router(Protocol):
-    """The shell around the router core."""
+    """A router as the gateway uses it."""
 
     def admit(self, call: CallDemand) -> None:
-        """Charge a call to its tenant before anything is done for it. Raises `LimitError` where it is refused as a
-        whole; then nothing is charged. What of it is not submitted must be given back."""
+        """Charge a call to its tenant before anything is done for it. Raises `LimitError` where all of it is refused;
+        then nothing is charged. What is not submitted must be given back."""
         ...
 
     def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
@@ -324,17 +324,17 @@ class Router(Protocol):
         ...
 
     def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
-        """The limits of all tenants changed: what waits and may run now, runs at once."""
+        """The limits of all tenants changed: waiting requests that may run now are placed at once."""
         ...
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at
-        once where it can see that the request cannot be served; then nothing is held."""
+        once where the request cannot be served; then nothing is held."""
         ...
 
     def check_room(self) -> None:
         """Raises what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
-        `UnavailableError`. Cheap; asked before a prompt is tokenized."""
+        `UnavailableError`. Cheap; called before a prompt is tokenized."""
         ...
 
     def view(self) -> ClusterView:

@@ -1,4 +1,4 @@
-"""The knobs of the router. `cluster` makes this from the user's YAML."""
+"""The configuration of the router. `cluster` makes it from the user's YAML."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PolicyName = Literal["joint", "prefix", "least_loaded", "round_robin", "random"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One router."""
+    """The configuration of one router."""
 
     local_prefill: LocalPrefill = "auto"
     """`auto`: a decode worker may compute an uncached suffix itself. `never`: every prompt goes through a prefill
     worker. An answer that has begun and outgrew every prefill worker is continued on a decode worker alone all the
     same: otherwise it would be lost."""
     policy: PolicyName = "joint"
-    """How workers are chosen, see `policies/`."""
+    """How workers are chosen, see `placement/policies/`."""
     admission: bool = True
-    """Refuse at once what is predicted to miss its TTFT target."""
+    """Refuse at once requests that are predicted to miss their TTFT target."""
     ttft_slo_s: float | None = None
     """Target of requests that bring none; None is no target."""
     tpot_slo_s: float | None = None
@@ -30,83 +30,82 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_horizon_s: float = 10.0
     """Requests without a TTFT target are queued as if they had this one."""
     max_queued: int = 1024
-    """Requests that wait for a worker; one more is refused as overload."""
+    """Requests that may wait for a worker; a further one is refused as overload."""
     bypass_s: float = 0.5
-    """A request that waits for room in the KV cache lets smaller ones pass for so long. From then on a worker is kept
-    for it."""
+    """A request that waits for KV blocks lets smaller ones pass for so long. From then on a worker is held for it."""
     fair_quantum_tokens: int = 4096
     """Tokens of a tenant's turn in the queue, prompt and answer; see `queue`."""
     tenant_queue_share: float = 0.75
-    """The most of `max_queued`, without those of others, that one of several tenants may have waiting."""
+    """The largest share of `max_queued`, without the requests of others, that one of several tenants may have
+    waiting."""
     tenant_place_share: float = 0.9
-    """The most of the places to decode that one of several tenants has, so that one that comes need not wait for its
-    answers to end; 1 keeps none free for that."""
+    """The largest share of the decode places that one of several tenants gets, so that a new tenant need not wait for
+    its answers to end; 1 keeps none free."""
     retry_after_s: float = 1.0
-    """What a refused client is told to wait."""
+    """Retry time that a refused client gets."""
     max_attempts: int = 5
     """Attempts of a request that may be lost to a fault, without progress (64 tokens of the answer) in between.
     Refusals and moves on purpose do not count."""
     max_losses: int = 3
-    """Attempts of a request that may be lost with a whole worker, without progress in between; with it, twice as many.
-    """
+    """Attempts of a request that may fail by the loss of a worker, without progress in between; with progress, twice as
+    many."""
     max_refusals: int = 100
-    """How often in a row workers that have nothing else may refuse a request before it fails. Where others have the
-    room, it waits."""
+    """How often in a row workers without other sequences may refuse a request before it fails. Refused by others, it
+    waits until they have room."""
     refusal_pause_s: float = 0.05
     """After its n-th refusal a request avoids the worker that refused for n times this long."""
     failure_pause_s: float = 0.2
-    """After its n-th fault a request avoids the workers to blame for n times this long."""
+    """After its n-th fault a request avoids the workers that may have caused it for n times this long."""
     max_pause_s: float = 1.0
     """Longest of those pauses."""
     no_worker_grace_s: float = 2.5
-    """How long a queued request waits for a worker that could take it at all to come (back)."""
+    """How long a queued request waits for a worker that could hold it at all to come up."""
     silent_after_s: float | None = 2.5
-    """A worker that sent nothing for so long is suspected: what it had goes on elsewhere, and it gets nothing new until
-    it speaks again. None for never."""
+    """A worker that sent nothing for so long is suspected of hanging: its requests are requeued, and nothing is placed
+    on it until it sends something. None for never."""
     stuck_after_s: float | None = 30.0
-    """The same for one whose engine has been in one step for so long. None for never."""
+    """The same for a worker whose engine has been in one step for so long. None for never."""
     retry_share: float = 0.1
-    """Attempts again that may be made for every request that comes; the first one after the loss of a worker does not
-    count."""
+    """Retries per new request; the first one after the loss of a worker does not count."""
     retry_burst: int = 256
-    """How many of these may be made at once, after a while without any."""
+    """Retries that may be made at once, after a while without any."""
     pair_timeout_s: float = 2.0
     """For how long an attempt waits for its pair of workers to be formed, at most; at most half of what is left of its
-    TTFT target and of its deadline, and at least a quarter of a second. Then it goes elsewhere."""
+    TTFT target and of its deadline, and at least a quarter of a second. Then it is placed again."""
     warm_pairs: int = 8
-    """Pairs of each worker that are formed as soon as it comes. Any other is formed by the first request that is placed
-    on it."""
+    """Pairs of each worker that are formed when it comes up. Any other is formed by the first request that is placed on
+    it."""
     pair_setup_ms: float = 50.0
-    """Policy `joint`: what a pair costs more that has to be formed first."""
+    """Policy `joint`: added cost of a pair that has to be formed first."""
     pair_idle_s: float = 60.0
-    """A pair that no request was placed on for so long is taken to be closed, unless it is one of `warm_pairs`."""
+    """A pair without a placement for so long is assumed to be closed, unless it is one of `warm_pairs`."""
     breaker_failures: int = 3
-    """A worker or a pair that fails so often in a row in one leg (prefill, transfer, decode) is left out of it for a
-    while; see `breaker`."""
+    """Failures in a row of a worker or a pair in one leg (prefill, transfer, decode) that open its circuit breaker; see
+    `workers/circuit_breaker.py`."""
     breaker_share: float = 0.5
-    """The same for one of whose latest results so large a share failed."""
+    """Share of failures among the latest results that opens it too."""
     breaker_pause_s: float = 0.5
-    """After how long one request tries it again; doubles with each failure up to `breaker_max_pause_s`."""
+    """Time before a trial with one request; doubles with each failure up to `breaker_max_pause_s`."""
     breaker_max_pause_s: float = 30.0
     """Longest of those pauses."""
     prefill_chunks: int = 2
     """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
     worker."""
     decode_reserve_tokens: int = 512
-    """Output tokens whose blocks are assigned on the decode worker (less if the request may make less)."""
+    """Output tokens whose blocks are assigned on the decode worker (fewer if `max_tokens` is less)."""
     watermark: float = 0.01
-    """Share of a worker's blocks that the books leave free."""
+    """Share of a worker's KV blocks that placement leaves free."""
     kv_barrier_ms: float = 20.0
-    """Policy `joint`: what a worker costs when joining it fills half of its KV blocks; k / (1 - k) times that for a
-    share k."""
+    """Policy `joint`: added cost of a worker with half of its KV blocks in use after joining; k / (1 - k) times that
+    for a share k."""
     expected_output_tokens: int = 64
-    """Output tokens of an answer, until the router has seen how long answers are."""
+    """Output tokens of an answer, until answers were observed."""
     num_traces: int = 1000
-    """Ended requests that can still be explained."""
+    """Ended requests whose traces are kept."""
     outbox_frames: int = 4096
-    """Frames that may wait for one worker; a worker that takes none for so long is treated as lost."""
+    """Frames that may wait for one worker; a worker with more is treated as lost."""
     hello_timeout_s: float = 5.0
-    """How long a worker may take to greet a new session."""
+    """How long a worker may take for its first frame of a session."""
     min_reconnect_s: float = 0.1
     """First pause after a lost session; it doubles up to `max_reconnect_s`."""
     max_reconnect_s: float = 2.0

@@ -5,12 +5,12 @@
                  └────put back──────┘                    failed, cancelled: from QUEUED or RUNNING, for good
 
     attempt   PREFILLING ──prefilled──> TRANSFERRING ──handed over──> DECODING
-                  └── prefilled here (local prefill), or handed over (D's word overtook P's) ──> DECODING
+                  └── prefilled here (local prefill), or handed over (D's message came first) ──> DECODING
               every state but ENDED ──ended──> ENDED
 
 Transitions are data. A pair that is not listed raises, and nothing changes.
 
-Members hash by identity: `Enum` hashes by name, in Python, which every look into a table would pay for twice.
+Members hash by identity: `Enum` hashes by name, in Python, which every table lookup would pay for twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 
 class IllegalTransitionError(RuntimeError):
-    """A fault of ours: this cannot happen in this state."""
+    """A bug: this event cannot happen in this state."""
 
 
 class RequestState(enum.Enum):

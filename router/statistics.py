@@ -1,6 +1,6 @@
-"""Numbers that are kept of what happened: histograms, means, counts of the last seconds, and the router's own sums.
+"""Statistics: histograms, running means, counts in a sliding window, and the router's own sums.
 
-Plain numbers without a clock. Owner: whoever observes.
+Plain numbers without a clock; each object is owned by the one that observes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SPAN_STAGES = (
     "decode",
     "detokenize",
 )
-"""The stages of a request's life, see `spans`."""
+"""The stages of a request, see `telemetry/spans.py`."""
 PREDICTIONS = ("ttft", "tpot", "transfer")
-"""What a placement predicts and the request then shows."""
+"""Predictions of a placement that are compared with measurements."""
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0)
 ITL_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -40,7 +40,7 @@ _MEMORY = 64
 
 
 class Histogram:
-    """Counts values by interval, and adds them up: what Prometheus calls a histogram, cheap enough for every token.
+    """A histogram as Prometheus defines it, cheap enough for every token.
 
     Args:
         bounds: upper ends of the intervals, rising; each belongs to its interval, and one more has no upper end.
@@ -56,7 +56,7 @@ class Histogram:
         """The sum of all values."""
 
     def observe(self, value: float, times: int = 1) -> None:
-        """A value, so many times."""
+        """Observe a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -78,7 +78,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 class SlidingWindowCounter:
-    """How often things happened in the last seconds: counts by name, kept second by second.
+    """Counts of events by name over the last seconds, kept for each second.
 
     Args:
         span_s: how many seconds are kept, the present one included.
@@ -92,7 +92,7 @@ class SlidingWindowCounter:
         """Of that second, the latest in which anything happened."""
 
     def add(self, now: float, name: str, times: int = 1) -> None:
-        """It happened so many times just now. `now` never falls."""
+        """Count an event `times` times. `now` never falls."""
         second = int(now)
         if second != self._second:
             self._forget(second)
@@ -101,8 +101,8 @@ class SlidingWindowCounter:
         self._counts[name] += times
 
     def totals(self, now: float, within_s: int | None = None) -> Counter[str]:
-        """How often each thing happened in the last `within_s` seconds (else in all that are kept), the present one,
-        which is not over, included."""
+        """How often each event happened in the last `within_s` seconds (default: in all that are kept), including the
+        present one, which is not over."""
         self._forget(int(now))
         first = int(now) - (within_s or self._span_s)
         total: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class Rates(NamedTuple):
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What one tenant took."""
+    """What one tenant used."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Its requests that ended: `stop`, `length`, or the code of an error."""
@@ -160,7 +160,7 @@ class TenantUsage:
 class RouterStats:
     """Sums over all requests of a router since it began: what its metrics show. Times in seconds.
 
-    Owner: the router's telemetry, which writes them; whoever exposes them reads.
+    Owner: the router's telemetry; metrics read them.
     """
 
     ttft: dict[str, Histogram] = field(default_factory=lambda: {path: Histogram(TTFT_BOUNDS_S) for path in PATHS})
@@ -175,13 +175,13 @@ class RouterStats:
     prediction_ratio: dict[str, Histogram] = field(
         default_factory=lambda: {what: Histogram(RATIO_BOUNDS) for what in PREDICTIONS}
     )
-    """What was measured over what was predicted, of attempts that answered."""
+    """Measured over predicted, of answered requests with one attempt."""
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     """Of each answered request."""
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     """Of each answered request."""
     cached_tokens: int = 0
-    """Prompt tokens of answered requests that nobody computed."""
+    """Prompt tokens of answered requests that no worker had to compute."""
     num_output_tokens: int = 0
     """Tokens given to the gateway, those of requests that failed or were stopped by a string included."""
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -189,6 +189,6 @@ class RouterStats:
     slos: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """(target, whether it was met) -> requests that had it."""
     decisions: Counter[str] = field(default_factory=Counter)
-    """What the router decided, by reason."""
+    """Decisions of the router, by reason."""
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
     """By the name of the tenant."""

@@ -1,15 +1,15 @@
-"""The one deep queue: requests that wait for a worker, in the order in which they are looked at.
+"""The one deep queue: requests that wait for a worker, in the order in which they are tried.
 
     higher priority  >  requests that had an attempt  >  the tenants in turn  >  when the first token is due  >  arrival
 
-Tenants take turns by deficit round robin on tokens. Each has a level: the tokens that its answers took, and for those
-that run what they may take at most, over its weight. A request belongs to the round of its tenant's level plus what
-waits before it there, a round being `quantum` tokens long. So in each round every tenant has a quantum, what is dear
-takes several rounds, and what was claimed and not used is given back when an answer ends.
+Tenants take turns by deficit round robin on tokens. Each has a level: the tokens that its ended answers used, plus the
+upper limits of those that run, over its weight. The round of a request is its tenant's level plus the tokens before it
+in the tenant's lane, divided by `quantum`. So in each round every tenant has a quantum, expensive requests take several
+rounds, and what was claimed and not used is given back when an answer ends.
 
-Requests that already had an attempt wait for no turn: their tenant was charged for them, and their client is in the
-middle of an answer, or was refused by no fault of its own. A request without a TTFT target is due a fixed horizon after
-its arrival, so that it waits behind those in a hurry, but not for ever. With one tenant the rounds change nothing.
+Requests that already had an attempt wait for no turn: their tenant was charged for them, and their client has a part of
+the answer, or lost an attempt without being its cause. A request without a TTFT target is due a fixed horizon after its
+arrival, so that it waits behind more urgent ones, but not for ever. With one tenant the rounds change nothing.
 
 Deficit round robin: Shreedhar and Varghese, 1995. Levels instead of counters of deficits, and what becomes of them
 while a tenant is idle, as in the virtual token counters of Sheng et al., 2024.
@@ -31,30 +31,30 @@ DEFAULT_QUANTUM = 4096
 
 
 class Urgency(NamedTuple):
-    """Sorts requests of one tenant; the smallest is placed first."""
+    """The sort key of requests of one tenant; the smallest is placed first."""
 
     negated_priority: int
     is_first_attempt: bool
     due: float
-    """When the first token should be there."""
+    """When the first token is due."""
     arrival_order: int
     """Unique."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one tenant has had. Changed by the queue only."""
+    """What one tenant has used. Changed by the queue only."""
 
     name: str = ""
     weight: float = 1.0
     used: float = 0.0
     """Tokens of its answers that ended, over its weight."""
     claimed: float = 0.0
-    """Tokens that those may take that run."""
+    """Upper limit of the tokens of those that run."""
 
     @property
     def level(self) -> float:
-        """The lower it is, the sooner it has its turn."""
+        """The lower, the sooner its turn."""
         return self.used + self.claimed / self.weight
 
 
@@ -71,22 +71,22 @@ class _Lane:
         self.share = share
         self.order: list[tuple[Urgency, RequestId]] = []
         self.work_ms: list[float] = []
-        """How long the prompts take."""
+        """Prefill times of the prompts."""
         self.cost: list[float] = []
-        """Tokens that they may take."""
+        """Upper limits of their tokens."""
         self._quantum = quantum
         self._befores: list[float] | None = None
-        """Tokens of those before each."""
+        """Tokens of the entries before each."""
         self._head: _Key | None = None
 
     def key(self, index: int) -> _Key:
-        """Where an entry stands among those of all tenants."""
+        """The sort key of an entry among those of all tenants."""
         if self._befores is None:
             self._befores = list(accumulate(self.cost, initial=0.0))
         return self.key_of(self.order[index][0], self._befores[index])
 
     def key_of(self, urgency: Urgency, tokens_before: float) -> _Key:
-        """The same of a request behind so many tokens of its tenant."""
+        """The sort key of a request behind `tokens_before` tokens of its tenant."""
         turn = 0
         if urgency.is_first_attempt:
             turn = math.floor((self.share.level + tokens_before / self.share.weight) / self._quantum)
@@ -104,20 +104,20 @@ class _Lane:
         self._befores = self._head = None
 
     def find(self, urgency: Urgency) -> int:
-        """Where an entry of that urgency stands, or would."""
+        """The position of an entry of that urgency, present or not."""
         return bisect.bisect_left(self.order, (urgency,))
 
     def num_before(self, key: _Key) -> int:
-        """Entries that stand before a key."""
+        """Number of entries before a key."""
         return bisect.bisect_left(range(len(self.order)), key, key=self.key)
 
 
 class RequestQueue:
-    """See the module docstring.
+    """All waiting requests, a lane for each tenant.
 
     Args:
         quantum: tokens of a tenant's turn.
-        may_run: whether a tenant may have one more running; those of one that may not are passed over.
+        may_run: whether a tenant may have one more running; requests of others are skipped.
     """
 
     def __init__(self, quantum: int = DEFAULT_QUANTUM, may_run: Callable[[str], bool] = lambda tenant: True) -> None:
@@ -127,13 +127,13 @@ class RequestQueue:
         self._lanes: dict[Share, _Lane] = {}
         """Those with entries."""
         self._first: list[tuple[RequestId, float]] = []
-        """The order of all tenants as far as it is known, with the work up to and with each."""
+        """The merged order as far as it was computed, with the work up to and including each."""
         self._rest: list[tuple[_Key, int, int, _Lane]] | None = None
-        """What follows, a heap of the next entry of each lane; None where nothing is known."""
+        """A heap of the next entry of each lane; None where no order was computed."""
         self._asked: tuple[int, float] | None = None
-        """The latest answer of `position`, and the work before it."""
+        """The latest result of `position`, and the work before it."""
         self.passes_over = False
-        """Whether there was a tenant, when the order was last asked for, that may not have one more running."""
+        """Whether a tenant was skipped when the order was last read, because it may not have one more running."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -149,12 +149,12 @@ class RequestQueue:
     # ---------------------------------------------------------------- the order
 
     def look(self) -> None:
-        """The order is asked for anew: tenants may have become able to run more."""
+        """Compute the order again: tenants may have become able to run more."""
         self._forget_order()
         self.passes_over = False
 
     def at(self, position: int) -> RequestId | None:
-        """The request at a position, 0 being the first to be looked at; None behind the last one."""
+        """The request at a position, 0 being the first to be tried; None behind the last one."""
         if len(self._lanes) == 1:
             (lane,) = self._lanes.values()
             if position < len(lane.order) and self._runs(lane):
@@ -163,9 +163,9 @@ class RequestQueue:
         return self._first[position][0] if self._know(position) else None
 
     def position(self, urgency: Urgency, share: Share | None = None, num_kept: int = 0) -> int:
-        """Where a new request of that urgency and tenant would stand. `num_kept`: places to decode that others leave
-        free for its tenant. A request that gets one of these does not stand behind tenants that may not have one more
-        running; for any other one they are counted, so that it may come to stand earlier, never later."""
+        """The position of a new request of that urgency and tenant. `num_kept`: decode places that others leave free
+        for its tenant. Before a request that gets one of these, tenants that may not have one more running do not
+        count; before any other one they do, so that its position may turn out to be lower, never higher."""
         lanes = self._lanes
         lane = lanes.get(share) if share is not None else next(iter(lanes.values()), None)
         if lane is not None and len(lanes) == 1:
@@ -208,9 +208,9 @@ class RequestQueue:
         Args:
             request_id: of it.
             urgency: of it.
-            work_ms: how long its prompt takes.
-            share: of its tenant; where there is but one, it may be left out.
-            cost: tokens that it may take at most; 0 where its tenant was charged for it.
+            work_ms: prefill time of its prompt.
+            share: of its tenant; optional where there is only one.
+            cost: upper limit of its tokens; 0 where its tenant was charged for it.
         """
         assert request_id not in self._lane_of, f"{request_id} is queued already"
         lane = self._lane_for(share)
@@ -234,18 +234,18 @@ class RequestQueue:
         self._changed(lane)
 
     def set_work(self, request_id: RequestId, work_ms: float) -> None:
-        """How long the prompt of a request in the queue keeps those behind it from now on."""
+        """Set the prefill time that a queued request counts with for those behind it."""
         lane, urgency = self._lane_of[request_id]
         lane.work_ms[lane.find(urgency)] = work_ms
         self._forget_order()
 
     def charge(self, share: Share, tokens: float) -> None:
-        """One of the tenant's requests is placed, and may take so many tokens."""
+        """One of the tenant's requests is placed; `tokens` is its upper limit."""
         share.claimed += tokens
         self._level_changed(share)
 
     def settle(self, share: Share, charged: float, used: float) -> None:
-        """A request that was charged for has ended, and took so many."""
+        """A request that was charged has ended, and used `used` tokens."""
         share.claimed = max(0.0, share.claimed - charged)
         share.used += used / share.weight
         self._level_changed(share)
@@ -261,9 +261,9 @@ class RequestQueue:
         return lane
 
     def _used_at_start(self, share: Share) -> float:
-        """What a tenant has had that begins to wait beside others. Time in which it did not wait earns it nothing, and
-        what it took while no other one waited is not held against it. What the others claimed and do not use is no
-        reason to put it behind them."""
+        """The use of a tenant that begins to wait beside others. It gets no credit for time without waiting requests,
+        and no debit for what it used while no other tenant waited. It is not put behind others for what they claimed
+        and may not use."""
         if not self._lanes:
             return share.used
         least = max(other.used for other in self._lanes)
@@ -277,7 +277,7 @@ class RequestQueue:
         return False
 
     def _know(self, position: int) -> bool:
-        """Find out the order up to a position. Returns whether there is one at it."""
+        """Compute the order up to a position. Returns whether there is a request at it."""
         if self._rest is None:
             self._rest = [
                 (lane.head, number, 0, lane) for number, lane in enumerate(self._lanes.values()) if self._runs(lane)

@@ -1,20 +1,20 @@
-"""What each tenant has in the router, and what it may have: requests and tokens a minute, answers that wait and that
-run, and its turn in the queue.
+"""The tenants of a router and their limits: requests and tokens a minute, answers that wait and that run, and turns in
+the queue.
 
-    a call ──admit──> its answers and the tokens that it surely takes are charged, or all of it is refused
-    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not take is given back
+    a call ──admit──> its answers and their least tokens are charged, or all of it is refused
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not use is given back
 
 An admitted answer counts as waiting until its request is submitted or given back, while its prompt is tokenized. So the
 requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
 
-Beside its own limits a tenant that is not the only one gets a share of the queue, and of the places to decode, that
+Beside its own limits a tenant that is not the only one gets a share of the queue, and of the decode places, that
 shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So there is
 room for one that comes later, without anything being set apart for each.
 
-A tenant that asked lately is sure of as many places as it had requests at a time in the last `DEMAND_S` to twice that,
-up to its part of all places by weight. Others leave those free, so that long answers of one do not take what another
-needs from one second to the next. Where places become free every `SOON_S` anyway, turns in the queue are enough, and
-nothing is left free.
+A tenant is guaranteed as many decode places as it had requests at a time in the last `DEMAND_S` to twice that, up to
+its part of all places by weight. Others leave those free, so that long answers of one do not take what another needs
+from one second to the next. Where places become free every `SOON_S` anyway, turns in the queue are enough, and nothing
+is left free.
 
 Owner: the router core.
 """
@@ -33,11 +33,11 @@ from disagg.router.queueing.queue import Share
 DEMAND_S = 30.0
 SOON_S = 0.05
 _NUM_ENDS = 16
-"""Answers that ended last, over which it is seen how often a place becomes free."""
+"""Ended answers over which the rate of places becoming free is measured."""
 
 
 class Tenant:
-    """One of them. Counted in by whoever changes the state of a request."""
+    """The counts and limits of one tenant. Updated by the router core with each change of a request's state."""
 
     __slots__ = (
         "earlier_peak",
@@ -46,9 +46,9 @@ class Tenant:
         "name",
         "num_admitted",
         "num_boosted",
+        "num_guaranteed",
         "num_kept",
         "num_running",
-        "num_sure",
         "num_waiting",
         "peak",
         "requests",
@@ -66,11 +66,11 @@ class Tenant:
         self.num_boosted = 0
         """Requests that are queued by a target of their own."""
         self.peak = self.earlier_peak = 0
-        """The most requests at a time, in this period and in the one before."""
-        self.num_sure = 0
-        """Places that it is sure of."""
+        """Peak of its requests in flight, in this period and in the one before."""
+        self.num_guaranteed = 0
+        """Decode places that it is guaranteed."""
         self.num_kept = 0
-        """Of these, those that it does not use."""
+        """Of these, those that are unused now."""
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self.set_limits(limits, now)
@@ -81,14 +81,14 @@ class Tenant:
         self.is_unlimited = limits.is_sole and (
             limits.requests_per_minute is limits.tokens_per_minute is limits.running is limits.queued is None
         )
-        """Whether there is nothing to look at before it may have more."""
+        """Whether no limit applies to it."""
         self.share.weight = limits.weight
         self.requests = _bucket(self.requests, limits.requests_per_minute, now)
         self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now)
 
 
 class Tenants:
-    """See the module docstring.
+    """All tenants of one router, by name.
 
     Args:
         config: the shares.
@@ -100,20 +100,20 @@ class Tenants:
         self._num_places = num_places
         self._tenants: dict[str, Tenant] = {}
         self._stated: dict[str, TenantLimits] = {}
-        """The latest limits by the file of keys. Calls that began earlier bring older ones."""
+        """The latest limits of the key file. Calls that began earlier bring older ones."""
         self._num_running = 0
         self.num_admitted = 0
         """Answers of admitted calls that are not submitted yet."""
         self._num_kept = 0
-        """Places that tenants are sure of and do not use."""
+        """Guaranteed places that are unused."""
         self._shared_out: int | None = None
-        """The places of which tenants were made sure last; None where their demand changed since."""
+        """The number of places at the last distribution of guarantees; None where the demand changed since."""
         self._period_ends = 0.0
         self._ends: deque[float] = deque((-math.inf,) * _NUM_ENDS, _NUM_ENDS)
         self._now = 0.0
         share = config.tenant_place_share
         self._per_free_place = share / (1 - share) if share < 1 else None
-        """Places that one may have for each that is free, so that alone it has that share."""
+        """Places that a tenant may have for each free one, so that alone it gets its share."""
 
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
         """The tenant, under these limits from now on, or those that were stated for it."""
@@ -126,14 +126,14 @@ class Tenants:
         return tenant
 
     def state_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
-        """The limits of all tenants from now on; those that are not here have the ones that their calls bring."""
+        """Set the limits of all tenants; tenants that are not in `limits` have those that their calls bring."""
         self._stated = dict(limits)
         self._shared_out = None
         for tenant in self._tenants.values():
             self.get(tenant.name, tenant.limits, now)
 
     def note_time(self, now: float) -> None:
-        """Forget what tenants asked for long ago."""
+        """Time passed: forget demand of earlier periods."""
         self._now = now
         if now < self._period_ends:
             return
@@ -149,7 +149,7 @@ class Tenants:
     # ---------------------------------------------------------------- calls and requests
 
     def admit(self, call: CallDemand, num_waiting: int, now: float) -> LimitError | None:
-        """Charge a call, or say why it is refused as a whole. `num_waiting`: requests of all tenants."""
+        """Charge a call; the error where all of it is refused. `num_waiting`: requests of all tenants."""
         tenant = self.get(call.tenant, call.limits, now)
         error = (
             _over_rate(tenant, "requests_per_minute", tenant.requests, call.num_answers, now)
@@ -163,29 +163,29 @@ class Tenants:
         return error
 
     def give_back(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
-        """Tokens that were charged and will not be taken, and admitted answers that will not be submitted."""
+        """Give back charged tokens that will not be used, and admitted answers that will not be submitted."""
         if (tenant := self._tenants.get(name)) is not None:
             _take(tenant.tokens, -num_tokens, now)
             self._admitted(tenant, -num_answers)
 
     def submitted(self, tenant: Tenant) -> None:
-        """The request of an admitted answer was taken."""
+        """The request of an admitted answer was accepted."""
         self._admitted(tenant, -1)
 
     def refusal(
         self, tenant: Tenant, num_tokens: int, prepaid: int | None, num_waiting: int, now: float
     ) -> LimitError | None:
-        """Why a request that may take so many tokens cannot be taken; None where it can. `prepaid`: what its call was
-        charged for it; None where it was not charged."""
+        """The error of a request of at most `num_tokens` tokens that a limit refuses; None where it is accepted.
+        `prepaid`: what its call was charged for it; None where it was not charged."""
         error = _over_rate(tenant, "tokens_per_minute", tenant.tokens, num_tokens - (prepaid or 0), now, num_tokens)
         if error is None and prepaid is None:
             error = _over_rate(tenant, "requests_per_minute", tenant.requests, 1, now)
-        if error is not None or (prepaid is not None and tenant.num_admitted):  # It is counted as waiting already.
+        if error is not None or (prepaid is not None and tenant.num_admitted):  # It counts as waiting already.
             return error
         return self._over_queue(tenant, 1, num_waiting)
 
     def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
-        """A request is taken."""
+        """Charge an accepted request."""
         _take(tenant.tokens, num_tokens - (prepaid or 0), now)
         if prepaid is None:
             _take(tenant.requests, 1, now)
@@ -203,7 +203,7 @@ class Tenants:
         """One of its requests was placed."""
         tenant.num_running += 1
         self._num_running += 1
-        if tenant.num_sure:
+        if tenant.num_guaranteed:
             self._keep(tenant)
 
     def stopped(self, tenant: Tenant, now: float) -> None:
@@ -211,7 +211,7 @@ class Tenants:
         self._ends.append(now)
         tenant.num_running -= 1
         self._num_running -= 1
-        if tenant.num_sure:
+        if tenant.num_guaranteed:
             self._keep(tenant)
 
     def may_run(self, name: str) -> bool:
@@ -227,7 +227,7 @@ class Tenants:
         num_places = self._num_places()
         if self._shared_out != num_places:
             self._share_out(num_places)
-        if num_running < tenant.num_sure:
+        if num_running < tenant.num_guaranteed:
             return True
         num_left = num_places - self._num_running - 1
         if num_left < self._num_kept - tenant.num_kept and self._now - self._ends[0] > SOON_S * _NUM_ENDS:
@@ -237,22 +237,22 @@ class Tenants:
     # ---------------------------------------------------------------- inside
 
     def _share_out(self, num_places: int) -> None:
-        """Make tenants sure of places for what they asked for lately."""
+        """Distribute guaranteed places by recent demand."""
         asking = [(each, most) for each in self._tenants.values() if (most := max(each.peak, each.earlier_peak))]
         weights = sum(each.limits.weight for each, _ in asking)
         for tenant in self._tenants.values():
-            tenant.num_sure = 0
+            tenant.num_guaranteed = 0
         for tenant, most in asking:
             if tenant.limits.running is not None:
                 most = min(most, tenant.limits.running)
             part = min(tenant.limits.weight / weights, self._config.tenant_place_share)
-            tenant.num_sure = min(most, int(num_places * part))
+            tenant.num_guaranteed = min(most, int(num_places * part))
         for tenant in self._tenants.values():
             self._keep(tenant)
         self._shared_out = num_places
 
     def _keep(self, tenant: Tenant) -> None:
-        num_kept = max(0, tenant.num_sure - tenant.num_running)
+        num_kept = max(0, tenant.num_guaranteed - tenant.num_running)
         self._num_kept += num_kept - tenant.num_kept
         tenant.num_kept = num_kept
 
@@ -261,7 +261,8 @@ class Tenants:
         self.num_admitted += num_answers
 
     def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
-        """Of those that come at once, and of those that were admitted, some may find a place at once."""
+        """The error where a tenant would have too many waiting. New and admitted answers for which there are free
+        places do not count."""
         limits = tenant.limits
         num_coming = num_answers + tenant.num_admitted
         num_free = 0
@@ -324,10 +325,10 @@ _PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """See the module docstring.
+    """What may be taken in a minute: full at first, refilled at an even rate; time is an argument.
 
     Args:
-        per_minute: what fits in, and what flows in in a minute.
+        per_minute: its size, and what is refilled in a minute.
         now: the time.
     """
 
@@ -339,24 +340,23 @@ class TokenBucket:
         self._updated = now
 
     def missing_s(self, amount: float, now: float) -> float | None:
-        """How long until so much can be taken: 0 for now; None for never."""
+        """Seconds until `amount` can be taken: 0 for now; None for never."""
         if amount > self.per_minute:
             return None
         return max(0.0, (amount - self.level(now)) * _PERIOD_S / self.per_minute)
 
     def level(self, now: float) -> float:
-        """What is in it."""
+        """What can be taken now."""
         if now > self._updated:
             self._level = min(self.per_minute, self._level + (now - self._updated) * self.per_minute / _PERIOD_S)
             self._updated = now
         return self._level
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Another size from now on. It stays as full as it is, so that neither what was taken nor what is owed is
-        forgotten."""
+        """Change its size. The fill ratio stays the same, so that neither what was taken nor a debt is forgotten."""
         self._level = self.level(now) * per_minute / self.per_minute
         self.per_minute = per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take so much, or give it back where it is negative. Raises nothing: see `missing_s`."""
+        """Take `amount`, or give it back where it is negative. Raises nothing: see `missing_s`."""
         self._level = min(self.per_minute, self.level(now) - amount)

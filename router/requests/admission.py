@@ -1,5 +1,14 @@
-"""What is refused at once, before anything is held: out of time, no worker, too long, too many in the queue, too late
-for its target."""
+"""Refusals before anything is held: deadline passed, no worker, too long, queue full, or a predicted miss of the
+target.
+
+When the first token of a request can be expected:
+
+    first in the queue     the backlog of the first worker in the ranking, then its own prefill
+    others before it       (all backlogs + the prefills queued before it) / number of workers that prefill, then its own
+
+The second line is the queueing term: without it a router accepts everything and answers it minutes late. When a decode
+place opens is predicted by `placement/forecast.py`; admission takes the later of the two.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +28,14 @@ from disagg.router.requests.record import RequestRecord
 
 _MIN_RETRY_S = 0.05
 _MARGIN = 0.1
-"""Of the wait for a place to decode: answers and steps are not exactly as long as expected, and what is admitted and
-misses its target takes a place from one that would have met it."""
+"""Safety margin of the wait for a decode place: lengths of answers and steps vary, and a request that is admitted and
+misses its target takes a place from one that would have met its own."""
 
 
 def refusal(
     request: RoutedRequest, fleet: Fleet, num_waiting: int, config: RouterConfig, now: float
 ) -> DisaggError | None:
-    """Why this request cannot be taken now, whoever it is; None when it can be queued."""
+    """The error if this request cannot be queued now, apart from limits of its tenant; None when it can."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
     num_prompt_tokens = request.num_prompt_tokens
@@ -42,7 +51,7 @@ def refusal(
 
 
 def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:
-    """The refusal of any request while too many wait."""
+    """The error for any request while too many wait."""
     if num_waiting >= config.max_queued:
         return OverloadedError(f"{num_waiting} requests are waiting", config.retry_after_s)
     return None
@@ -51,8 +60,8 @@ def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | N
 def predicted_miss(
     record: RequestRecord, fleet: Fleet, queue: RequestQueue, attempts: Attempts, config: RouterConfig, now: float
 ) -> OverloadedError | None:
-    """The refusal of a request that would miss its TTFT target; None if it has none, or should meet it, or nobody can
-    tell yet. It may come back when what is too much of the wait should be over."""
+    """The error for a request that is predicted to miss its TTFT target; None if it has none, is predicted to meet it,
+    or no step was measured yet. The retry time is the excess of the predicted wait."""
     if record.trace.ttft_slo_s is None:
         return None
     position = queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
@@ -61,7 +70,7 @@ def predicted_miss(
         return None
     wait_ms = expected.wait_ms
     decode_wait_ms = attempts.decode_wait_ms(record, position, now)
-    if decode_wait_ms:  # Those before it wait for the same: their prompts are computed when places open.
+    if decode_wait_ms:  # The requests before it wait for places too: their prompts are computed when places open.
         wait_ms = max(
             wait_ms, decode_wait_ms * (1 + _MARGIN) + queue.work_before(position) / max(1, fleet.backlog()[1])
         )
@@ -69,7 +78,7 @@ def predicted_miss(
     if ttft_s <= record.trace.ttft_slo_s:
         return None
     message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.trace.ttft_slo_s:g} s"
-    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss on idle workers too.
+    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss its target on idle workers too.
         return OverloadedError(message, config.retry_after_s)
     return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.trace.ttft_slo_s))
 
@@ -84,8 +93,8 @@ class Forecast(NamedTuple):
 def forecast(
     fleet: Fleet, queue: RequestQueue, position: int, hashes: Sequence[BlockHash], num_tokens: int, now: float
 ) -> Forecast | None:
-    """For a request of `num_tokens` that would stand at `position` in the queue. None while no worker that could
-    compute it was measured."""
+    """For a request of `num_tokens` at `position` of the queue. None while no worker that could compute it was
+    measured."""
     worker = fleet.fastest()
     if worker is None or not worker.is_measured:
         return None
@@ -97,7 +106,7 @@ def forecast(
 
 
 def work_ms(fleet: Fleet, hashes: Sequence[BlockHash], num_tokens: int, now: float) -> float:
-    """How long a prompt takes where most of it is cached. 0 where there is no worker."""
+    """Milliseconds of a prompt's prefill where most of it is cached. 0 without a worker."""
     worker = fleet.fastest()
     if worker is None:
         return 0.0

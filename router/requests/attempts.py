@@ -1,8 +1,8 @@
-"""Begins and ends attempts, so that a request, its attempt and the books always tell the same story.
+"""Begins and ends attempts, and keeps a request, its attempt and the workers' assignments consistent.
 
-    choose ──> start: one assignment per worker            leave: a worker did its part, its assignment is closed
-                                                         end: the assignments that are left are closed, their workers
-                                                         told to stop
+    choose ──> start: one assignment per worker          leave: a worker did its part, its assignment is closed
+                                                         end: the remaining assignments are closed, their workers get
+                                                         a cancel
 
 Owner: the router core.
 """
@@ -45,24 +45,24 @@ from disagg.router.workers.worker import Worker, has_both_roles
 
 MIN_PAIR_TIMEOUT_S = 0.25
 TRIAL_TOKENS = 32
-"""So many tokens of an answer show that a decode worker works again; its end may be minutes away."""
+"""Tokens of an answer after which the trial of a decode worker counts as passed; its end may be minutes away."""
 
 
 class Blocked(enum.Enum):
     """Why a request was not placed."""
 
-    NO_ROOM = "nobody has room"
-    WAITS = "the best worker has no slot just now"
+    NO_ROOM = "no worker has room"
+    WAITS = "the best worker has no free slot just now"
 
 
 class Attempts:
-    """See the module docstring."""
+    """Places requests on workers; counts attempts and keeps the means that demands are made of."""
 
     def __init__(self, config: RouterConfig, gateway_id: GatewayId, fleet: Fleet, policy: Policy, draw: Draw) -> None:
         self._lengths = RunningMean(config.expected_output_tokens)
         """Of output tokens."""
         self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
-        """The same, without the guess once an answer was seen: for forecasts, which a wrong guess misleads."""
+        """The same, without the prior once an answer was seen: for forecasts, which a wrong prior would mislead."""
         self._reuse = RunningMean(0.0)
         """Of the share of a prompt that was cached where it was placed."""
         self._config = config
@@ -72,14 +72,14 @@ class Attempts:
         self._draw = draw
         self._num_started = 0
         self.decisions: Counter[str] = Counter()
-        """What looks for a place came to: pair, local_prefill, local_fallback (no prefill worker could take it),
+        """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room and no_slot left the request in the queue."""
 
     def try_start(
         self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId] = ()
     ) -> Dispatch | Blocked:
         """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
-        see `Demand`; `kept` are workers that are kept for another request."""
+        see `Demand`; `kept`: workers that are held for another request."""
         demand = self.demand(record, now, queued_ms)
         avoided: Collection[WorkerId] = record.avoided(now)
         if kept:
@@ -110,8 +110,8 @@ class Attempts:
     def start_on(
         self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
     ) -> tuple[Dispatch | None, UnavailableError | None]:
-        """Place a new request on this pair, whatever would be better and even where P has no slot; or why it cannot be
-        there now."""
+        """Place a new request on this pair, regardless of cost and free slots; or the error if that is impossible
+        now."""
         if not self._fleet.forms_pair(*pair):
             return None, UnavailableError(f"{pair[0]} and {pair[1]} form no pair now", "no_such_pair")
         demand = self.demand(record, now)
@@ -134,9 +134,9 @@ class Attempts:
             self._fleet.computed(worker_id, attempt.key)
 
     def handed_over(self, record: RequestRecord, message: HandedOver, now: float) -> None:
-        """D owns the sequence now, and P nothing more."""
+        """D owns the sequence now, and P is done with it."""
         attempt = record.running
-        if attempt.state is AttemptState.PREFILLING:  # D's word overtook P's
+        if attempt.state is AttemptState.PREFILLING:  # D's message came before P's
             self.passed("prefill", attempt, now)
         attempt.advance(AttemptEvent.HANDED_OVER)
         self.passed("transfer", attempt, now)
@@ -164,14 +164,14 @@ class Attempts:
                 attempt.is_trial = False
 
     def passed(self, leg: Leg, attempt: Attempt, now: float) -> None:
-        """A leg of the attempt went well."""
+        """A leg of the attempt succeeded."""
         breakers = self._fleet.breakers
         if not breakers.is_clear and breakers.passed(leg, attempt.prefill, attempt.decode, attempt.marks.placed, now):
             self._fleet.reopen()
 
     def failed(self, record: RequestRecord, leg: Leg, end: End, now: float, *, at_once: bool = False) -> bool:
-        """A leg of the attempt failed; for `at_once` see `CircuitBreakers.failed`. Returns whether the request need not
-        answer for it: its workers are left out now, or it was not the decode leg, and others are healthy."""
+        """A leg of the attempt failed; for `at_once` see `CircuitBreakers.failed`. Returns whether the failure is not
+        counted for the request: its workers are excluded now, or it was not the decode leg, and others are healthy."""
         attempt, fleet = record.running, self._fleet
         is_first = not record.num_failures and not record.num_free
         workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
@@ -181,8 +181,9 @@ class Attempts:
         return (is_blocked or leg != "decode") and fleet.has_other(leg, attempt.prefill, attempt.decode)
 
     def pair_refused(self, record: RequestRecord, end: End, now: float) -> None:
-        """The pair of the attempt is not there. It is left out at once, because all that come would wait for it; where
-        the request gave up sooner than others would, once it has not been formed for as long as those wait."""
+        """The pair of the attempt was not formed in time. Its breaker opens at once, because all further requests would
+        wait for it; where this request waited for less than `pair_timeout_s`, once the pair has not been formed for
+        that long."""
         attempt, patience_s = record.running, self._config.pair_timeout_s
         placed, timeout_s = attempt.marks.placed, attempt.pair_timeout_s
         if (
@@ -196,8 +197,8 @@ class Attempts:
         self.failed(record, "transfer", end, now, at_once=True)
 
     def to_avoid(self, attempt: Attempt, leg: Leg) -> list[WorkerId]:
-        """Whom the next attempt of the request should avoid after this leg failed. Of a transfer both ends, where
-        there are others, for nobody knows which of them it was; the decode worker where there are no others."""
+        """The workers that the next attempt of the request should avoid after this leg failed. Of a transfer both ends,
+        where there are others, because the cause may be either; the decode worker where there are no others."""
         if attempt.prefill is None or leg == "decode":
             return [attempt.decode]
         if leg == "prefill":
@@ -209,32 +210,32 @@ class Attempts:
         return ends
 
     def answered(self, num_tokens: int) -> None:
-        """An answer ended after so many tokens: what later ones are expected to have."""
+        """Observe the length of an answer, for the expected length of later ones."""
         self._lengths.observe(num_tokens)
         self._recent_lengths.observe(num_tokens)
 
     @property
     def answer_tokens(self) -> float:
-        """How many tokens answers have, as far as was seen."""
+        """Mean number of tokens of recent answers."""
         return max(1.0, self._recent_lengths.value)
 
     def decode_wait_ms(self, record: RequestRecord, position: int, now: float) -> float:
-        """How long a request at a position of the queue waits for a place to decode."""
+        """Milliseconds that a request at a position of the queue waits for a decode place."""
         return self._fleet.decode_wait_ms(self.demand(record, now), self.answer_tokens, position, now)
 
     def refused(self, record: RequestRecord) -> bool:
-        """D had no room. Its books learn that; returns whether there is something there to wait for: with nothing else
-        on it, it would have no room later either."""
+        """D refused for lack of KV blocks. Returns whether waiting may help: with nothing else on it, it would refuse
+        later too."""
         attempt = record.running
         return self._fleet.refused(attempt.decode, attempt.key)
 
     def leave(self, attempt: Attempt, worker_id: WorkerId) -> None:
-        """The worker owes the attempt nothing more."""
+        """The worker is done with the attempt; close its assignment."""
         attempt.live.remove(worker_id)
         self._fleet.close(worker_id, attempt.key)
 
     def end(self, record: RequestRecord, now: float) -> list[CancelOn]:
-        """Whatever the end: the books get everything back, and the workers that still owe something are to be told."""
+        """Close the remaining assignments of the attempt, whatever its end; returns cancels for their workers."""
         attempt = record.running
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
@@ -309,8 +310,8 @@ FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(
 )
 
 
-def blame(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
-    """Which leg broke when `worker_id` ended the attempt like that."""
+def failed_leg(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
+    """The leg that failed when `worker_id` ended the attempt with `end`."""
     if attempt.prefill is None or attempt.state is AttemptState.DECODING:
         return "decode"
     if end.in_transfer or attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
@@ -319,13 +320,13 @@ def blame(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
 
 
 def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> float:
-    """For how long an attempt may wait for its pair: see `RouterConfig.pair_timeout_s`."""
+    """Seconds that an attempt may wait for its pair, see `RouterConfig.pair_timeout_s`."""
     left_s = min(demand.ttft_left_ms / 1000, math.inf if timeout_s is None else timeout_s)
     return min(most_s, max(MIN_PAIR_TIMEOUT_S, left_s / 2))
 
 
 def note_cached(record: RequestRecord, num_tokens: int) -> None:
-    """The worker that computes the prompt had this many of its tokens."""
+    """The worker that computes the prompt had this many of its tokens cached."""
     attempt = record.running
     attempt.note_cached(num_tokens)
     if attempt.prefill is None:
@@ -343,7 +344,7 @@ def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
 
 
 def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
-    """The worker that makes the last token made it: D, or the one that computed the prompt."""
+    """The worker that sampled the last token ended the attempt: D, or the one that computed the prompt."""
     attempt, marks = record.running, record.running.marks
     if worker_id == attempt.computes_prompt:
         note_cached(record, end.cached_tokens)

@@ -1,11 +1,10 @@
-"""What the router core is told, and what it answers. Plain frozen data: the shell makes the events and executes the
+"""The events of the router core and its commands. Plain frozen data: the server makes the events and executes the
 commands.
 
 Commands of one call must be executed in order. For one request: `Emit` comes before the `Finish` or `Fail` that ends
-it, and after that end nothing names the request but `CancelOn`.
+it, and after that end no command but `CancelOn` has the request's id.
 
-They hold nothing that leads back to them, so the garbage collector need not look at them; only an error may, by its
-traceback.
+They are in no reference cycle, so the garbage collector does not track them; only an error may be, by its traceback.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatc
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False):
-    """A client wants this. Answered at once with `Fail` if it is refused; then nothing is held."""
+    """A new request. Answered at once with `Fail` if it is refused; then nothing is held."""
 
     request: RoutedRequest
     arrival: float
-    """When the gateway got it, for the trace."""
+    """When it arrived at the gateway, for the trace."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, gc=False):
-    """The client went away, or has all it wants. Unknown and ended requests are fine."""
+    """The client disconnected, or needs no more tokens. Unknown and ended requests are ignored."""
 
     request_id: RequestId
     num_answered: int | None = None
@@ -38,44 +37,44 @@ class CancelRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerUp(msgspec.Struct, frozen=True, gc=False):
-    """A worker greeted on a session: dispatches reach it from now on."""
+    """The session to a worker is established: dispatches reach it from now on."""
 
     info: WorkerInfo
 
 
 class WorkerLost(msgspec.Struct, frozen=True, gc=False):
-    """The session to that life of a worker broke."""
+    """The session to that incarnation of a worker broke."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerSuspected(msgspec.Struct, frozen=True, gc=False):
-    """That life of a worker shows that it hangs, on a session that stands."""
+    """That incarnation of a worker seems to hang, while its session is established."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    """Follows its name in a sentence, such as `was silent for 2.6 s`."""
+    """Continues a sentence that begins with its id, such as `was unresponsive for 2.6 s`."""
 
 
 class WorkerRecovered(msgspec.Struct, frozen=True, gc=False):
-    """A suspected life of a worker speaks again."""
+    """A suspected incarnation of a worker is responsive again."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class DrainWorker(msgspec.Struct, frozen=True, gc=False):
-    """That life of a worker gets nothing new. Answered with `WorkerIsDrained` once nothing of ours is assigned on it.
-    Its loss, or a new life of it, ends the draining."""
+    """That incarnation of a worker gets nothing new. Answered with `WorkerIsDrained` once this router has assigned
+    nothing to it. Its loss, or a new incarnation, ends the draining."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class ResumeWorker(msgspec.Struct, frozen=True, gc=False):
-    """That life of a worker is not to be drained any more. Does nothing for one that is not draining."""
+    """Draining of that incarnation of a worker is revoked. Does nothing for one that is not draining."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -130,14 +129,14 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelOn(msgspec.Struct, frozen=True, gc=False):
-    """Tell the worker to stop this attempt."""
+    """Send the worker a cancel of this attempt."""
 
     worker_id: WorkerId
     key: AttemptKey
 
 
 class ConnectPair(msgspec.Struct, frozen=True, gc=False):
-    """Tell the prefill worker to form its pair with a decode worker."""
+    """Have the prefill worker form its pair with a decode worker."""
 
     prefill_id: WorkerId
     decode_peer: messages.PeerRef
@@ -171,7 +170,7 @@ class WatchAgain(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerIsDrained(msgspec.Struct, frozen=True, gc=False):
-    """Nothing of ours is assigned on that draining life of a worker any more. Said once."""
+    """This router has nothing assigned to that draining incarnation of a worker any more. Sent once."""
 
     worker_id: WorkerId
     incarnation: Incarnation

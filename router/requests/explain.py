@@ -1,10 +1,8 @@
-"""A placement in words that an operator can read: the option that was taken, and what it was among.
+"""A placement as an operator reads it: the option that was taken, and all that were compared.
 
-A placement keeps what it weighed in one flat tuple, and the options are put together from that when somebody asks: as
-many of them are kept as requests are remembered. The garbage collector forgets such a tuple when it first sees it, for
-nothing in it is anything that the collector walks through.
-What a link was thought to add is kept for the option that was taken only: for the others it is what the router thinks
-when it is asked.
+A placement keeps the weights in one flat tuple, and the options are put together from it on demand: as many placements
+are kept as traces. The garbage collector stops tracking such a tuple at its first pass, because nothing in it is
+tracked. The predicted time of a link is kept for the option that was taken only; for the others it is the present one.
 """
 
 from __future__ import annotations
@@ -51,16 +49,16 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def transfer_ms(self) -> float:
-        """What of the transfer was thought to be visible."""
+        """Predicted exposed time of the transfer."""
         return self.choice.link_ms
 
     def decision(self) -> Decision:
-        """What was taken."""
+        """The option that was taken."""
         parts = next(parts for parts, taken in self._all() if taken)
         return Decision(policy=self.policy.name, num_options=self.choice.num_options, **parts)
 
     def options(self) -> list[Option]:
-        """What it was among: the fewest missed targets first, then the least cost; at most `MAX_OPTIONS`."""
+        """All options, the fewest missed targets first, then the least cost; at most `MAX_OPTIONS`."""
         options = [Option(**parts) for parts, _ in self._all()]
         options.sort(key=lambda option: (option.num_misses, option.cost))
         return options[:MAX_OPTIONS]
@@ -84,7 +82,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
                 yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
 
     def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:
-        """What the link and the forming of the pair are worth now."""
+        """Present cost of the link and of forming the pair."""
         sides = prefill.candidate, decode.candidate
         return self.policy.weigh_link(self.demand, *sides), self.policy.weigh_setup(*sides)
 
@@ -99,17 +97,17 @@ def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[l
 
 
 def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float, setup_ms: float) -> dict[str, Any]:
-    """The fields of an `Option`. `prefill` is None where `decode` weighs all of it."""
+    """The fields of an `Option`. `prefill` is None where `decode` is the weight of a colocated worker."""
     weight = decode.weight
     first = weight if prefill is None else prefill.weight
     other = Weight(0.0) if prefill is None else prefill.weight
-    knows_times = weight.step_ms > 0
+    has_times = weight.step_ms > 0
     return {
         "prefill_worker": None if prefill is None else prefill.candidate.worker.worker_id,
         "decode_worker": decode.candidate.worker.worker_id,
         "num_misses": weight.num_misses + other.num_misses,
-        "ttft_ms": first.wait_ms + first.prefill_ms if knows_times else None,
-        "tpot_ms": weight.step_ms if knows_times else None,
+        "ttft_ms": first.wait_ms + first.prefill_ms if has_times else None,
+        "tpot_ms": weight.step_ms if has_times else None,
         "cost": other.cost + weight.cost + link_ms + setup_ms,
         "wait_ms": first.wait_ms,
         "prefill_ms": first.prefill_ms,

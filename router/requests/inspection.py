@@ -1,6 +1,6 @@
-"""The cluster as an operator sees it: a picture of the router core, made when somebody asks.
+"""Views of the router core, made on demand: the cluster for operators, and whether all parts are consistent.
 
-Costs time that grows with the number of requests in flight; the core does nothing for it in between.
+The cost grows with the number of requests in flight; between two views the core does nothing for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAGE_OF = {
 def cluster_view(
     fleet: Fleet, records: Iterable[RequestRecord], telemetry: Telemetry, events: Mapping[str, int], now: float
 ) -> ClusterView:
-    """The picture. `records` are the requests in flight; `events` is what went wrong or was dropped, by name."""
+    """The cluster now. `records` are the requests in flight; `events` counts what failed or was dropped, by name."""
     stages = Counter(stage_of(record) for record in records)
     num_queued = stages["queued"]
     return ClusterView(
@@ -52,7 +52,7 @@ def integrity_problems(
     fleet: Fleet,
     tenants: Mapping[str, tuple[int, int]],
 ) -> list[str]:
-    """What does not fit together; empty when all is well.
+    """Inconsistencies; empty when all is well.
 
     Args:
         requests: those that have not ended.
@@ -64,14 +64,14 @@ def integrity_problems(
     counts = Counter((record.tenant.name, record.attempt is None) for record in requests.values())
     for name, (num_waiting, num_running) in tenants.items():
         if (num_waiting, num_running) != (counts[name, True], counts[name, False]):
-            found.append(f"tenant {name!r} is said to have {num_waiting} waiting and {num_running} running")
+            found.append(f"tenant {name!r} is counted with {num_waiting} waiting and {num_running} running")
     owed = set()
     for request_id, record in requests.items():
         is_queued = record.state is RequestState.QUEUED
         if is_queued != (request_id in waiting) or is_queued != (record.attempt is None):
-            found.append(f"{request_id} is {record.state.value}, which its queue entry or attempt denies")
+            found.append(f"{request_id} is {record.state.value}, which contradicts its queue entry or attempt")
         if record.attempt is not None:
             owed |= {(worker_id, record.attempt.key) for worker_id in record.attempt.live}
     if owed != set(fleet.assignments.entries()):
-        found.append("books and attempts differ")
+        found.append("assignments and attempts differ")
     return found

@@ -1,17 +1,15 @@
-"""The tokens of one request, as they may be shown to the client: each index once, in order.
+"""The output tokens of one request, as they may be sent to the client: each index once, in order.
 
 Two workers send tokens of one attempt on separate streams, so an index may come early, twice, or from an attempt that
-was given up. The ledger releases index 0, 1, 2, ... and nothing else:
+was given up. The buffer releases index 0, 1, 2, ... and nothing else:
 
     early      held back, with its logprobs, until the gap before it is closed
-    duplicate  dropped; if it names another token (a near tie in another batch), the first one stays, and that is
-               counted
+    duplicate  dropped; if it has another token (a near tie in another batch), the first one stays, and that is counted
     stale      of another attempt than the current one: dropped
-    bare       without the logprobs that the client asked for: as if they had not come, so that the answer has a gap
-    beyond     at or past `max_tokens`, or of a negative index: dropped, so that memory is bounded by what the client
-               asked for
+    bare       without the logprobs that the client requested: ignored, so that the answer has a gap
+    beyond     at or past `max_tokens`, or of a negative index: dropped, so that memory is bounded by `max_tokens`
 
-Owner: the router core; one ledger per request, for all its attempts.
+Owner: the router core; one buffer per request, for all its attempts.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from disagg.router.api import TokenBatch
 
 
 class OutputBuffer(msgspec.Struct, gc=False):
-    """See the module docstring."""
+    """Reorders and deduplicates the tokens of one request."""
 
     max_tokens: int
     wants_logprobs: bool = False
-    """Whether each token must have logprobs; those that nobody asked for are dropped."""
+    """Whether each token must have logprobs; logprobs that were not requested are dropped."""
     released: list[int] = []
-    """Output tokens from index 0 on. Whoever continues the request starts after these."""
+    """Output tokens from index 0 on. A further attempt continues after these."""
     attempt: int = -1
     """The attempt whose tokens are taken; -1 before the first."""
     num_duplicate: int = 0
@@ -44,8 +42,8 @@ class OutputBuffer(msgspec.Struct, gc=False):
     _early: dict[int, tuple[int, TokenLogprobs | None]] = {}
 
     def begin(self, attempt: int) -> None:
-        """From now on only tokens of `attempt` count; what earlier ones left behind a gap is dropped, the new one
-        makes it again."""
+        """From now on only tokens of `attempt` count; tokens of earlier ones behind a gap are dropped, because the new
+        attempt computes them again."""
         assert attempt > self.attempt, "attempts only go up"
         self.attempt = attempt
         self._early.clear()
@@ -58,7 +56,7 @@ class OutputBuffer(msgspec.Struct, gc=False):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many tokens were not taken as they came, by why."""
+        """How many tokens were not released as they came, by reason."""
         return {
             "duplicate_tokens": self.num_duplicate,
             "contradicting_tokens": self.num_contradicting,

@@ -1,7 +1,7 @@
 """One request inside the router core: its queue entry, its attempts, its tokens.
 
-    QUEUED: `attempt` is None, the request is in the queue      RUNNING: `attempt` is set, its live workers are in the
-    books
+    QUEUED: `attempt` is None, the request is in the queue
+    RUNNING: `attempt` is set, its live workers have an assignment for it
 
 Owner: the router core.
 """
@@ -34,31 +34,31 @@ from disagg.router.states import (
 
 EndOfAnswer = Literal["stop", "length"]
 
-_NOBODY: Mapping[WorkerId, float] = MappingProxyType({})
+_NO_WORKERS: Mapping[WorkerId, float] = MappingProxyType({})
 
 
 class Attempt(msgspec.Struct, gc=False):
-    """One try: which workers it has, and which of them still owe their part."""
+    """One attempt: its workers, and which of them are not done."""
 
     key: AttemptKey
     prefill: WorkerId | None
-    """None where `decode` does all of it."""
+    """None where `decode` computes prompt and answer."""
     decode: WorkerId
     live: list[WorkerId]
     """Workers with an open assignment: P until the hand-over, D until its end."""
     marks: AttemptMarks
-    """How far it got and when, for the trace."""
+    """Its progress with times, for the trace."""
     state: AttemptState = AttemptState.PREFILLING
     is_trial: bool = False
-    """Whether it tries what was left out, see `CircuitBreakers`."""
+    """Whether it is the trial of a half-open circuit breaker."""
     num_trial_tokens: int = 0
-    """Tokens of the answer that it made, counted while it is a trial."""
+    """Tokens of the answer that it brought, counted while it is a trial."""
     num_before: int = 0
     """Tokens of the answer that were released before it."""
     pair_timeout_s: float | None = None
-    """For how long it may wait for its pair to be formed; None without a pair."""
+    """Seconds that it may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
-    """Known tokens that the worker which computed the prompt had; None before it said so."""
+    """Known tokens that were cached on the worker which computes the prompt; None until it reported that."""
 
     def note_cached(self, num_tokens: int) -> None:
         """The worker that computed the prompt had this many of its tokens. Told twice, the larger number counts."""
@@ -74,22 +74,22 @@ class Attempt(msgspec.Struct, gc=False):
         return self.prefill or self.decode
 
     def involves(self, worker_id: WorkerId) -> bool:
-        """Whether this worker may speak for the attempt."""
+        """Whether messages of this worker count for the attempt."""
         return worker_id in (self.prefill, self.decode)
 
 
 class RequestRecord(msgspec.Struct, gc=False):
-    """See the module docstring."""
+    """The state of one request that has not ended."""
 
     request: RoutedRequest
     tenant: Tenant
     cost: int
-    """Tokens that it may take at most: what its tenant is charged."""
+    """Upper limit of its tokens, prompt and answer: what its tenant is charged."""
     arrival_order: int
     output: OutputBuffer
     trace: RequestTrace
     due: float
-    """When the first token should be there, as the queue sorts it."""
+    """When the first token is due, the sort key of the queue."""
     block_hashes: tuple[BlockHash, ...]
     """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
     state: RequestState = RequestState.QUEUED
@@ -99,28 +99,28 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_failures: int = 0
     """Since an attempt last made progress, see `Retries`."""
     num_losses: int = 0
-    """Of the failures those by the loss of a whole worker."""
+    """Of `num_failures`, those by the loss of a worker."""
     num_losses_ever: int = 0
-    """Also those before that progress."""
+    """Losses since the request was submitted."""
     num_free: int = 0
     """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
     """In a row; the pause after a refusal grows with them."""
     num_vain_refusals: int = 0
-    """Of these, in a row, those by workers that had nothing else."""
-    avoid_until: Mapping[WorkerId, float] = _NOBODY
+    """Of these, in a row, those by workers without other sequences."""
+    avoid_until: Mapping[WorkerId, float] = _NO_WORKERS
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""
     is_charged: bool = False
     """Whether its tenant's turn was charged for it."""
     unservable_since: float | None = None
-    """Since when no present worker could take it even when empty."""
+    """Since when no present worker could hold it even when empty."""
     lacks_room_since: float | None = None
-    """Since when it waits because no worker has room for it."""
+    """Since when no worker has had room for it."""
     is_passed: bool = False
     """Whether it waits for room while there is room for smaller ones."""
     cached_tokens: int | None = None
-    """The least that any attempt found cached: prompt tokens that nobody computed."""
+    """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
 
     @property
     def request_id(self) -> RequestId:
@@ -140,23 +140,23 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     @property
     def num_used(self) -> int:
-        """Tokens that it took so far."""
+        """Tokens that it has used so far."""
         return self.num_tokens if self.num_attempts else 0
 
     @property
     def priority(self) -> int:
-        """Its priority, as far as its tenant may set one."""
+        """Its priority, within the limit of its tenant."""
         limit = self.tenant.limits.max_priority
         return self.request.priority if limit is None else min(self.request.priority, limit)
 
     @property
     def urgency(self) -> Urgency:
-        """Its place among the requests of its tenant."""
+        """Its sort key among the requests of its tenant."""
         return Urgency(-self.priority, self.num_attempts == 0, self.due, self.arrival_order)
 
     @property
     def is_probe(self) -> bool:
-        """Whether it is for one pair of workers only; then it is tried once."""
+        """Whether it must run on one given pair; then it has one attempt only."""
         return self.request.pair is not None
 
     def advance(self, event: RequestEvent) -> None:
@@ -174,7 +174,7 @@ class RequestRecord(msgspec.Struct, gc=False):
         return self.avoid_until
 
     def end_attempt(self) -> None:
-        """The attempt is over and holds nothing."""
+        """Remove the attempt, which has ended."""
         attempt = self.running
         attempt.advance(AttemptEvent.ENDED)
         if attempt.cached_tokens is not None:
@@ -211,7 +211,7 @@ class RequestRecord(msgspec.Struct, gc=False):
         return Completion(reason, len(self.output.released), self.cached_tokens or 0)
 
     def end_of_answer(self) -> EndOfAnswer | None:
-        """How the answer ended, if the released tokens alone show it: an attempt may be lost after its last token.
+        """The end of the answer, if the released tokens alone show it: an attempt may be lost after its last token.
 
         A stop id is sampled only where it may end the answer, so seeing one is enough."""
         released, sampling = self.output.released, self.request.sampling
@@ -221,7 +221,7 @@ class RequestRecord(msgspec.Struct, gc=False):
 
 
 def new_trace(request: RoutedRequest, arrival: float, now: float, config: RouterConfig) -> RequestTrace:
-    """Of a request that arrived at the gateway then and reached the router now."""
+    """The trace of a request that arrived at the gateway at `arrival` and reaches the router now."""
     return RequestTrace(
         request_id=request.request_id,
         arrival=arrival,
@@ -239,7 +239,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
 def new_record(
     request: RoutedRequest, trace: RequestTrace, tenant: Tenant, arrival_order: int, config: RouterConfig
 ) -> RequestRecord:
-    """Of a request that may be taken in."""
+    """The record of a request that is accepted."""
     limits, target_s, is_boosted = tenant.limits, trace.ttft_slo_s, False
     if request.ttft_slo_s is not None:
         is_boosted = limits.boosted is None or tenant.num_boosted < limits.boosted

@@ -1,19 +1,19 @@
-"""Whether a request whose attempt was lost may be tried again. The only place in the cluster that decides so. Pure.
+"""Whether a request whose attempt failed gets another one. The only place in the cluster that decides so. Pure.
 
-    fault      at most `max_attempts` of a request, and of these `max_losses` by the loss of a whole worker, which the
-               request itself may be the cause of; and no more than `retry_share` of all requests, so that a fault that
-               every attempt meets does not multiply the load that may have caused it. An attempt that brought
-               `PROGRESS_TOKENS` begins the count anew, but there are never more than twice `max_losses` losses
+    fault      at most `max_attempts` of a request, and of these `max_losses` by the loss of a worker, which the request
+               itself may have caused; and no more retries than `retry_share` of all requests, so that a fault of every
+               attempt does not multiply the load that may have caused it. An attempt that brought `PROGRESS_TOKENS`
+               resets the count, but there are never more than twice `max_losses` losses
     moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
-    free       a fault for which the worker is to blame and others are healthy: it counts for none of these, but for
-               at most `max_attempts` of a request
+    free       a fault of a worker while others are healthy: it counts for none of these, but there are at most
+               `max_attempts` of them
     refusal    not a fault; without a limit where the worker has other sequences, whose room comes back; by workers that
                have nothing else at most `max_refusals` in a row
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
                furthest on a worker is not preempted, so that all of them come to an end
 
-The loss of a worker moves all that it had, which may be half of what runs, and does so once. So the first attempt after
-it is not counted as a share of the traffic.
+The loss of a worker requeues all its requests at once, which may be half of what runs. So the first attempt after it
+does not count for `retry_share`.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ from disagg.router.requests.record import RequestRecord
 MOVED = "worker_left"
 """Code of the end of a worker that was draining."""
 PROGRESS_TOKENS = 64
-"""Tokens of the answer by which an attempt brings a request further. One that kills its workers at a certain token
-brings none."""
+"""Tokens of the answer that count as progress. A request that crashes its workers at a certain token makes none."""
 WORKER_GONE = ("worker_lost", "worker_suspected")
-"""Codes of the loss of a worker as a whole."""
+"""Error codes of the loss of a worker."""
 
 
 @dataclass(slots=True)
 class Retries:
-    """See the module docstring. Owner: the router core."""
+    """The retry budget of one router. Owner: the router core."""
 
     config: RouterConfig
     _left: float = field(init=False)
-    """Attempts again that may be made now."""
+    """Retries that may be made now."""
 
     def __post_init__(self) -> None:
         self._left = float(self.config.retry_burst)
 
     def request_came(self) -> None:
-        """One more request, and the share of an attempt again that it brings."""
+        """A new request adds `retry_share` of a retry to the budget."""
         self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
 
     def after_fault(
         self, record: RequestRecord, message: str, code: str, *, is_free: bool = False
     ) -> UnavailableError | None:
-        """Count a fault of its attempt; the error that ends the request, or None if it is to be tried again. `is_free`:
-        it is the worker's fault, and others are healthy."""
+        """Count a fault of its attempt; the error that ends the request, or None for a retry. `is_free`: a fault of the
+        worker while others are healthy."""
         if code == MOVED and not record.is_probe:
             return None
         self.note_progress(record)
@@ -80,15 +79,15 @@ class Retries:
         return None
 
     def note_progress(self, record: RequestRecord) -> None:
-        """Begin to count anew if the attempt brought the request further. Idempotent."""
+        """Reset the counts if the attempt made progress. Idempotent."""
         if len(record.output.released) - record.running.num_before >= PROGRESS_TOKENS:
             record.num_failures = record.num_losses = record.num_free = 0
 
     def after_refusal(
         self, record: RequestRecord, worker_id: WorkerId, end: End, *, can_wait: bool
     ) -> UnavailableError | None:
-        """Count a refusal of its attempt, or begin to count anew where it was preempted, or waiting helps (`can_wait`);
-        the error that ends the request, or None if it is to be tried again."""
+        """Count a refusal of its attempt, or reset the count where it was preempted or waiting helps (`can_wait`); the
+        error that ends the request, or None for a retry."""
         is_preempted = end.reason == "preempted"
         record.num_refusals = 0 if is_preempted else record.num_refusals + 1
         record.num_vain_refusals = 0 if is_preempted or can_wait else record.num_vain_refusals + 1

@@ -1,20 +1,22 @@
-"""The router's mind: queue, books, prefix index and ledgers behind one pure function, (event, now) -> commands.
+"""The router's decisions as one pure function, (event, now) -> commands: queue, assignments, prefix index, output
+buffers.
 
-    Submit ──> queue ──a slot opens──> Dispatch to P (with D) or to one worker alone
+    Submit ──> queue ──a slot is free──> Dispatch to P (with D) or to one worker that computes prompt and answer
     FromWorker: tokens ──> Emit, in index order, each once
-                prefill done, handed over ──> the books get back what P no longer owes
+                prefill done, handed over ──> P's assignment shrinks, or is closed
                 end ──> Finish, or back to the queue (refused, preempted, failed), or Fail
     WorkerLost, WorkerSuspected
                  ──> every attempt on it fails at once and goes back to the queue with the tokens released so far
 
-No clock, no I/O: `now` is the gateway's monotonic clock. The shell calls `handle` for every event, one at a time,
-executes the commands in order, and comes back with `Tick` at `next_wakeup()`.
+No clock, no I/O: `now` is the gateway's monotonic clock. The server (`router/shell/server.py`) calls `handle` for every
+event, one at a time, executes the commands in order, and sends `Tick` at `next_wakeup()`.
 
 Owner of all state below: this object. When no request is in it, `holdings()` is zero throughout.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import replace
 
@@ -37,7 +39,7 @@ from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
 from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
-from disagg.router.requests.attempts import FAILURE_CODES, Attempts, blame, note_answer, note_prefilled
+from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg, note_answer, note_prefilled
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.inspection import cluster_view, integrity_problems
 from disagg.router.requests.record import EndOfAnswer, RequestRecord, new_record, new_trace
@@ -50,9 +52,17 @@ from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 
+logger = logging.getLogger(__name__)
+
 
 class RouterCore:
-    """See the module docstring."""
+    """All requests and workers of one router.
+
+    Args:
+        config: limits, pauses and the policy.
+        gateway_id: sent with each dispatch.
+        draw: settles ties among equal placements.
+    """
 
     def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = uniform_draw) -> None:
         self.counters: Counter[str] = Counter()
@@ -70,14 +80,14 @@ class RouterCore:
         self._retries = Retries(config)
         self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
         self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
-        """Attempts given up when a session broke: if the same life comes back, it must be told."""
+        """Attempts given up when a session broke: if the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0
         self._out: list[Command] = []
 
-    # ---------------------------------------------------------------- the face
+    # ---------------------------------------------------------------- events, queries
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event; returns what must be done, in order. Raises `ValueError` for a request id that is in use."""
+        """Apply one event; returns the commands to execute, in order. Raises `ValueError` for a request id in use."""
         match event:
             case events.FromWorker():
                 self._on_update(event, now)
@@ -112,7 +122,7 @@ class RouterCore:
         return out
 
     def admit(self, call: CallDemand, now: float) -> LimitError | None:
-        """Charge a call to its tenant, or why it is refused as a whole."""
+        """Charge a call to its tenant; the error where all of it is refused."""
         error = self._tenants.admit(call, len(self._waiting), now)
         if error is not None:
             self._telemetry.refused(error)
@@ -123,11 +133,11 @@ class RouterCore:
         self._tenants.give_back(tenant, num_tokens, num_answers, now)
 
     def next_wakeup(self) -> float | None:
-        """When `Tick` is due at the latest; None when nothing waits for time to pass."""
+        """When `Tick` is due at the latest; None when nothing is due."""
         return self._fleet.breakers.next_of(self._timers.earliest())
 
     def room_refusal(self) -> OverloadedError | None:
-        """Why no request is taken now, whatever its prompt."""
+        """The error if every request is refused now, whatever its prompt."""
         return queue_refusal(len(self._waiting), self._config)
 
     def view(self, now: float) -> ClusterView:
@@ -145,8 +155,8 @@ class RouterCore:
         return self._telemetry.traces.latest(limit)
 
     def holdings(self) -> dict[str, int]:
-        """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of the books.
-        All zero when nothing is in flight."""
+        """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of all
+        assignments. All zero when nothing is in flight."""
         held = {"requests": len(self._requests), "queued": len(self._waiting), "admitted": self._tenants.num_admitted}
         return {**held, **self._fleet.assignments.holdings()}
 
@@ -166,7 +176,7 @@ class RouterCore:
         if error is None:
             tenant = self._tenants.get(request.tenant, request.limits, now)
             record = new_record(request, trace, tenant, self._num_submitted, self._config)
-            if request.pair is not None:  # an operator's probe: there and now, or not at all
+            if request.pair is not None:  # an operator's probe: on this pair and at once, or refused
                 dispatch, error = self._attempts.start_on(record, request.pair, now)
             else:
                 if not tenant.is_unlimited:
@@ -228,23 +238,27 @@ class RouterCore:
             return
         is_moved = self._fleet.worker(worker_id).is_draining
         why, code = ("left", MOVED) if is_moved else ("was lost", "worker_lost")
-        self._orphans[worker_id] = (incarnation, self._move_all(worker_id, why, code, now))
+        keys = self._move_all(worker_id, why, code, now)
+        self._orphans[worker_id] = (incarnation, keys)
+        if keys:
+            logger.warning("worker %s %s: requeueing its %d requests", worker_id, why, len(keys))
         self._fleet.lost(worker_id)
         self._waiting.workers_changed(now)
 
     def _on_worker_suspected(self, event: events.WorkerSuspected, now: float) -> None:
-        """It is told to cancel what goes elsewhere: it hears of that when it goes on, before anything new."""
+        """Requeue its attempts. The worker gets their cancels too, and reads them before anything new if it resumes."""
         worker_id = event.worker_id
         if not self._is_present(worker_id, event.incarnation):
             return
         self.counters["suspicion"] += 1
         keys = self._move_all(worker_id, event.why, "worker_suspected", now)
+        logger.warning("worker %s %s: requeueing its %d requests", worker_id, event.why, len(keys))
         self._out.extend(events.CancelOn(worker_id, key) for key in keys)
         self._fleet.suspect(worker_id)
         self._waiting.workers_changed(now)
 
     def _move_all(self, worker_id: WorkerId, why: str, code: str, now: float) -> list[AttemptKey]:
-        """Every attempt that this worker owes something fails at once; which ones these were."""
+        """Fail every attempt assigned to this worker; returns their keys."""
         keys = list(self._fleet.assignments.of_worker(worker_id).assignments)
         for key in keys:
             record = self._requests[key.request_id]
@@ -289,7 +303,7 @@ class RouterCore:
         return False
 
     def _find(self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | End) -> RequestRecord | None:
-        """The request that a worker speaks of, if that worker may speak for its current attempt."""
+        """The request of a worker's message, if it is for the current attempt and from one of its workers."""
         record = self._requests.get(message.request_id)
         if record is None:
             self.counters["unknown_request"] += 1
@@ -353,7 +367,7 @@ class RouterCore:
             case "refused" | "preempted":
                 self._refused(record, worker_id, end, now)
             case "cancelled" if worker_id == attempt.decode and attempt.live:
-                # P gave the reservation up, and says why itself.
+                # P gave the reservation up, and reports the reason itself.
                 self.counters["decode_leg_cancelled"] += 1
             case "invalid":
                 # The request is the cause: no other worker would do better, and no worker is to blame.
@@ -363,7 +377,7 @@ class RouterCore:
                 self._failed(record, worker_id, end, now)
 
     def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
-        """A worker's stream holds all tokens of its answer before the end, so that a gap is a fault of that worker."""
+        """A worker's stream has all tokens of its answer before the end, so that a gap is a fault of that worker."""
         if record.output.has_gap:
             self.counters["end_before_tokens"] += 1
             self._failed(record, worker_id, end, now)
@@ -375,8 +389,8 @@ class RouterCore:
     # ---------------------------------------------------------------- ends
 
     def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
-        """Not a fault of the request: D has no room, or no more. P speaks for D here, so that D is the one to avoid. Or
-        the pair is not there."""
+        """Not a fault of the request: D has no room (P may report that, so D is the worker to avoid), the sequence was
+        preempted, or the pair was not formed."""
         self.counters[end.reason] += 1
         leg: Leg = "transfer" if end.in_transfer else "decode"
         if end.in_transfer:
@@ -392,19 +406,19 @@ class RouterCore:
 
     def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
         self._retries.note_progress(record)
-        leg = blame(record.running, worker_id, end)
+        leg = failed_leg(record.running, worker_id, end)
         is_free = self._attempts.failed(record, leg, end, now)
         for to_avoid in self._attempts.to_avoid(record.running, leg):
             self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
         self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", FAILURE_CODES[leg], now, is_free=is_free)
 
     def _fault(self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False) -> None:
-        """The attempt is lost. The next one goes on after the tokens that were released, while tries are left."""
+        """The attempt failed. The next one continues after the released tokens, while attempts are left."""
         self.counters[code] += 1
         self._lost_attempt(record, self._retries.after_fault(record, message, code, is_free=is_free), now)
 
     def _lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> None:
-        """Where all tokens of the answer are here there is nothing to try again, and no error."""
+        """End the attempt: finish where all tokens of the answer are there, fail with `error`, or requeue."""
         if (reason := record.end_of_answer()) is not None:
             self._finish(record, reason, now)
         elif error is not None:
@@ -463,7 +477,7 @@ class RouterCore:
         self._timers.add(until, record.request_id)
 
     def _wake(self, now: float) -> None:
-        """Look at every request whose time has come: its deadline, the end of a pause or of the wait for a worker."""
+        """Handle every request with a due timer: its deadline, the end of a pause or of the wait for a worker."""
         while (request_id := self._timers.pop_due(now)) is not None:
             record = self._requests.get(request_id)
             if record is None:

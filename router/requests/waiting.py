@@ -1,17 +1,17 @@
-"""The requests that wait for a worker: in the queue while somebody could take them, set aside while nobody could even
-if empty.
+"""The requests that wait for a worker: in the queue while a present worker could hold them, set aside while none could
+even if empty.
 
-    add ──> queue ──a look finds room──> placed
+    add ──> queue ──a pass finds room──> placed
               │  ^
-       nobody │  │ a worker comes
-       could  v  │
+         none │  │ a worker comes up
+        could v  │
             set aside ──the grace is over──> the core fails it
 
-Looks go from the head on. One that is not placed lets others pass: it avoids a worker, or the best worker for it has no
-slot just now and waiting is cheaper than what is free, or it needs more room than there is. In the last case only
-smaller ones are looked at, and after a while a worker is kept for it: else large requests would starve, see
-`reservation`. At most `MAX_LOOKS` requests are looked at for one event, and none when nothing happened that could have
-made room, so an event costs the same however long the queue.
+A pass goes through the queue from its head. A request that is not placed lets others pass: it avoids a worker, or the
+best worker for it has no free slot just now and waiting is cheaper than what is free, or it needs more KV blocks than
+are free. In the last case only smaller ones are tried, and after a while a worker is held for it: else large requests
+would starve, see `WorkerHold`. At most `MAX_LOOKS` requests are tried for one event, and none when nothing happened
+that could have freed capacity, so an event costs the same however long the queue.
 
 Owner: the router core.
 """
@@ -34,21 +34,21 @@ from disagg.router.requests.timers import Timers
 from disagg.router.workers.worker import Worker
 
 MAX_LOOKS = 16
-"""In one event, at requests that are not placed."""
+"""Requests tried and not placed in one pass."""
 MAX_PASSED = 64
-"""Requests from the head of the queue on among which smaller ones are looked for, where one waits for room."""
+"""Requests from the head of the queue among which smaller ones are looked for, where one waits for room."""
 
 
 class Waiting:
-    """See the module docstring.
+    """Decides which waiting request is placed when.
 
     Args:
-        config: how long to wait for a worker that could take a request at all.
+        config: how long to wait for a worker that could hold a request at all.
         records: the requests that have not ended; read only.
         fleet: the workers.
         attempts: places requests.
-        timers: gets the end of the grace.
-        tenants: who may have more running.
+        timers: gets the end of the grace and of the bypass.
+        tenants: which of them may have more running.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Waiting:
         self._hold = WorkerHold(fleet, config.bypass_s)
         self._must_look = False
         self._least_lacking: int | None = None
-        """The least tokens for which there is no room; None where no request waits for room."""
+        """The fewest tokens for which there is no room; None where no request waits for room."""
         self._least_kept_off: int | None = None
-        """The same where a worker is kept for another request."""
+        """The same for requests that may not use the held workers."""
         self._seen_openings = 0
         self._seen_releases = 0
 
@@ -122,12 +122,12 @@ class Waiting:
             self._must_look = True
 
     def settle(self, record: RequestRecord) -> None:
-        """A request ended: what its tenant was charged for it and it did not take is given back."""
+        """A request ended: its tenant gets back what it was charged and did not use."""
         if record.is_charged:
             self.queue.settle(record.tenant.share, record.cost, record.num_used)
 
     def workers_changed(self, now: float) -> None:
-        """A worker came, went or drains."""
+        """A worker came up, was lost, or drains."""
         self._must_look = True
         self._hold.workers_changed()
         if not self._aside:
@@ -142,13 +142,13 @@ class Waiting:
         self._must_look = True
 
     def wake(self, record: RequestRecord, now: float) -> bool:
-        """A waiting request's time has come. Returns whether it waited long enough for a worker that could take it."""
+        """A timer of a waiting request is due. Returns whether the grace for a worker that could hold it is over."""
         self._must_look = True
         since = record.unservable_since
         return since is not None and now >= since + self._config.no_worker_grace_s
 
     def place(self, now: float) -> list[Dispatch]:
-        """Place whom there is room for."""
+        """Make one pass: place the requests that there is room for."""
         self._all_seen()
         self._tenants.note_time(now)
         self.queue.look()
@@ -175,10 +175,10 @@ class Waiting:
             if isinstance(result, Dispatch):
                 record.tenant.num_waiting -= 1
                 placed.append(result)
-                if self._take_out(record):  # For the next one of those that were passed.
+                if self._take_out(record):  # The worker that was held for it may be used again.
                     looked_at.clear()
                     position = 0
-                elif self.queue.has_turns:  # Its tenant stands further back now, others where a look was already.
+                elif self.queue.has_turns:  # Its tenant moved back, so that others are at positions already tried.
                     position = 0
             else:
                 position, num_looks = position + 1, num_looks + 1
@@ -192,7 +192,7 @@ class Waiting:
         return placed
 
     def has_reason_to_look(self) -> bool:
-        """Whether something happened that could let a waiting request in."""
+        """Whether something happened that could let a waiting request be placed."""
         if not self.queue:
             return False
         fleet = self._fleet
@@ -202,12 +202,12 @@ class Waiting:
         return waits_for_release and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
-        """How long the prompts before a position keep the workers that are there for prompts."""
+        """Prefill time of the prompts before a position, divided by the workers that compute prompts."""
         num_workers = self._fleet.backlog()[1] if position else 0
         return self.queue.work_before(position) / num_workers if num_workers else 0.0
 
     def _all_seen(self) -> None:
-        """What happened so far is no reason to look again."""
+        """What happened so far is no reason for another pass."""
         self._must_look = False
         self._least_lacking = self._least_kept_off = None
         self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
@@ -231,7 +231,7 @@ class Waiting:
         return False
 
     def _may_fit(self, record: RequestRecord) -> bool:
-        """Whether it is worth a look: it needs less than what there is no room for."""
+        """Whether it is worth trying: it needs less than what there is no room for."""
         if self._least_lacking is None:
             return True
         needed = self._attempts.room_needed(record)
@@ -247,7 +247,7 @@ class Waiting:
             self._least_kept_off = min(needed, self._least_kept_off or needed)
             return
         self._least_lacking = min(needed, self._least_lacking or needed)
-        if not self._fleet.has_opening:  # It would wait for a slot, however much room there was.
+        if not self._fleet.has_opening:  # Without a free slot it would wait however many blocks are free.
             return
         if record.lacks_room_since is None:
             record.lacks_room_since = now
@@ -256,27 +256,27 @@ class Waiting:
             self._hold.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
     def _note_large(self, record: RequestRecord, now: float) -> None:
-        """Where there is room for one half its size, a request waits because it is large. Others pass it, so that its
-        prompt keeps them from nothing."""
+        """Where there is room for half its size, a request waits because it is large. Others pass it, so its prompt is
+        not counted as work before them."""
         if not record.is_passed and self._attempts.has_room_for_half(record, now):
             record.is_passed = True
             self.queue.set_work(record.request_id, 0.0)
 
     def _note_room(self, record: RequestRecord, now: float) -> None:
-        """There is room for a request in the queue again, and it waits for something else."""
+        """There is room for a queued request again, and it waits for something else."""
         record.lacks_room_since = None
         if record.is_passed:
             record.is_passed = False
             self.queue.set_work(record.request_id, self._work_ms(record, now))
 
     def _take_out(self, record: RequestRecord) -> bool:
-        """A request leaves the queue. Returns whether a worker was kept for it."""
+        """Remove a request from the queue. Returns whether a worker was held for it."""
         self.queue.remove(record.request_id)
         record.lacks_room_since, record.is_passed = None, False
         return self._hold.release(record)
 
     def _set_aside(self, record: RequestRecord, now: float) -> bool:
-        """Set a request aside if no present worker could take it even if empty."""
+        """Set a request aside if no present worker could hold it even if empty."""
         if self._could_fit(record):
             return False
         self._aside[record.request_id] = record
@@ -285,7 +285,7 @@ class Waiting:
         return True
 
     def _could_fit(self, record: RequestRecord) -> bool:
-        """Whether a present worker could take a request if it were empty."""
+        """Whether a present worker could hold a request if it were empty."""
         fleet, num_tokens = self._fleet, record.num_tokens
         if num_tokens < fleet.longest_new_sequence:
             return True
@@ -300,7 +300,16 @@ class Waiting:
 
 
 class WorkerHold:
-    """See the module docstring.
+    """Workers that are held for one request: the first in the queue that has waited for KV blocks for `bypass_s`, while
+    smaller ones passed it.
+
+        lacks room ──bypass_s──> a decode worker is held: no new sequences ──its sequences end──> placed there
+                                    └─ it has room for the answer now, but no worker for the prompt: a prefill worker
+                                    too
+
+    So a large request waits at most `bypass_s` and the rest of the sequences on one worker, and the other workers go
+    on. Requests of a higher priority, and those that had an attempt, may use the held workers. A router holds workers
+    against its own requests only: where several gateways share the workers, the others' requests may be placed there.
 
     Args:
         fleet: the workers.
@@ -311,28 +320,28 @@ class WorkerHold:
         self._fleet = fleet
         self._bypass_s = bypass_s
         self.holder: RequestRecord | None = None
-        """For whom workers are kept."""
+        """The request for which workers are held."""
         self._decode: Worker | None = None
         self._kept: frozenset[WorkerId] = frozenset()
 
     def kept_from(self, record: RequestRecord) -> Collection[WorkerId]:
-        """The workers that this request must not go to."""
+        """The workers that this request must not use."""
         holder = self.holder
         if holder is None or record is holder or record.urgency[:2] < holder.urgency[:2]:
             return ()
         return self._kept
 
     def is_for(self, record: RequestRecord, now: float) -> bool:
-        """Whether `keep` is due for a request for which there is no room: it is the holder, or may become it."""
+        """Whether `keep` is due for a request without room: it is the holder, or may become it."""
         if self.holder is not None:
             return record is self.holder
         since = record.lacks_room_since
         return since is not None and now >= since + self._bypass_s
 
     def keep(self, record: RequestRecord, demand: Demand, output_tokens: float) -> None:
-        """Keep workers for the request. The decode worker is the one where there is room soonest, with answers of so
-        many tokens; it stays the same, so that it empties, until it is left out because it fails. A prefill worker is
-        kept only while it alone is what lacks room: it would be idle until then."""
+        """Hold workers for the request. The decode worker is the one with room soonest, with answers of `output_tokens`
+        tokens; it stays the same, so that it empties, until a circuit breaker excludes it. A prefill worker is held
+        only while nothing else lacks room: it would be idle until then."""
         self.holder = record
         if self._decode is not None and self._fleet.is_excluded(self._decode.worker_id):
             self._decode = None
@@ -349,7 +358,7 @@ class WorkerHold:
         self._kept = frozenset(kept)
 
     def release(self, record: RequestRecord) -> bool:
-        """The request waits no longer. Returns whether it was the holder."""
+        """The request no longer waits. Returns whether it was the holder."""
         if record is not self.holder:
             return False
         self.holder = None
@@ -357,5 +366,5 @@ class WorkerHold:
         return True
 
     def workers_changed(self) -> None:
-        """A worker came, went or drains: choose again at the next look."""
+        """A worker came up, was lost, or drains: choose again in the next pass."""
         self._decode, self._kept = None, frozenset()

@@ -1,1 +1,1 @@
-"""The router's edge: clock, sockets, streams to workers."""
+"""The router's I/O: clock, sockets, streams to workers."""

@@ -1,14 +1,15 @@
-"""Who has gone silent, and who is stuck: what a process that hangs shows to those who wait for it. Pure.
+"""A failure detector: which processes are silent, and which are stuck in one step. Pure.
 
-    watch ──> heard, heard, ... ──silent for too long, or one turn of its engine lasts too long──> suspected
-                    ^                                                                                 │
-                    └─────────────────────────── heard, and not stuck ────────────────────────────────┘
+    watch ──> heartbeat, heartbeat, ... ──silent for too long, or one turn of its engine lasts too long──> suspected
+                    ^                                                                                        │
+                    └──────────────────────── heartbeat, and not stuck ──────────────────────────────────────┘
 
-A process that is stopped sends nothing, on connections that stand. One whose engine hangs in a collective still
-reports, and says for how long its engine has been at it; a long prompt takes seconds as well, so that limit is larger.
+A process that is stopped sends nothing, on connections that stay open. One whose engine hangs in a collective still
+reports, with the time for which its engine has been in the step; a long prompt takes seconds too, so that limit is
+larger.
 
-Silence is counted in the time for which the listener itself was awake, as its sweeps show it. A machine that was
-suspended, or a listener that was stopped or starved, has heard nobody; it must not suspect everybody.
+Silence is counted in the time for which the listener itself was awake, as measured by its sweeps. After a suspended
+machine, or a listener that was stopped or starved, no message can have been received, and none is suspected for that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ K = TypeVar("K")
 SWEEP_S = 0.25
 """How often `FailureDetector.sweep` is to be called."""
 _LONGEST_SWEEP_S = 2 * SWEEP_S
-"""What one sweep counts for at most, however late it comes."""
+"""Awake time that one sweep counts for at most, however late it is."""
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class _Watched:
 
 
 class FailureDetector(Generic[K]):
-    """See the module docstring. One owner, one clock.
+    """Watches processes by key. One owner, one clock.
 
     Args:
         silent_after_s: silence that makes a process suspected; infinite for never.
@@ -54,23 +55,23 @@ class FailureDetector(Generic[K]):
         return key in self._watched
 
     def watch(self, key: K, stuck_after_s: float | None = None) -> None:
-        """Someone is there and has just been heard. One that was watched before begins anew.
+        """Watch a process, which has just sent something. One that was watched before starts anew.
 
         Args:
-            stuck_after_s: its own limit instead of the vigil's.
+            stuck_after_s: its own limit instead of the detector's.
         """
         limit_s = self._stuck_after_s if stuck_after_s is None else stuck_after_s
         self._watched[key] = _Watched(self._awake_s, limit_s)
 
     def forget(self, key: K) -> None:
-        """Nobody waits for it any more. Does nothing for an unknown one."""
+        """Stop watching. Does nothing for an unknown key."""
         self._watched.pop(key, None)
 
     def heartbeat(self, key: K, turn_s: float | None = None, doing: str = "") -> bool:
-        """It spoke. Returns whether that ends a suspicion. Unknown ones are ignored.
+        """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
 
         Args:
-            turn_s: for how long its engine has been in its present turn; None if it did not say.
+            turn_s: for how long its engine has been in its present turn; None if the message does not have it.
             doing: what the engine does in it, for the log.
         """
         watched = self._watched.get(key)
@@ -85,7 +86,7 @@ class FailureDetector(Generic[K]):
         return True
 
     def sweep(self, now: float) -> list[tuple[K, str]]:
-        """Those that are suspected from now on, each with why, such as `was silent for 2.6 s`."""
+        """Those that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`."""
         if self._swept_at is not None:
             self._awake_s += min(max(0.0, now - self._swept_at), _LONGEST_SWEEP_S)
         self._swept_at = now
@@ -99,7 +100,7 @@ class FailureDetector(Generic[K]):
     def _why(self, watched: _Watched) -> str:
         silence_s = self._awake_s - watched.last_seen
         if silence_s >= self._silent_after_s:
-            return f"was silent for {silence_s:.1f} s"
+            return f"was unresponsive for {silence_s:.1f} s"
         if watched.turn_s > watched.stuck_after_s:
             doing = f" ({watched.doing})" if watched.doing else ""
             return f"has been in one step for {watched.turn_s:.0f} s{doing}"

@@ -1,10 +1,10 @@
-"""The client's end of one request: the router puts tokens in, one consumer takes them out in batches.
+"""The client's end of one request: the router puts tokens in, one consumer takes them in batches.
 
     put* ── finish ──> iteration ends, `completion` is set          put* ── fail ──> iteration raises
-    put, and too much is unread ──> stream_lost: all of it is dropped, the request is cancelled
+    put, and too much is unread ──> stream_lost: unread tokens are dropped, the request is cancelled
 
-What the consumer has not read yet waits here, up to `MAX_UNREAD_BYTES`: workers do not wait for a client. Tokens that
-came before a failure are still delivered, except after a cancel and to a consumer that was lost.
+Unread tokens wait here, up to `MAX_UNREAD_BYTES`: workers do not wait for a client. Tokens that
+came before a failure are still delivered, except after a cancel or `stream_lost`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Handle:
         self._changed.set()
 
     def fail(self, error: DisaggError) -> None:
-        """There will be no more tokens. The first end counts."""
+        """There are no more tokens. The first end counts."""
         if self._end is None and isinstance(error, RequestCancelledError):
             self._unread = TokenBatch([])
         self._end = self._end or error
@@ -72,7 +72,7 @@ class Handle:
     def _lose(self) -> None:
         self._unread = TokenBatch([])
         self._end = UnavailableError("more was unread than a stream may hold", "stream_lost")
-        # Not at once: the router is in the middle of what gave us these tokens.
+        # Not at once: the router is executing the event that brought these tokens.
         asyncio.get_running_loop().call_soon(self._on_cancel, self.request_id)
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:

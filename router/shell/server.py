@@ -1,8 +1,8 @@
-"""The shell around the router core: sockets, clock and tasks. It decides nothing.
+"""The server around the router core: sockets, clock and tasks. Decisions are the core's.
 
-    RouterServer   feeds every event to the core, executes its commands, wakes it in time;
-                   notices whose session stands and says nothing                              one per gateway
-    WorkerLink     one worker: channel, session, report stream; comes back after a break       one per worker
+    RouterServer   passes every event to the core, executes its commands, sends its ticks;
+                   detects workers that are connected and silent                              one per gateway
+    WorkerLink     one worker: channel, session, report stream; reconnects after a break      one per worker
 
 Everything runs on one event loop.
 """
@@ -83,7 +83,7 @@ class RouterServer:
         self._links: dict[WorkerId, WorkerLink] = {}
         self._draining: dict[WorkerId, Incarnation] = {}
         self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
-        """Called when nothing runs any more on a worker that was drained; set by whoever drains."""
+        """Called when this router has nothing left on a draining worker; set by the owner of the membership."""
         self._handles: dict[RequestId, Handle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
@@ -94,7 +94,7 @@ class RouterServer:
         self._link_came_up = asyncio.Event()
         self._stopped = False
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- start, stop, membership
 
     async def start(self) -> None:
         """Begin to connect to the workers; returns at once. See `wait_until_connected`."""
@@ -103,7 +103,7 @@ class RouterServer:
             await self.add_worker(info)
 
     async def wait_until_connected(self, timeout_s: float) -> None:
-        """Until every worker greeted. Raises `TimeoutError` naming those that did not."""
+        """Wait until every worker has a session. Raises `TimeoutError` with the ids of those without."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not all(link.is_up for link in self._links.values()):
@@ -114,7 +114,7 @@ class RouterServer:
             raise TimeoutError(f"no session with {', '.join(missing)} after {timeout_s:g} s") from None
 
     async def stop(self) -> None:
-        """Fail what still runs, tell the workers, and end every task."""
+        """Fail what still runs, send the workers its cancels, and end every task."""
         for handle in list(self._handles.values()):
             handle.fail(UnavailableError("the router is stopping", "shutting_down"))
             self._cancel(handle.request_id)
@@ -128,24 +128,24 @@ class RouterServer:
         self._links.clear()
 
     async def add_worker(self, info: WorkerInfo) -> None:
-        """Follow a worker from now on; a link to the same worker id (an earlier address) is replaced."""
+        """Connect to a worker from now on; a link to the same worker id (an earlier address) is replaced."""
         await self.remove_worker(info.worker_id)
         link = WorkerLink(info, self._gateway_id, self._secret, self._config, self._handle_event)
         self._links[info.worker_id] = link
         link.start()
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Follow a worker no longer; its attempts are placed elsewhere. Does nothing for an unknown one."""
+        """Disconnect from a worker; its requests are requeued. Does nothing for an unknown one."""
         link = self._links.get(worker_id)
         if link is not None:
-            # First the core, which must not dispatch to a link that is gone.
+            # First the core, which must not dispatch to a removed link.
             self._handle_event(WorkerLost(worker_id, link.info.incarnation))
             del self._links[worker_id]
             self._draining.pop(worker_id, None)
             await link.stop(flush_s=0)
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Place nothing on that life of a worker any more; `on_drained` says when nothing of ours runs there."""
+        """Place nothing on that incarnation of a worker any more; `on_drained` is called when nothing is left there."""
         link = self._links.get(worker_id)
         if link is None or self._draining.get(worker_id) == incarnation:
             return
@@ -156,11 +156,11 @@ class RouterServer:
             self.on_drained(worker_id, incarnation)
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Use that life of a worker again, if it is drained; nothing else is changed."""
+        """Use that incarnation of a worker again, if it is draining; else does nothing."""
         if self._draining.get(worker_id) != incarnation:
             return
         del self._draining[worker_id]
-        logger.warning("%s is not to be drained any more; it is used again", worker_id)
+        logger.warning("worker %s: drain revoked; placing requests on it again", worker_id)
         self._handle_event(ResumeWorker(worker_id, incarnation))
 
     # ---------------------------------------------------------------- api.Router
@@ -228,7 +228,7 @@ class RouterServer:
         return dict(self._core.counters)
 
     async def audit(self, timeout_s: float = 5.0) -> list[AuditReport]:
-        """What every worker holds. Raises `UnavailableError` if one does not answer, once none is asked any more."""
+        """What every worker holds. Raises `UnavailableError` if one does not answer, after all calls have ended."""
         found = await asyncio.gather(*(link.audit(timeout_s) for link in self._links.values()), return_exceptions=True)
         reports: list[AuditReport] = []
         for each in found:
@@ -244,11 +244,13 @@ class RouterServer:
         self._handle_event(CancelRequest(request_id, None if handle is None else handle.num_answered))
 
     def _drop(self, request_id: RequestId) -> None:
-        """A fault of ours while a request was taken: its client gets no handle, so nothing may be left of it."""
+        """A bug while a request was accepted: its client gets no handle, so nothing may be left of it."""
         try:
             self._handle_event(CancelRequest(request_id))
         except Exception:
-            logger.exception("request %s could not be taken, and what it holds could not be given back", request_id)
+            logger.exception(
+                "request %s: failed while it was accepted, and its resources could not be released", request_id
+            )
         self._handles.pop(request_id, None)
 
     def _handle_event(self, event: Event) -> None:
@@ -263,36 +265,35 @@ class RouterServer:
         self._keep_draining(event)
 
     def _listen(self, event: Event) -> None:
-        """Whatever a worker sends shows that it lives; a report says whether its engine does."""
+        """Any message of a worker is a heartbeat; a report has the length of its engine's turn too."""
         match event:
             case WorkerUp(info=info):
                 self._detector.watch((info.worker_id, info.incarnation))
             case WorkerLost(worker_id=worker_id, incarnation=incarnation):
                 self._detector.forget((worker_id, incarnation))
             case FromWorker(worker_id=worker_id, incarnation=incarnation):
-                self._heard((worker_id, incarnation), None)
+                self._heartbeat((worker_id, incarnation), None)
             case WorkerReported(report=report):
-                self._heard((report.worker_id, report.incarnation), report.turn_s)
+                self._heartbeat((report.worker_id, report.incarnation), report.turn_s)
 
-    def _heard(self, life: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
-        if self._detector.heartbeat(life, turn_s):
-            logger.warning("%s speaks again", life[0])
-            self._handle_event(WorkerRecovered(*life))
+    def _heartbeat(self, incarnation: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
+        if self._detector.heartbeat(incarnation, turn_s):
+            logger.warning("worker %s responds again: placing requests on it", incarnation[0])
+            self._handle_event(WorkerRecovered(*incarnation))
 
     async def _sweep(self) -> None:
-        """Look again and again for workers that hang."""
+        """Look periodically for workers that hang."""
         while True:
             try:
-                for life, why in self._detector.sweep(self._clock()):
-                    logger.warning("%s %s: what it had goes on elsewhere", life[0], why)
-                    self._handle_event(WorkerSuspected(*life, why))
+                for incarnation, why in self._detector.sweep(self._clock()):
+                    self._handle_event(WorkerSuspected(*incarnation, why))
             except Exception:
-                # A fault of ours. This is the barrier: without the next look no worker that hangs is ever noticed.
-                logger.exception("looking for workers that hang failed; the next look is in %g s", SWEEP_S)
+                # A bug. The loop must go on: without it no worker that hangs is ever detected.
+                logger.exception("looking for workers that hang failed; next try in %g s", SWEEP_S)
             await asyncio.sleep(SWEEP_S)
 
     def _keep_draining(self, event: Event) -> None:
-        """A worker that drains is empty when its session breaks, and drains on when it is back."""
+        """A draining worker counts as drained when its session breaks, and goes on draining when it reconnects."""
         if isinstance(event, WorkerLost) and self._draining.get(event.worker_id) == event.incarnation:
             self.on_drained(event.worker_id, event.incarnation)
         elif isinstance(event, WorkerUp) and self._draining.get(event.info.worker_id) == event.info.incarnation:

@@ -1,6 +1,6 @@
 """Frames of the gateway's own streams: bytes on the channel, decoded here.
 
-gRPC gets no serializers from us: it would turn a frame that cannot be decoded into the end of the stream.
+gRPC gets no deserializers: it would end the stream at a frame that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def cancel(key: AttemptKey) -> Cancel:
 
 
 def connect(peer: PeerRef) -> Connect:
-    """The frame that has a pair formed."""
+    """The frame that makes a prefill worker form a pair."""
     return Connect(decode_peer=peer)
 
 
 def hello(frame: bytes, expected: WorkerId) -> WorkerInfo:
     """The first frame of a session. Raises `InternalError` if another worker answers at that address, or no hello came
-    first, and `msgspec.MsgspecError` for what is no frame at all."""
+    first, and `msgspec.MsgspecError` for an invalid frame."""
     message = _session.decode(frame)
     if not isinstance(message, SessionHello):
         raise InternalError(f"{expected} sent {type(message).__name__} before its hello")
@@ -54,7 +54,8 @@ def hello(frame: bytes, expected: WorkerId) -> WorkerInfo:
 
 
 def step_update(frame: bytes) -> StepUpdate:
-    """A later frame of a session. Raises `InternalError` for a second hello, `msgspec.MsgspecError` for no frame."""
+    """A later frame of a session. Raises `InternalError` for a second hello, `msgspec.MsgspecError` for an invalid
+    frame."""
     message = _session.decode(frame)
     if not isinstance(message, StepUpdate):
         raise InternalError("a second hello on one session")

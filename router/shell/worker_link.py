@@ -1,4 +1,4 @@
-"""The gateway's streams to one worker: a session, which brings its steps, and its reports.
+"""The gateway's streams to one worker: its session, and its reports.
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 _SessionCall = grpc.aio.StreamStreamCall[bytes, bytes]
 _FAULTS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, msgspec.MsgspecError, DisaggError, TimeoutError)
-"""What may happen to a stream; all of it ends the stream, and none of it the link."""
+"""Expected faults of a stream; each ends the stream, and none the link."""
 
 
 class WorkerLink:
-    """The gateway's streams to one worker. Owner of its channel, queue and tasks; see the module docstring."""
+    """The gateway's streams to one worker. Owner of its channel, queue and tasks."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class WorkerLink:
         self._watch_again = False
         self._is_up = False
         self._greeted = False
-        """Whether the latest try got as far as a session."""
+        """Whether the latest try established a session."""
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_up(self) -> bool:
-        """Whether the worker greeted and the session stands."""
+        """Whether the session is established."""
         return self._is_up
 
     def start(self) -> None:
@@ -74,14 +74,18 @@ class WorkerLink:
             try:
                 await asyncio.wait_for(self._outbox.join(), flush_s)
             except TimeoutError:
-                logger.warning("%s: %d frames were not sent", self.info.worker_id, self._outbox.qsize())
+                logger.warning(
+                    "worker %s: %d frames were not sent before the link was closed",
+                    self.info.worker_id,
+                    self._outbox.qsize(),
+                )
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close(None)
 
     def send(self, message: wire.Outgoing) -> None:
-        """Queue a frame for the session. Without a session it is dropped: the core hears of the loss anyway."""
+        """Queue a frame for the session. Without a session it is dropped: the core gets `WorkerLost` anyway."""
         if not self._is_up:
             return
         try:
@@ -90,7 +94,7 @@ class WorkerLink:
             self._overflow.set()
 
     def watch_again(self) -> None:
-        """Open a new report stream once the report at hand is dealt with."""
+        """Open a new report stream after the present report."""
         self._watch_again = True
 
     async def audit(self, timeout_s: float) -> AuditReport:
@@ -110,10 +114,12 @@ class WorkerLink:
             try:
                 await self._connect()
             except _FAULTS as error:
-                logger.info("%s at %s: %s", self.info.worker_id, self.info.address, _describe(error))
+                logger.info(
+                    "worker %s at %s: not connected: %s", self.info.worker_id, self.info.address, _describe(error)
+                )
             except Exception:
-                # A fault of ours. The link is the barrier: the worker counts as lost, its requests go elsewhere.
-                logger.exception("%s: the session failed", self.info.worker_id)
+                # A bug. It ends the session only: the worker counts as lost, its requests are requeued.
+                logger.exception("worker %s: session failed", self.info.worker_id)
             pause_s = self._config.min_reconnect_s if self._greeted else min(2 * pause_s, self._config.max_reconnect_s)
             await asyncio.sleep(pause_s)
 
@@ -159,7 +165,7 @@ class WorkerLink:
         raise UnavailableError(f"{self._outbox.qsize()} frames wait for {self.info.worker_id}", "worker_lost")
 
     async def _watch(self) -> None:
-        """Follow the reports for as long as the session stands, on one stream after the other."""
+        """Read reports while the session is established, on one stream after the other."""
         while True:
             self._watch_again = False
             call = self._channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=self._secret.metadata)
@@ -169,7 +175,7 @@ class WorkerLink:
                     if self._watch_again:
                         break
             except _FAULTS as error:
-                logger.info("%s: reports broke: %s", self.info.worker_id, _describe(error))
+                logger.info("worker %s: report stream broke: %s", self.info.worker_id, _describe(error))
             finally:
                 call.cancel()
             if not self._watch_again:
@@ -184,7 +190,7 @@ async def _read(call: _SessionCall) -> bytes:
 
 
 async def _first_to_end(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until one ends; end the others, wait for them, and raise what the first one raised."""
+    """Run all until one ends; cancel the others, wait for them, and raise what the first one raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""What the router counts and remembers for operators: telemetry, spans, traces, statistics. Pure."""
+"""What the router records of requests for operators: sums, traces, spans. Pure."""

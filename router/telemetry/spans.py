@@ -1,4 +1,4 @@
-"""Where the time of a request went, as spans. Pure: made of a trace when somebody asks, and once at its end.
+"""The time of a request as spans. Pure: made of a trace on demand, and once at its end.
 
     tokenize_queue  arrival until a thread tokenizes the prompt            large prompts only
     tokenize        until the router has it
@@ -12,8 +12,8 @@
     decode          until the end
     detokenize      not a span of time but a sum of many; drawn as if it were the last thing
 
-Workers measure durations, the gateway points in time; so what a worker measured is laid out from a point that the
-gateway knows, and cut where it would reach beyond the next one.
+Workers measure durations, the gateway points in time; so the duration of a worker begins at a point in time of the
+gateway, and is cut at the next one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Part = tuple[str, "WorkerId | None", float, "float | None"]
 
 
 def spans_of(trace: RequestTrace) -> list[Span]:
-    """All that is known; the last one has no end while the request runs."""
+    """All spans so far; the last one has no end while the request runs."""
     return [Span(*part) for part in _parts_of(trace)]
 
 

@@ -1,10 +1,10 @@
-"""What is noted of requests: a trace each, and the sums over all of them.
+"""What is recorded of requests: a trace each, and the sums over all of them.
 
-    arrived ──> token* ──> ended          refused: never began, noted all the same
+    arrived ──> token* ──> ended          refused: recorded without having begun
 
-A target is met or missed by what the router saw: the first token's arrival here, and the mean time between tokens. A
-request that failed or was refused missed all of its targets. One that its client gave up missed those that were missed
-by then; of the others nobody knows, and they are not counted.
+A target is met or missed by the times at the gateway: of the first token's arrival, and the mean time between tokens. A
+request that failed or was refused missed all of its targets. One that its client cancelled missed those that were
+missed by then; the others are unknown, and not counted.
 
 Owner: the router core.
 """
@@ -28,15 +28,15 @@ RATE_WINDOW_S = 10
 SLO_WINDOW_S = 60
 SLOS = ("ttft", "tpot", "both")
 _TRACE_ID_PART = 1
-"""Of a `traceparent`, between dashes."""
+"""Index of the trace id in a `traceparent`, split at dashes."""
 
 
 class Telemetry:
-    """See the module docstring.
+    """The traces and the statistics of one router.
 
     Args:
         num_traces: ended requests whose traces are kept.
-        decisions: counts of decisions, by reason, kept by whoever decides.
+        decisions: counts of decisions, by reason; incremented by `Attempts`.
     """
 
     def __init__(self, num_traces: int, decisions: Counter[str]) -> None:
@@ -47,7 +47,7 @@ class Telemetry:
     # ---------------------------------------------------------------- events
 
     def arrived(self, trace: RequestTrace) -> None:
-        """A request was taken in."""
+        """A request was accepted."""
         self.traces.begin(trace)
 
     def tokens(self, trace: RequestTrace, num_tokens: int, now: float) -> None:
@@ -80,7 +80,7 @@ class Telemetry:
             trace: of it.
             outcome: `stop`, `length`, or the code of an error.
             now: the time.
-            cached_tokens: of the prompt, that nobody computed.
+            cached_tokens: of the prompt, that no worker had to compute.
             num_answered: output tokens that the client got, where the rest was cut off.
         """
         trace.outcome = outcome
@@ -142,8 +142,8 @@ class Telemetry:
 
 
 def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
-    """Which of its targets an ended request met, and whether all: `ttft`, `tpot`, `both`. Left out is what it did not
-    have, and what nobody can tell because its client left first."""
+    """Which of its targets an ended request met, and whether all: `ttft`, `tpot`, `both`. Without targets that it did
+    not have, and those that are unknown because its client left first."""
     if trace.ttft_slo_s is None and trace.tpot_slo_s is None:
         return {}
     targets = {"ttft": trace.ttft_slo_s, "tpot": trace.tpot_slo_s}

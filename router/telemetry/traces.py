@@ -1,9 +1,9 @@
-"""Where requests ran: one `RequestTrace` each, kept while it runs and then among the last N.
+"""The traces of requests: each is kept while the request runs, and then among the last N.
 
-Each tenant has a ring of its own. Where there are N in all, the tenant with the most loses its oldest: whoever sends
-many requests does not make those of others vanish.
+Each tenant has a ring of its own. Where there are N in all, the oldest of the tenant with the most is dropped: many
+requests of one tenant do not displace those of others.
 
-Owner: the router's telemetry.
+Owner: `Telemetry`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ring = dict[RequestId, RequestTrace]
 
 
 class TraceRing:
-    """See the module docstring.
+    """All traces of one router, by request id.
 
     Args:
         num_ended: ended requests that are kept, of all tenants together.
@@ -36,11 +36,11 @@ class TraceRing:
         self._largest = 0
 
     def begin(self, trace: RequestTrace) -> None:
-        """Keep the trace of a request that was just taken in; its owner fills it in."""
+        """Keep the trace of a request that was just accepted; its owner fills it."""
         self._running[trace.request_id] = trace
 
     def end(self, trace: RequestTrace, now: float) -> None:
-        """The request is over, or never began; an old trace makes room."""
+        """The request ended, or was refused; an old trace is dropped if there are too many."""
         self._running.pop(trace.request_id, None)
         trace.stages["end"] = now
         if trace.request_id in self._tenant_of:

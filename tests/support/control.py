@@ -64,7 +64,7 @@ class Driver:
     def left(self, name: str, life: int = 1) -> list[str]:
         return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{life}")))
 
-    def hung(self, name: str, life: int = 1, why: str = "was silent for 4.0 s") -> list[str]:
+    def hung(self, name: str, life: int = 1, why: str = "was unresponsive for 4.0 s") -> list[str]:
         return self(events.WorkerHung(WorkerId(name), Incarnation(f"{name}.{life}"), why))
 
     def exited(self, name: str, why: str = "killed by SIGKILL") -> list[str]:

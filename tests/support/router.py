@@ -239,7 +239,9 @@ class Scenario:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(life)))
 
-    def suspected(self, worker_id: str, why: str = "was silent for 2.5 s", incarnation: str | None = None) -> list[str]:
+    def suspected(
+        self, worker_id: str, why: str = "was unresponsive for 2.5 s", incarnation: str | None = None
+    ) -> list[str]:
         life = self.incarnations[worker_id] if incarnation is None else incarnation
         return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(life), why))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from disagg.cluster.control.workers import FIRST_PAUSE_S, STABLE_S
 from tests.support.control import DRAIN_TIMEOUT_S, LOST_GRACE_S, Driver, settled
 
-DETAIL = "it was silent for 4.0 s and was killed"
+DETAIL = "it was unresponsive for 4.0 s and was killed"
 
 
 def test_a_worker_that_hangs_is_lost_and_started_again() -> None:

@@ -1,4 +1,5 @@
-"""What the books permit, real decode engines accept; what they have no room for waits, and is never failed for it."""
+"""What the assigned blocks permit, real decode engines accept; what they have no room for waits, and is never failed
+for it."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ request_sizes = st.one_of(
     watermarks=st.tuples(st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.1])),
     gaps_s=st.lists(st.sampled_from([0.0, 0.005, 0.3, 2.0]), min_size=12, max_size=12),
 )
-def test_what_the_books_permit_is_accepted(
+def test_what_the_assigned_blocks_permit_is_accepted(
     sizes: list[tuple[int, int, int]],
     num_blocks: int,
     max_num_seqs: int,

@@ -36,7 +36,7 @@ def test_missing_role(names: tuple[str, ...], missing: str | None) -> None:
     assert fleet(*names).missing_role() == missing
 
 
-def test_candidates_join_books_index_and_reports() -> None:
+def test_candidates_join_assignments_index_and_reports() -> None:
     it = fleet("p0", "d0")
     request = routed_request("r0", 64)
     snapshot = BlocksSnapshot(hashes=request.block_hashes)
@@ -82,7 +82,7 @@ def test_a_lost_worker_is_forgotten_and_the_others_stay() -> None:
     assert (len(it.index), it.longest_sequence) == (0, 0)
 
 
-def test_integrity_sees_bookings_on_a_stranger() -> None:
+def test_integrity_sees_assignments_of_an_unknown_worker() -> None:
     it = fleet("p0")
     it.assignments.open(D, K0, Assignment())
     assert it.check_integrity() == ["assignments of d0, which is not present"]

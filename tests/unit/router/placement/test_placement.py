@@ -106,7 +106,7 @@ class TestEveryPolicy:
         assert where(policy, "d0", local_prefill="never") == "none"
 
 
-def test_bookings() -> None:
+def test_assignments() -> None:
     it = Placing(
         "least_loaded", "p0", busy(worker_info("d0", max_model_len=96)), busy(worker_info("d1", block_size=64))
     )

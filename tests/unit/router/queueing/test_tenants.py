@@ -125,7 +125,7 @@ def test_a_part_of_all_places_by_weight_is_the_most_that_is_kept() -> None:
     # A quarter is b's, and none of it could be had by a.
     assert it.core.view(0.0).tenants["b"][1] >= 4
     tenants = it.core._tenants
-    assert [tenants.get(name, limits, 0.0).num_sure for name, limits in (("a", heavy), ("b", SHARED))] == [12, 4]
+    assert [tenants.get(name, limits, 0.0).num_guaranteed for name, limits in (("a", heavy), ("b", SHARED))] == [12, 4]
 
 
 def test_a_sole_tenant_may_have_all_places() -> None:

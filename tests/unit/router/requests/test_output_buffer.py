@@ -9,21 +9,21 @@ from disagg.router.api import TokenBatch
 from disagg.router.requests.output_buffer import OutputBuffer
 
 
-def ledger(max_tokens: int = 8, attempt: int = 0) -> OutputBuffer:
+def output_buffer(max_tokens: int = 8, attempt: int = 0) -> OutputBuffer:
     made = OutputBuffer(max_tokens)
     made.begin(attempt)
     return made
 
 
 def test_tokens_in_order_pass_at_once() -> None:
-    it = ledger()
+    it = output_buffer()
     assert it.add(0, 0, [10]) == TokenBatch([10])
     assert it.add(0, 1, [11, 12]) == TokenBatch([11, 12])
     assert (it.released, it.has_gap) == ([10, 11, 12], False)
 
 
 def test_early_tokens_wait_for_the_gap_to_close() -> None:
-    it = ledger()
+    it = output_buffer()
     assert it.add(0, 1, [11, 12]) == TokenBatch([])
     assert it.has_gap
     assert it.add(0, 4, [14]) == TokenBatch([])
@@ -34,7 +34,7 @@ def test_early_tokens_wait_for_the_gap_to_close() -> None:
 
 
 def test_duplicates_are_dropped_and_the_first_of_two_different_tokens_stays() -> None:
-    it = ledger()
+    it = output_buffer()
     it.add(0, 0, [10])
     assert it.add(0, 0, [10, 11]) == TokenBatch([11])
     assert (it.num_duplicate, it.num_contradicting) == (1, 0)
@@ -47,11 +47,11 @@ def test_duplicates_are_dropped_and_the_first_of_two_different_tokens_stays() ->
 
 
 def test_token_id_zero_is_a_token() -> None:
-    assert ledger().add(0, 0, [0, 0]) == TokenBatch([0, 0])
+    assert output_buffer().add(0, 0, [0, 0]) == TokenBatch([0, 0])
 
 
 def test_only_the_current_attempt_counts() -> None:
-    it = ledger(attempt=1)
+    it = output_buffer(attempt=1)
     assert it.add(0, 0, [10, 11]) == TokenBatch([])
     assert it.add(2, 0, [10]) == TokenBatch([])
     assert it.num_stale == 3
@@ -59,7 +59,7 @@ def test_only_the_current_attempt_counts() -> None:
 
 
 def test_a_new_attempt_forgets_what_was_held_back_and_keeps_what_was_released() -> None:
-    it = ledger()
+    it = output_buffer()
     it.add(0, 0, [10])
     it.add(0, 2, [12])
     it.begin(1)
@@ -69,7 +69,7 @@ def test_a_new_attempt_forgets_what_was_held_back_and_keeps_what_was_released() 
 
 
 def test_what_the_client_did_not_ask_for_takes_no_memory() -> None:
-    it = ledger(max_tokens=2)
+    it = output_buffer(max_tokens=2)
     assert it.add(0, 0, [10, 11, 12, 13]) == TokenBatch([10, 11])
     assert it.add(0, 1_000_000, [1]) == TokenBatch([])
     assert it.add(0, -1, [9]) == TokenBatch([])
@@ -106,7 +106,7 @@ def test_logprobs_of_another_attempt_or_beyond_the_end_are_dropped() -> None:
 
 
 def test_logprobs_that_nobody_asked_for_are_dropped() -> None:
-    assert ledger().add(0, 0, [10, 11], [of(10)]) == TokenBatch([10, 11])
+    assert output_buffer().add(0, 0, [10, 11], [of(10)]) == TokenBatch([10, 11])
 
 
 @pytest.mark.parametrize("logprobs", [[], [of(11)]])
@@ -127,7 +127,7 @@ def test_any_order_with_repeats_gives_the_same_answer(token_ids: list[int], rng:
         end = rng.randint(start + 1, len(token_ids))
         pieces += [(start, token_ids[start:end])] * rng.randint(1, 2)
     rng.shuffle(pieces)
-    it = ledger(max_tokens=len(token_ids))
+    it = output_buffer(max_tokens=len(token_ids))
     released = [token for start, piece in pieces for token in it.add(0, start, piece).token_ids]
     assert released == it.released == token_ids
     assert (it.has_gap, it.num_contradicting) == (False, 0)

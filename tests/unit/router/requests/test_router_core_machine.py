@@ -357,7 +357,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert sorted(self.core._requests) == sorted(name for name, client in self.clients.items() if not client.end)
 
     @invariant()
-    def workers_run_only_what_the_books_know(self) -> None:
+    def workers_run_only_what_is_assigned(self) -> None:
         """So a worker that is given up on was told, and one that still runs was not forgotten."""
         assert {(WorkerId(name), key) for name, key in self.parts()} <= set(self.core._fleet.assignments.entries())
 

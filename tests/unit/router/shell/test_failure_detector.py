@@ -29,7 +29,7 @@ class Driver:
 def test_silence_is_noticed_in_time_and_once() -> None:
     it = Driver()
     it.detector.watch("w")
-    assert it.pass_time(10.0) == [(2.0, "w", "was silent for 2.0 s")]
+    assert it.pass_time(10.0) == [(2.0, "w", "was unresponsive for 2.0 s")]
 
 
 def test_who_speaks_is_not_suspected() -> None:
@@ -50,7 +50,7 @@ def test_who_speaks_again_is_trusted_and_may_be_suspected_again() -> None:
     assert it.detector.heartbeat("w") is True
     assert it.detector.heartbeat("w") is False
     assert it.pass_time(1.75) == []
-    assert it.pass_time(0.25) == [(0.25, "w", "was silent for 2.0 s")]
+    assert it.pass_time(0.25) == [(0.25, "w", "was unresponsive for 2.0 s")]
 
 
 def test_one_with_a_limit_of_its_own_is_stuck_after_that() -> None:
@@ -77,7 +77,7 @@ def test_one_that_is_busy_for_longer_than_the_silence_that_counts_is_not_suspect
         it.detector.heartbeat("gateway", half_seconds / 2 if half_seconds / 2 < 4.6 else 0.0)
         found += it.pass_time(0.5)
     assert found == []
-    assert it.pass_time(4.0) == [(3.5, "gateway", "was silent for 4.0 s")]
+    assert it.pass_time(4.0) == [(3.5, "gateway", "was unresponsive for 4.0 s")]
 
 
 def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
@@ -100,7 +100,7 @@ def test_a_listener_that_slept_suspects_nobody() -> None:
     it.now += 3600.0
     assert it.detector.sweep(it.now) == []
     assert it.pass_time(1.25) == []
-    assert it.pass_time(0.25) == [(0.25, "w", "was silent for 2.0 s")]
+    assert it.pass_time(0.25) == [(0.25, "w", "was unresponsive for 2.0 s")]
 
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
@@ -108,7 +108,7 @@ def test_a_clock_that_goes_back_changes_nothing() -> None:
     it.detector.watch("w")
     it.now -= 50.0
     assert it.detector.sweep(it.now) == []
-    assert it.pass_time(2.0) == [(2.0, "w", "was silent for 2.0 s")]
+    assert it.pass_time(2.0) == [(2.0, "w", "was unresponsive for 2.0 s")]
 
 
 def test_who_left_or_is_unknown_is_not_suspected() -> None:

@@ -8,7 +8,7 @@ K0, K1 = AttemptKey(RequestId("r0"), 0), AttemptKey(RequestId("r1"), 0)
 NOTHING = {"tokens": 0, "sequences": 0, "blocks": 0}
 
 
-def test_what_was_booked_is_given_back() -> None:
+def test_what_was_assigned_is_given_back() -> None:
     assignments = Assignments()
     assignments.open(P, K0, Assignment(tokens=100, blocks=7))
     assignments.open(P, K1, Assignment(tokens=10, blocks=1))
@@ -33,12 +33,12 @@ def test_a_computed_prompt_gives_back_its_tokens_once() -> None:
     assert assignments.holdings() == NOTHING
 
 
-def test_a_booking_is_opened_and_closed_exactly_once() -> None:
+def test_an_assignment_is_opened_and_closed_exactly_once() -> None:
     assignments = Assignments()
     assignment = Assignment(tokens=1)
     assignments.open(P, K0, assignment)
     for again in (Assignment(tokens=1), assignment):
-        with pytest.raises(ValueError, match="r0/0 is assigned on p0 already"):
+        with pytest.raises(ValueError, match="r0/0 is assigned to p0 already"):
             assignments.open(P, K0, again)
     assignments.close(P, K0)
     with pytest.raises(KeyError):
@@ -46,7 +46,7 @@ def test_a_booking_is_opened_and_closed_exactly_once() -> None:
     assert assignments.holdings() == NOTHING
 
 
-def test_an_answer_that_grows_is_given_back_with_its_booking() -> None:
+def test_an_answer_that_grows_is_given_back_with_its_assignment() -> None:
     assignments = Assignments()
     assigned = assignments.of_worker(D)
     assignments.open(D, K0, Assignment(tokens=10, pairs=55, blocks=2, context=10))
@@ -64,4 +64,4 @@ def test_integrity_sees_sums_that_are_off() -> None:
     assignments = Assignments()
     assignments.open(P, K0, Assignment(tokens=5, blocks=2))
     assignments.of_worker(P).tokens += 1
-    assert assignments.check_integrity() == ["books of p0: 6 tokens, but its assignments say 5"]
+    assert assignments.check_integrity() == ["load of p0: 6 tokens, but the sum of its assignments is 5"]
