@@ -1,9 +1,9 @@
-"""What the processes of one cluster know each other by: random bytes that whoever launches the cluster makes once.
+"""The secret by which the processes of one cluster authenticate each other: random bytes, made once by its launcher.
 
     launcher ──start message, not a command line──> worker, gateway, controller
     caller ──metadata `disagg-cluster-token-bin`──> server, which compares before it reads anything
 
-It says that the caller was started by the same launcher. Where the cluster is encrypted, the certificates of its
+It shows that the caller was started by the same launcher. Where the cluster is encrypted, the certificates of its
 processes are made from it, too (`connections/`); else who can read the network can read it.
 """
 
@@ -41,7 +41,7 @@ class ClusterSecret(msgspec.Struct, frozen=True):
         return [("value", "...")]
 
     def sign(self, *what: str | bytes | int) -> bytes:
-        """HMAC-SHA256 of these values in this order, keyed with the secret; the first one says what it is for."""
+        """HMAC-SHA256 of these values in this order, keyed with the secret; the first one is the purpose."""
         return hmac.digest(self.value, msgspec.msgpack.encode(what), "sha256")
 
     @property

@@ -1,11 +1,11 @@
 """Messages between the controller, which owns the membership of a cluster, and the processes that belong to it.
 
-    worker   -> controller   Register   "I listen here" or "I could not start"; the open stream is membership, and beats
+    worker   -> controller   Register   its address, or a failed start; the open stream is membership; heartbeats
     gateway  <- controller   Follow     all members once, then what changes; up: which draining workers are empty
     operator -> controller   Control    scale a pool, drain a worker, what is there
 
 A worker that stays is a member for as long as its Register stream stands. Losing the controller ends neither workers
-nor gateways: they serve on with the membership they know, and come back when it does.
+nor gateways: they go on serving with the last membership, and reconnect when it is back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import Message, WorkerInfo
 
 HEARTBEAT_S = 0.5
-"""How often workers and gateways show the controller that they live."""
+"""Interval of the heartbeats of workers and gateways."""
 PoolName = Literal["prefill", "decode", "colocated"]
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
@@ -45,7 +45,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
-    """The worker lives. Follows its hello, again and again."""
+    """A heartbeat of a worker, periodically after its hello."""
 
     turn_s: float = 0.0
     """For how long its engine has been in its present turn; 0 where it waits."""
@@ -55,11 +55,11 @@ WorkerToController = WorkerHello | WorkerFailed | WorkerHeartbeat
 
 
 class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
-    """The controller took the worker in."""
+    """The controller registered the worker."""
 
 
 class WorkerRejected(Message, frozen=True, kw_only=True, tag=True):
-    """Nobody asked for this worker (any more), or it does not fit the others: its process should end."""
+    """The controller did not request this worker (any more), or it does not fit the others: its process should end."""
 
     reason: str
 
@@ -87,7 +87,7 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     http_address: str = ""
     """The same of HTTP; empty where it serves none."""
     draining: tuple[WorkerIncarnation, ...] = ()
-    """The workers that it drains, as an earlier controller wanted."""
+    """The workers that it drains on request of an earlier controller."""
 
 
 class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
@@ -98,26 +98,26 @@ class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
-    """Nothing of this gateway runs on that draining worker any more."""
+    """This gateway has nothing left on that draining worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag=True):
-    """The gateway lives. Sent again and again: on the stream of its hello by its event loop, and, with all fields, on
-    a stream of their own by a thread."""
+    """A heartbeat of a gateway. Sent periodically: on the stream of its hello by its event loop, and, with all fields,
+    on a stream of their own by a thread."""
 
     gateway_id: GatewayId = GatewayId("")
     pid: int = 0
     turn_s: float = 0.0
     """For how long its event loop has been in its present turn."""
     doing: str = ""
-    """What the loop was seen to do in it, for the log."""
+    """What the loop does in it, as sampled, for the log."""
 
 
 class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
-    """The gateway missed a change of the membership: send the whole."""
+    """The gateway missed a change of the membership, and requests all of it."""
 
 
 GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest
@@ -164,7 +164,7 @@ class ScaleRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Replace this worker by a new life of it, after its sequences have ended. Answered as soon as it is noted."""
+    """Replace this worker by a new incarnation, after its sequences have ended. Answered at once."""
 
     worker_id: WorkerId
 
@@ -191,7 +191,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     pool: PoolName
     phase: WorkerPhase
     info: WorkerInfo | None = None
-    """Of its present life."""
+    """Of its present incarnation."""
     num_starts: int = 0
     detail: str = ""
     """Why it was lost or failed, the last time."""
@@ -213,7 +213,7 @@ class GatewayRecord(Message, frozen=True, kw_only=True):
 
 
 class ControlState(Message, frozen=True, kw_only=True, tag=True):
-    """The cluster as the controller knows it."""
+    """The controller's state of the cluster."""
 
     pools: tuple[PoolState, ...]
     workers: tuple[WorkerRecord, ...]
@@ -221,7 +221,7 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether every pool is what it should be, and somebody lets clients in."""
+        """Whether every pool has its desired size, and a gateway serves."""
         sizes_met = all(pool.ready == pool.desired for pool in self.pools)
         return (
             sizes_met

@@ -101,7 +101,7 @@ class DeadlineError(DisaggError):
 
 
 class RequestCancelledError(DisaggError):
-    """The client went away or asked to stop."""
+    """The client disconnected or cancelled."""
 
     http_status = 499
     grpc_code = "CANCELLED"
@@ -134,7 +134,7 @@ class LimitError(OverloadedError):
 
 
 class UnavailableError(DisaggError):
-    """Nobody can serve this now; `code` says which leg is missing or failed."""
+    """No worker can serve this now; `code` names the leg that is missing or failed."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -146,7 +146,7 @@ class UnavailableError(DisaggError):
 
 
 class InternalError(DisaggError):
-    """A fault of ours."""
+    """A bug or fault inside the cluster."""
 
 
 class ConfigError(ValueError):

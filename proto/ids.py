@@ -11,7 +11,8 @@ WorkerId = NewType("WorkerId", str)
 """The stable name of a worker's place in its pool, such as `prefill-0`."""
 
 Incarnation = NewType("Incarnation", str)
-"""Random per start of a worker process, so that a message for an earlier life of the same address can be told apart."""
+"""Random per start of a worker process, so that messages for an earlier incarnation at the same address are
+recognized."""
 
 GatewayId = NewType("GatewayId", str)
 """One per gateway process."""

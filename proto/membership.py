@@ -1,7 +1,7 @@
 """The membership as differences: the controller's list with its revisions, and a gateway's copy of it. Pure.
 
     update(members) ──> MembershipChange (revision n)     ──apply─> new: the copy is at n
-    snapshot()      ──> Membership (revision n)           ──apply─> gap: n - 1 is missing here; ask for the whole
+    snapshot()      ──> Membership (revision n)           ──apply─> gap: n - 1 is missing here; request all of it
 
 A difference follows the revision before it and no other one. So the bytes that a change costs do not depend on how many
 workers there are.
@@ -16,14 +16,14 @@ from disagg.proto.control import Member, Membership, MembershipChange
 from disagg.proto.ids import WorkerId
 
 Applied = Literal["new", "old", "gap", "waiting"]
-"""What a message was to a copy. `gap`: ask for the whole membership, once. `waiting`: that was asked for already."""
+"""The result of a message. `gap`: all of the membership must be requested, once. `waiting`: that was done already."""
 
 
 class MembershipLog:
     """The controller's list of workers.
 
     Args:
-        source: names this list; no other has the same.
+        source: unique name of this list.
     """
 
     def __init__(self, source: str) -> None:
@@ -32,7 +32,7 @@ class MembershipLog:
         self._members: dict[WorkerId, Member] = {}
 
     def update(self, members: Sequence[Member]) -> MembershipChange | None:
-        """These are all workers now; what is new about that, None for nothing."""
+        """Set all workers; returns the change, None for none."""
         before, self._members = self._members, {member.info.worker_id: member for member in members}
         changed = tuple(member for worker_id, member in self._members.items() if before.get(worker_id) != member)
         removed = tuple(worker_id for worker_id in before if worker_id not in self._members)
@@ -47,7 +47,7 @@ class MembershipLog:
 
 
 class MembershipCopy:
-    """What one stream of messages says of the workers. A new stream needs a new copy."""
+    """A gateway's copy of the membership, by one stream of messages. A new stream needs a new copy."""
 
     def __init__(self) -> None:
         self._source: str | None = None
@@ -60,12 +60,12 @@ class MembershipCopy:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All workers that it knows."""
+        """All workers of the copy."""
         return tuple(self._members.values())
 
     def apply(self, message: Membership | MembershipChange) -> Applied:
-        """Take a message in. The members are worth a look after `new` only. A whole membership that is behind a change
-        seen before it is a `gap` too."""
+        """Apply a message. The members changed after `new` only. A full membership that is older than a change received
+        before it is a `gap` too."""
         if isinstance(message, MembershipChange):
             return self._apply_change(message)
         is_known = message.source == self._source

@@ -21,9 +21,9 @@ from disagg.proto.token_ids import PackedTokenIds, check_packed, num_token_ids
 
 RoleName = Literal["prefill", "decode"]
 EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed", "invalid"]
-"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be asked; `preempted` that
-the worker needed the sequence's memory, and it goes on elsewhere or later; `failed` is a fault; `invalid` that the
-request itself is the cause, so that it is not tried again: no token can be sampled with its settings."""
+"""`stop` and `length` are answers; `refused` means nothing was done and another worker may be used; `preempted` that
+the worker needed the sequence's memory, and it continues on another worker or later; `failed` is a fault; `invalid`
+that the request itself is the cause, so that it is not tried again: no token can be sampled with its settings."""
 
 MAX_FRAME_BYTES = 16 << 20
 
@@ -156,7 +156,7 @@ class KvLayout(Message, frozen=True, kw_only=True):
 
 
 class PeerRef(Message, frozen=True, kw_only=True):
-    """How to reach one life of a worker."""
+    """The address of one incarnation of a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -198,7 +198,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top_ids: tuple[int, ...] = ()
-    """The likeliest tokens, likeliest first, the smallest id among equals; as many as `Sampling.logprobs` says."""
+    """The likeliest tokens, likeliest first, the smallest id among equals; `Sampling.logprobs` of them."""
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -210,7 +210,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     first_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, or none where the request did not ask."""
+    """One for each token, or none where the request has none."""
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
@@ -241,7 +241,7 @@ class HandedOver(Message, frozen=True, kw_only=True):
 
 
 class End(Message, frozen=True, kw_only=True):
-    """The attempt is over on this worker. The first one per attempt that says stop, length, deadline or failed wins."""
+    """The attempt is over on this worker. The first one per attempt with stop, length, deadline or failed wins."""
 
     request_id: RequestId
     attempt: int
@@ -315,7 +315,7 @@ class Load(Message, frozen=True, kw_only=True):
     blocks_cached: int = 0
     """Unreferenced, content reusable."""
     blocks_reserved: int = 0
-    """Promised and not written."""
+    """Reserved for sequences and not written."""
     steps: int = 0
     """Engine steps since start."""
     blocks_apart: int = 0
@@ -336,7 +336,7 @@ class TransferCount(Message, frozen=True, kw_only=True):
 
 
 class WorkerMetrics(Message, frozen=True, kw_only=True):
-    """Counters of one life of a worker; they only grow."""
+    """Counters of one incarnation of a worker; they only grow."""
 
     step_seconds: tuple[int, ...] = ()
     """Steps by duration: how many fell into each interval of `STEP_SECONDS_BOUNDS`; the last one has no upper end."""
@@ -360,7 +360,8 @@ STEP_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 
 
 class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
-    """Load and KV events since the last report. `sequence` counts up by one; a gap asks for a new stream."""
+    """Load and KV events since the last report. `sequence` counts up by one; after a gap the receiver opens a new
+    stream."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -383,7 +384,7 @@ class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class AuditRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Asks for an `AuditReport`."""
+    """Requests an `AuditReport`."""
 
 
 class AuditReport(Message, frozen=True, kw_only=True, tag=True):

@@ -48,7 +48,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Channels to one address share a TCP connection by default; a second life at that address must get a new one.
+    # Channels to one address share a TCP connection by default; a second process at that address must get a new one.
     ("grpc.use_local_subchannel_pool", 1),
     # How long gRPC itself waits between connection attempts. Callers add their own pause on top.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -65,7 +65,7 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_FRAME_OPTIONS,
     # Without this a second process could silently share the port.
     ("grpc.so_reuseport", 0),
-    # A message that says it is compressed is refused unread: 200 KB of gzip can be 200 MB.
+    # A message that is marked as compressed is refused unread: 200 KB of gzip can be 200 MB.
     NO_COMPRESSION,
     # Accept the keepalive pings of idle callers as often as `CHANNEL_OPTIONS` sends them.
     ("grpc.keepalive_permit_without_calls", 1),

@@ -1,6 +1,6 @@
 """Prompt token ids as they are held and sent: packed, four bytes for each id, little-endian.
 
-A prompt has thousands of ids and lives as long as its request. As a tuple it is walked by the garbage collector, and
+A prompt has thousands of ids and is kept as long as its request. As a tuple it is tracked by the garbage collector, and
 encoded and decoded id by id; as bytes it is one object, one copy on the wire, and what `block_hash` hashes as it is.
 """
 

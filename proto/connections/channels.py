@@ -72,7 +72,7 @@ def _server_credentials(secret: ClusterSecret) -> grpc.ServerCredentials:
     shown = first
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC at each handshake, on a thread of its own; None goes on with what there is."""
+        """Called by gRPC at each handshake, on a thread of its own; None keeps the present one."""
         nonlocal shown
         leaf = _leaf(secret)
         if leaf is shown:

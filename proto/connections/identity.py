@@ -1,4 +1,4 @@
-"""The certificates by which the processes of one cluster know each other, made from the cluster's secret.
+"""The certificates by which the processes of one cluster authenticate each other, made from the cluster's secret.
 
     secret ──HKDF-SHA256──> key of the cluster's authority ──signs──> a leaf of each process's own
 

@@ -1,4 +1,4 @@
-"""The gateway speaks to clients: it validates, tokenizes, hashes, submits to the router and turns ids back into text.
+"""The gateway serves clients: it validates, tokenizes, hashes, submits to the router and turns ids back into text.
 
 Text exists only here. A request passes through the modules in this order:
 

@@ -1,4 +1,4 @@
-"""What a gateway is told at start. Complete and plain: `cluster` makes it from the user's YAML."""
+"""The configuration of a gateway. `cluster` makes it from the user's YAML."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     http_port: int | None = None
     """Of HTTP; 0 takes any free port, `None` serves no HTTP."""
     api_keys: str | None = None
-    """File of the keys that are let in, see `api_keys.py`; `None` asks for none."""
+    """File of the keys that are let in, see `auth/api_keys.py`; `None` for access without keys."""
     tls: TlsFiles | None = None
     """`None` serves in clear text."""
     max_model_len: int | None = None
@@ -75,11 +75,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Read special tokens that are spelled out in the contents of a chat, such as `<|im_end|>`, as what they control.
     Without, they are ordinary text there. Prompts that are no chats are always read with them."""
     max_undecoded_bytes: int = 64 << 20
-    """Of whole messages that wait to be decoded, one at a time; one tenant may have half of them. More is refused as
+    """Of complete messages that wait to be decoded, one at a time; one tenant may have half of them. More is refused as
     overload."""
     max_unfinished_bytes: int = 64 << 20
-    """Of HTTP bodies that have not arrived whole. Over it, the tenant that holds the most loses the body that has made
-    no progress for longest: it is refused as overload. One body of the largest size always fits."""
+    """Of HTTP bodies that have not arrived completely. Over it, the tenant that holds the most loses the body that has
+    made no progress for longest: it is refused as overload. One body of the largest size always fits."""
     max_keyless_watches: int = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""

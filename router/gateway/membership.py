@@ -1,11 +1,11 @@
-"""The gateway's line to the controller: follows the membership of the cluster, and carries operators' requests there.
+"""The gateway's connection to the controller: follows the membership of the cluster, and sends operators' requests.
 
     hello ──> Membership, changes ──> workers added, drained, removed ──break──> pause ──> resolve() ──> hello ...
-          <── WorkerDrained, when nothing of ours runs on a draining worker any more; a beat twice a second
+          <── WorkerDrained, when this gateway has nothing left on a draining worker; a heartbeat twice a second
           <── MembershipRequest, when a change is missing
 
-While the controller is away the gateway serves on with the workers that it knows. Each stream begins with the whole
-membership, which replaces what was known, so that nothing that was missed matters.
+While the controller is away the gateway goes on serving with its present workers. Each stream begins with all of the
+membership, which replaces the earlier one, so that missed changes do not matter.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ REPORT_TIMEOUT_S = 10.0
 
 
 class Workers(Protocol):
-    """What follows the membership: the router's shell."""
+    """What is changed by the membership: the router's server."""
 
     on_drained: Callable[[WorkerId, Incarnation], None]
-    """Called when nothing runs any more on a worker that was drained."""
+    """To be called when this gateway has nothing left on a draining worker."""
 
     async def add_worker(self, info: WorkerInfo) -> None:
         """Use this worker from now on, instead of an earlier one of its id."""
         ...
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Use it no longer; what ran there goes on elsewhere."""
+        """Stop using it; its requests are requeued."""
         ...
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -75,13 +75,13 @@ class Workers(Protocol):
 
 
 class ControllerLink:
-    """Owner of the line's task and channel; lives on the router's event loop.
+    """Owner of the connection's task and channel; lives on the router's event loop.
 
     Args:
         resolve: host:port of the controller now; may block, so it is called on a thread.
-        workers: told of every change.
+        workers: changed by the membership.
         secret: of the cluster.
-        known: the workers that it knows already.
+        known: the workers at the start.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class ControllerLink:
         self._copy = MembershipCopy()
         self._known = {info.worker_id: info for info in known}
         self._draining: set[tuple[WorkerId, Incarnation]] = set()
-        """As the latest membership says; the next controller hears of them."""
+        """Of the latest membership; sent to the next controller."""
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
         self._outbox: asyncio.Queue[GatewayToController | None] = asyncio.Queue()
-        self._line = ""
-        """The controller's address while the line stands: asking where it is may take a minute without Ray's head."""
+        self._connected_to = ""
+        """The controller's address while connected: resolving it may take a minute without Ray's head."""
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
 
@@ -116,14 +116,15 @@ class ControllerLink:
         self._task = asyncio.create_task(self._run(hello), name="controller-link")
 
     async def stop(self) -> None:
-        """Follow no longer. Idempotent."""
+        """Disconnect. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def report_failure(self, error: str) -> bool:
-        """Tell the controller that the gateway cannot start; whether that arrived within about `REPORT_TIMEOUT_S`."""
+        """Report to the controller that the gateway cannot start; whether that arrived within about
+        `REPORT_TIMEOUT_S`."""
         message = GatewayFailed(gateway_id=self._gateway_id, error=error)
         try:
             async with open_channel(await self._address(), self._secret) as channel:
@@ -132,14 +133,14 @@ class ControllerLink:
                 async for _ in call:
                     pass
         except (grpc.aio.AioRpcError, UnavailableError) as failure:
-            logger.warning("cannot tell the controller that the start failed: %s", failure)
+            logger.warning("cannot report the failed start to the controller: %s", failure)
             return False
         return True
 
     async def call(self, request: ControlRequest) -> ControlReply:
-        """What the controller answers. Raises `UnavailableError` when it does not."""
+        """Send an operator's request to the controller; returns its reply. Raises `UnavailableError` without one."""
         try:
-            address = self._line or await self._address()
+            address = self._connected_to or await self._address()
             async with open_channel(address, self._secret) as channel:
                 control = channel.unary_unary(CONTROL, None, None)
                 frame = await control(encode(request), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
@@ -165,68 +166,73 @@ class ControllerLink:
                 async with open_channel(address, self._secret) as channel:
                     self._outbox, self._copy = asyncio.Queue(), MembershipCopy()
                     call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
-                    beats = asyncio.create_task(self._beat(self._outbox), name="beat")
+                    heartbeats = asyncio.create_task(self._send_heartbeats(self._outbox), name="heartbeats")
                     try:
                         async for frame in call:
-                            followed, self._line = True, address
+                            followed, self._connected_to = True, address
                             await self.take(decoder(ControllerToGateway).decode(frame))
                     finally:
-                        self._line = ""
-                        beats.cancel()
+                        self._connected_to = ""
+                        heartbeats.cancel()
                         # gRPC waits for our next frame for good when the controller ended the call.
                         self._outbox.put_nowait(None)
             except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
-                logger.info("the line to the controller broke: %s", error)
+                logger.info("connection to the controller broke, reconnecting: %s", error)
             except Exception:
-                # A fault of ours. The line is the barrier: the gateway serves on, the membership comes again.
-                logger.exception("following the controller failed")
+                # A bug. It ends the connection only: the gateway goes on serving, the membership comes again.
+                logger.exception("following the controller failed, reconnecting")
             pause_s = MIN_PAUSE_S if followed else min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def _frames(self, hello: GatewayHello) -> AsyncIterator[bytes]:
         outbox = self._outbox
-        lives = tuple(WorkerIncarnation(worker_id=name, incarnation=life) for name, life in sorted(self._draining))
-        yield encode(msgspec.structs.replace(hello, draining=lives))
+        draining = tuple(
+            WorkerIncarnation(worker_id=name, incarnation=number) for name, number in sorted(self._draining)
+        )
+        yield encode(msgspec.structs.replace(hello, draining=draining))
         while (message := await outbox.get()) is not None:
             yield encode(message)
 
-    async def _beat(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
-        """On the loop that serves clients; `HeartbeatConnection` beats from a thread, also while the loop is held."""
+    async def _send_heartbeats(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
+        """From the loop that serves clients; `HeartbeatConnection` sends from a thread, also while the loop is
+        blocked."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             outbox.put_nowait(GatewayHeartbeat())
 
     async def take(self, message: Membership | MembershipChange) -> None:
-        """Follow what the controller says, or ask it for what is missing."""
+        """Apply a message of the controller; after a gap, request all of the membership."""
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)
         if taken == "new":
             await self._apply(self._copy.members)
         elif taken == "gap":
             self.counters["gap"] += 1
-            logger.warning("a change of the membership before revision %d is missing: asked for all", message.revision)
+            logger.warning(
+                "membership revision before %d is missing: requesting all of the membership", message.revision
+            )
             self._outbox.put_nowait(MembershipRequest())
 
     async def _apply(self, membership: tuple[Member, ...]) -> None:
-        """Make the workers what the membership says."""
+        """Add, remove, drain and resume workers as the membership has it."""
         members = {member.info.worker_id: member for member in membership}
         for worker_id in [worker_id for worker_id in self._known if worker_id not in members]:
             await self._workers.remove_worker(worker_id)
             del self._known[worker_id]
         for worker_id, member in members.items():
             if self._known.get(worker_id) != member.info:
-                # Known once it is added: if that fails, the next membership tries again.
+                # In `_known` once it is added: if that fails, the next membership tries again.
                 self._known.pop(worker_id, None)
                 await self._workers.add_worker(member.info)
                 self._known[worker_id] = member.info
         draining = [m.info for m in membership if m.state == "draining"]
         before, self._draining = self._draining, {(info.worker_id, info.incarnation) for info in draining}
-        lives = {(member.info.worker_id, member.info.incarnation) for member in membership}
-        for life in sorted(before & lives - self._draining):
-            self._workers.resume_worker(*life)
+        present = {(member.info.worker_id, member.info.incarnation) for member in membership}
+        for worker in sorted(before & present - self._draining):
+            self._workers.resume_worker(*worker)
         self._drained &= self._draining
         for info in draining:
-            if (info.worker_id, info.incarnation) in self._drained:  # told to an earlier controller
+            if (info.worker_id, info.incarnation) in self._drained:  # sent to an earlier controller
                 self._on_drained(info.worker_id, info.incarnation)
             else:
                 self._workers.drain_worker(info.worker_id, info.incarnation)

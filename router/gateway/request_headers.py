@@ -1,7 +1,9 @@
-"""The names of a request that travel in headers and metadata: ours, and the client's own. Pure.
+"""Ids of a request that travel in headers and metadata: ours, the client's own, and the trace context. Pure.
 
 x-disagg-request-id   ours, minted: what `explain` takes; of several answers, the first one's
-x-request-id          the client's label: it comes back, and means nothing here
+x-request-id          the client's label: it is sent back, and not used otherwise
+traceparent           W3C Trace Context, level 1, section 3.2: `00-<32 hex: trace>-<16 hex: span>-<2 hex: flags>`;
+                      the caller's span becomes the parent of the gateway's
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def child_of(header: str, random_bits: int) -> str:
     """The `traceparent` of a new span under the caller's.
 
     Args:
-        header: as it came in. What is no `traceparent` begins a new trace, as the standard says.
+        header: as received. An invalid `traceparent` begins a new trace, as the standard requires.
         random_bits: 192 random bits: the span's id, and the trace's where it begins here.
     """
     match = _FORM.fullmatch(header)

@@ -25,7 +25,7 @@ from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router, TenantLimits
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import CALLER, STRANGER
+from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.config import GatewayConfig, is_loopback
@@ -50,7 +50,7 @@ from disagg.router.gateway.rpc.interceptors import Authenticate
 from disagg.router.gateway.rpc.probe import PairProbe
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
-from disagg.router.gateway.status import answered
+from disagg.router.gateway.status import abort_on_error
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
@@ -58,11 +58,11 @@ from disagg.v1 import inference_pb2_grpc as pb_grpc
 SERVICE_NAMES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
 DEFAULT_GRACE_S = 2.0
 _OVERALL = ""
-"""The name under which health means the whole server."""
+"""The service name of the health of the whole server."""
 
 
 class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Knows the tasks of the running calls: `grpc.aio.Server.stop` cancels them, and returns before they have ended."""
+    """The tasks of the running calls: `grpc.aio.Server.stop` cancels them, and returns before they have ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,7 +87,8 @@ class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic o
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no types
-    """Health, without what the library's stubs know and its service does not: gRPC would log a traceback a call."""
+    """Health, without the method that the library declares and does not implement: gRPC would log a traceback a
+    call."""
 
     def __init__(self, keyless: WatchPlaces) -> None:
         super().__init__()
@@ -99,11 +100,11 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library h
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
         """See the proto. Without a key there are few streams."""
-        if CALLER.get() is not STRANGER:
+        if CALLER.get() is not UNAUTHENTICATED:
             await super().Watch(request, context)
             return
         address = address_of(context.peer())
-        async with answered(context):
+        async with abort_on_error(context):
             self._keyless.take(address)
         try:
             await super().Watch(request, context)
@@ -118,8 +119,8 @@ class GatewayServer:
         config: see there.
         router: where requests go.
         model: what is served, instead of reading `config.model_path`.
-        control: asks the controller; without it operators can look, but change nothing.
-        loop_times: of the event loop, for the metrics; `None` where they are not taken.
+        control: calls the controller; without it operators can view, but change nothing.
+        loop_times: of the event loop, for the metrics; `None` where they are not measured.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -181,7 +182,7 @@ class GatewayServer:
         return "" if self._http_port is None else self._address(self._http_port)
 
     async def start(self, serving: bool = True) -> None:
-        """Bind and listen. Health says SERVING at once, or with `serving=False` when `set_serving` is called.
+        """Bind and listen. Health is SERVING at once, or with `serving=False` when `set_serving` is called.
 
         Raises:
             ConfigError: if the address cannot be bound.
@@ -219,7 +220,7 @@ class GatewayServer:
         await self.set_serving(serving)
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says from now on, for the server and each service."""
+        """Set the health of the server and each service."""
         values = health_pb2.HealthCheckResponse.ServingStatus
         for name in (_OVERALL, *SERVICE_NAMES):
             await self._health.set(name, values.SERVING if serving else values.NOT_SERVING)

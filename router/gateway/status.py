@@ -60,7 +60,7 @@ def to_rpc_status(error: DisaggError, request_id: str = "") -> status_pb2.Status
     return status_pb2.Status(code=code, message=_clip(error.message), details=[_pack(detail) for detail in details])
 
 
-class answered:  # noqa: N801 - reads as a word in `async with answered(context):`
+class abort_on_error:  # noqa: N801 - used as `async with abort_on_error(context):`
     """Turns what is raised inside into the call's status. What is no `DisaggError` is logged and becomes `INTERNAL`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> None:
@@ -76,7 +76,11 @@ class answered:  # noqa: N801 - reads as a word in `async with answered(context)
         if isinstance(error, DisaggError):
             await _abort(self._context, error, self._request_id)
         if isinstance(error, Exception):
-            logger.error("a call failed (request id %s)", self._request_id or "none", exc_info=error)
+            logger.error(
+                "request %s: failed by a bug; the client gets an internal error",
+                self._request_id or "none",
+                exc_info=error,
+            )
             await _abort(self._context, InternalError("the gateway failed; its log has the reason"), self._request_id)
 
 

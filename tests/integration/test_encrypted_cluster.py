@@ -19,7 +19,7 @@ from tests.support.secret import OTHER_SECRET, SECRET
 
 ECHO = "/disagg.test.Echo/Echo"
 ENCRYPTED = ClusterSecret(SECRET.value, encrypted=True)
-STRANGER = ClusterSecret(OTHER_SECRET.value, encrypted=True)
+UNAUTHENTICATED = ClusterSecret(OTHER_SECRET.value, encrypted=True)
 PROMPT = tuple(range(40))
 TIMEOUT_S = 30.0
 
@@ -74,7 +74,7 @@ async def test_a_stranger_is_refused_in_the_handshake(kind: str) -> None:
     elif kind == "no certificate":
         channel = _without_certificate(address)
     else:
-        channel = channels.open_channel(address, STRANGER)
+        channel = channels.open_channel(address, UNAUTHENTICATED)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await _call(channel, ENCRYPTED)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -13,7 +13,7 @@ import httpx
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import Authenticator, Everybody
+from disagg.router.gateway.auth.auth import AnonymousAccess, Authenticator
 from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import BodyLimits
@@ -72,7 +72,7 @@ class TestApp:
         self.app = HttpApp(
             Completions(generator, self.metrics, limits, self._mint_id, lambda: 1000.0, lambda: NOW),
             Information(generator, self.router.view, self.metrics, limits, CREATED),
-            authenticator or Everybody(),
+            authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,
             Audit(self.metrics.count_refusal, lambda: 1000.0),

@@ -26,7 +26,7 @@ class Delta:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, or none where the request did not ask."""
+    """One for each of `token_ids`, or none where the request has none."""
     answer_index: int = 0
     num_prompt_tokens: int = field(default=0, compare=False)
     """Of the prompt that is answered."""
@@ -123,7 +123,7 @@ class Answer:
             raise DeadlineError("the deadline passed while the answer was generated") from None
 
     def _push(self, batch: TokenBatch) -> Piece:
-        """The text of `batch`; how long that took is part of the request's story."""
+        """The text of `batch`; its time is added to the request's trace."""
         began = self._clock()
         piece = self._text.push(batch.token_ids)
         if self._trace is not None:
@@ -131,7 +131,7 @@ class Answer:
         return piece
 
     def _logprobs(self, batch: TokenBatch, num_tokens: int) -> tuple[TokenLogprobs, ...]:
-        """Those of the first `num_tokens` tokens of `batch`, where they were asked for."""
+        """Those of the first `num_tokens` tokens of `batch`, if the request has logprobs."""
         if self._routed.sampling.logprobs < 0:
             return ()
         if len(batch.logprobs) != len(batch.token_ids):
@@ -155,7 +155,7 @@ class Answer:
         )
 
     def _traced_cached_tokens(self) -> int:
-        """Prompt tokens that nobody computed, of an answer that was cut short."""
+        """Cached prompt tokens of an answer that was cut short."""
         trace = self._trace
         if trace is None:
             return 0

@@ -1,11 +1,11 @@
-"""One call's life in the gateway, from the client's wishes to text.
+"""One call in the gateway, from the client's input to text.
 
-    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, mixed ──> finish
+    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, merged ──> finish
                            an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
 
 Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
-generator asks for more tokens only when its consumer wants more, and the router's handle merges what came meanwhile:
-a client that reads slowly, or not at all, costs the memory of its ids and of the messages that its connection has in
+generator reads more tokens only when its consumer takes more, and the router's handle merges what came meanwhile: a
+client that reads slowly, or not at all, costs the memory of its ids and of the messages that its connection has in
 flight.
 """
 
@@ -93,7 +93,7 @@ class Generator:
         charge: Charge | None = None,
         checked: CheckedRequest | None = None,
     ) -> AsyncGenerator[Delta | Finish, None]:
-        """Answer `given`, `n` times, mixed as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
+        """Answer `given`, `n` times, merged as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
         early. `charge` is what was charged for it, where it is one prompt of several; `checked` is what `check_request`
         made of it, where that was done.
 
@@ -141,7 +141,7 @@ class Generator:
         return ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of checked ids, special tokens left out."""
+        """The text of checked ids, without special tokens."""
         return await self.offload(BYTES_PER_ID * len(token_ids), lambda: self.model.tokenizer.decode(token_ids))
 
     async def offload(self, num_bytes: int, work: Callable[[], T], deadline: float | None = None) -> T:

@@ -1,6 +1,6 @@
 """Several streams as one, for the answers of one call.
 
-Each stream is asked for its next item only after its last one was taken: a consumer that reads slowly holds back all of
+The next item of a stream is read only after its last one was taken: a consumer that reads slowly holds back all of
 them, and costs one item a stream.
 """
 

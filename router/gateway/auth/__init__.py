@@ -1,1 +1,1 @@
-"""Who calls, and what he may do: keys, certificates, rights, the audit log."""
+"""Authentication and authorization: keys, certificates, rights, the audit log."""

@@ -14,7 +14,7 @@
 A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts, and again
 when it changes.
 
-Any one of a tenant's keys may say what it may take, all keys of the tenant together:
+The limits of a tenant, for all its keys together, stand at any one of them:
 
     - tenant: team-a
       sha256: 5e88...
@@ -52,14 +52,14 @@ _POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 
 
 class LimitsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`limits` of an entry; see `TenantLimits`. Left out is no limit."""
+    """`limits` of an entry; see `TenantLimits`. Omitted means no limit."""
 
     requests_per_minute: _COUNT | None = None
     """Answers to prompts: each of `n` is one. A minute's worth may come at once."""
     tokens_per_minute: _COUNT | None = None
     """Prompt tokens and output tokens. An answer is charged `max_tokens` at first."""
     running: _COUNT | None = None
-    """Answers that workers are at; further ones wait."""
+    """Answers that run on workers; further ones wait."""
     queued: _COUNT | None = None
     """Answers that wait; further ones are refused."""
     weight: _POSITIVE = 1.0
@@ -87,18 +87,18 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics: bool = False
     """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
     limits: LimitsEntry | None = None
-    """Of the tenant. Where several of its keys say them, they say the same."""
+    """Of the tenant. Where several of its keys have them, they must be equal."""
 
     def __repr__(self) -> str:
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
 
     def caller(self, limits: TenantLimits) -> Caller:
-        """Who comes with this entry's key; `limits` are of its tenant."""
+        """The caller with this entry's key; `limits` are of its tenant."""
         return Caller(self.tenant, self.admin, limits, self.metrics)
 
 
 def load_keys(path: str) -> ApiKeys:
-    """What the file says.
+    """The keys in the file.
 
     Raises:
         ConfigError: if it cannot be read, others can read it, or an entry is wrong. No message repeats a key.
@@ -163,16 +163,16 @@ def read_private_file(path: str, name: str) -> bytes:
 
 
 def _limits_of(entries: Sequence[KeyEntry], path: str) -> dict[str, TenantLimits]:
-    """By tenant. Raises `ConfigError` where two keys of one say different ones."""
-    said: dict[str, LimitsEntry] = {}
+    """By tenant. Raises `ConfigError` where two keys of one have different limits."""
+    found: dict[str, LimitsEntry] = {}
     for index, entry in enumerate(entries):
-        if entry.limits is not None and said.setdefault(entry.tenant, entry.limits) != entry.limits:
+        if entry.limits is not None and found.setdefault(entry.tenant, entry.limits) != entry.limits:
             raise ConfigError(
                 f"gateway.api_keys: {path}[{index}].limits differ from those of another key of {entry.tenant}; one "
-                "tenant has one set of limits, so say them at one of its keys"
+                "tenant has one set of limits, so set them at one of its keys"
             )
     tenants = {entry.tenant for entry in entries}
-    return {tenant: _limits(said.get(tenant, LimitsEntry()), is_sole=len(tenants) == 1) for tenant in tenants}
+    return {tenant: _limits(found.get(tenant, LimitsEntry()), is_sole=len(tenants) == 1) for tenant in tenants}
 
 
 def _limits(entry: LimitsEntry, is_sole: bool) -> TenantLimits:

@@ -1,10 +1,10 @@
-"""What is written down of who was refused and who changed the cluster: one line each on the logger `disagg.audit`.
+"""The audit log: one line for each refused caller and each change of the cluster, on the logger `disagg.audit`.
 
     refused a call over grpc from ipv4:10.0.0.7:40312: unknown key
     scale decode=2 by tenant ops from ipv4:10.0.0.7:40312: done
 
-No line has a key or a part of one. Lines about refusals are limited, so that whoever causes them fills no disk: the
-next one says how many were left out. Changes need an admin's key, and each has its line.
+No line has a key or a part of one. Lines about refusals are limited, so that refused callers cannot fill the disk: the
+next one has the number of omitted ones. Changes need an admin's key, and each has its line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LineBudget:
         self._num_left_out = 0
 
     def take(self, now: float) -> int | None:
-        """None where no line may be written; otherwise how many were left out since the last one."""
+        """None where no line may be written; otherwise how many were omitted since the last one."""
         if self._at is not None:
             self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
@@ -80,7 +80,7 @@ class Audit:
 
     @contextmanager
     def change(self, what: str, caller: Caller, peer: str) -> Iterator[None]:
-        """Writes down what is tried inside, and its outcome."""
+        """Logs what is tried inside, and its outcome."""
         who = f"tenant {caller.tenant}" if caller.tenant else "a caller without a key"
         line = f"{shown(what)} by {who} from {shown(peer)}"
         try:

@@ -1,11 +1,11 @@
-"""Who calls. One authenticator stands before both protocols; what it found is in `CALLER` for as long as a call runs.
+"""Authentication. One authenticator for both protocols; its result is in `CALLER` for as long as a call runs.
 
-header, certificate ──Authenticator.authenticate──> Caller     nobody, or an unknown key: RefusedError
+header, certificate ──Authenticator.authenticate──> Caller     no key, or an unknown one: RefusedError
 
-With keys, the key says who it is, or the name in the client's certificate, where the file has that name. With client
-certificates alone, a certificate's name is its tenant, who is no admin. Without both everybody is the same nameless
-caller, and may do everything where only this machine can reach the gateway. On an address that others reach, that
-caller may change nothing: see `rights`.
+With keys, a caller is identified by its key, or by the name in its client certificate where the key file has that name.
+With client certificates alone, a certificate's name is its tenant, which is no admin. Without both all callers are one
+anonymous caller, which may do everything where only this machine can reach the gateway, and change nothing on an
+address that others reach: see `rights`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ name is no tenant's."""
 
 
 class Caller(NamedTuple):
-    """Whom a request is for."""
+    """The authenticated caller of a request."""
 
     tenant: str
     """Prefixes are cached per tenant; empty where there are no keys."""
@@ -55,16 +55,16 @@ class RefusedError(AuthenticationError):
 
 
 ANONYMOUS = Caller("", True)
-"""Everybody, on a gateway without keys that only this machine can reach."""
+"""All callers of a gateway without keys that only this machine can reach."""
 
-STRANGER = Caller("", False)
-"""Whoever was not looked at: it may nothing."""
+UNAUTHENTICATED = Caller("", False)
+"""A caller before or without authentication: no rights."""
 
 PUBLIC = Caller("", False, metrics=True)
-"""Everybody, on a gateway without keys that others can reach: whose owner said that all may ask everything."""
+"""All callers of a gateway without keys that others can reach: its owner allowed requests of all."""
 
-CALLER: ContextVar[Caller] = ContextVar("caller", default=STRANGER)
-"""Of the running call; set by the outermost layer of each protocol. Where none did, nobody knows who calls."""
+CALLER: ContextVar[Caller] = ContextVar("caller", default=UNAUTHENTICATED)
+"""Of the running call; set by the outermost layer of each protocol."""
 
 KEY_NEEDED = "a valid API key is needed, as `authorization: Bearer KEY`"
 """The one answer to a missing, a malformed and an unknown key."""
@@ -73,7 +73,7 @@ CERTIFICATE_NEEDED = "the common name of your certificate is no tenant's name"
 
 
 class Authenticator(Protocol):
-    """Knows the keys."""
+    """Authenticates callers."""
 
     @property
     def takes_certificates(self) -> bool:
@@ -88,12 +88,12 @@ class Authenticator(Protocol):
             certificate: common name of the client's certificate, which TLS has verified; empty without one.
 
         Raises:
-            RefusedError: for nobody that is known.
+            RefusedError: for an unknown caller.
         """
         ...
 
 
-class Everybody:
+class AnonymousAccess:
     """Implements `Authenticator` where neither keys nor client certificates are configured."""
 
     takes_certificates = False
@@ -130,7 +130,7 @@ class ApiKey(NamedTuple):
 
 
 class ApiKeys:
-    """Implements `Authenticator`: a caller is who its key says, or without a key its certificate.
+    """Implements `Authenticator`: by key, or without a key by certificate.
 
     Args:
         keys: all that are let in.
@@ -155,12 +155,12 @@ class ApiKeys:
         return {caller.tenant: caller.limits for caller in callers}
 
     def take(self, other: ApiKeys) -> None:
-        """Know the keys of `other` instead, from the next call on. From any thread."""
+        """Use the keys of `other` instead, from the next call on. From any thread."""
         self._known = other._known
 
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
-        """See `Authenticator`. Keys are found by digest. What the search takes can tell of digests only, from which
-        nobody gets back to a key; the digest that was found is compared in constant time."""
+        """See `Authenticator`. Keys are found by digest. The time of the search depends on digests only, from which a
+        key cannot be computed; the digest that was found is compared in constant time."""
         keys, certificates = self._known
         if not authorization and certificate in certificates:
             return certificates[certificate]
@@ -177,7 +177,7 @@ class ApiKeys:
         return caller
 
 
-_NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), STRANGER)
+_NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), UNAUTHENTICATED)
 
 
 def _index(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
@@ -185,5 +185,5 @@ def _index(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256 of a key. That is enough for keys that are long and random: nobody guesses their way back."""
+    """SHA-256 of a key. Sufficient for keys that are long and random, which cannot be guessed."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

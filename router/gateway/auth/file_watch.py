@@ -1,6 +1,6 @@
 """Reads files again when they change: keys and certificates, while the gateway runs.
 
-A thread looks once a second at what the file system says of the files (device, inode, size, time of change), not at
+A thread compares the status of the files (device, inode, size, time of change) once a second, not
 their content. What cannot be used leaves everything as it was, and is logged once for each change.
 """
 
@@ -29,8 +29,8 @@ class Watched:
     """Of the configuration's key, for the log."""
     paths: tuple[str, ...]
     reload: Callable[[], str]
-    """Reads all of them and uses what they say from now on; what that is, for the log. Raises `ConfigError`, and has
-    changed nothing then. Called on the watch's thread."""
+    """Reads all of them and uses their content from now on; returns a description for the log. Raises `ConfigError`,
+    and has changed nothing then. Called on the watch's thread."""
 
 
 class FileWatch:
@@ -67,10 +67,10 @@ class FileWatch:
                 continue
             self._seen[index] = now
             try:
-                logger.warning("%s was read again: %s", each.name, each.reload())
+                logger.warning("%s: files changed and were read again: %s", each.name, each.reload())
             except ConfigError as error:
                 logger.error(
-                    "%s has changed and cannot be used, what was read before stays in use until it changes again: %s",
+                    "%s: changed files cannot be used, the earlier content stays in use until they change again: %s",
                     each.name,
                     error,
                 )
@@ -80,7 +80,7 @@ class FileWatch:
             try:
                 self.look()
             except Exception:
-                logger.exception("keys and certificates could not be looked at; tried again in %g s", INTERVAL_S)
+                logger.exception("keys and certificates could not be checked for changes; next try in %g s", INTERVAL_S)
 
 
 def _stamps(watched: Watched) -> tuple[Stamp, ...]:

@@ -1,12 +1,12 @@
-"""Who may do what in `AdminService`, and read `/metrics`.
+"""Authorization: who may use which part of `AdminService`, and read `/metrics`.
 
-    see workers and pools                everybody whom the authenticator let in
+    see workers and pools                every authenticated caller
     addresses and processes of workers   an admin
     exact counts over all tenants        keys with `metrics`, an admin
     explain a request                    its tenant, an admin
     change the cluster, list requests    an admin
 
-On a gateway without keys that others can reach, admins are those who call from this machine itself.
+On a gateway without keys that others can reach, callers on this machine are admins.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Rights:
     """What the caller of the running call may do.
 
     Args:
-        local_is_admin: whether calls from this machine are an admin's, whatever the authenticator said.
+        local_is_admin: whether callers on this machine are admins, whatever the authenticator found.
     """
 
     def __init__(self, local_is_admin: bool = False) -> None:
         self._local_is_admin = local_is_admin
 
     def require_admin(self, context: Context) -> None:
-        """Raises `PermissionDeniedError` for anybody else."""
+        """Raises `PermissionDeniedError` unless the caller is an admin."""
         if self.caller(context).is_admin:
             return
         if self._local_is_admin:
@@ -46,12 +46,12 @@ class Rights:
         raise PermissionDeniedError("this needs the key of an admin")
 
     def may_see(self, tenant: str, context: Context) -> bool:
-        """Whether the caller may know of a tenant's request."""
+        """Whether the caller may see a tenant's requests."""
         caller = self.caller(context)
         return caller.is_admin or caller.tenant == tenant
 
     def caller(self, context: Context) -> Caller:
-        """Who calls, with what it may do here."""
+        """The caller of the running call, with its rights here."""
         caller = CALLER.get()
         if self._local_is_admin and is_local_peer(context.peer()):
             return caller._replace(is_admin=True)

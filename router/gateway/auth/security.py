@@ -1,4 +1,4 @@
-"""What a gateway's configuration means for who gets in, and how: read when the gateway is made, and again when a file
+"""Keys, certificates and rights of a gateway by its configuration: read when the gateway is made, and again when a file
 changes."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from disagg.proto.errors import ConfigError
 from disagg.router.api import TenantLimits
 from disagg.router.gateway.auth.api_keys import load_keys
-from disagg.router.gateway.auth.auth import ANONYMOUS, PUBLIC, ApiKeys, Authenticator, CertificateNames, Everybody
+from disagg.router.gateway.auth.auth import ANONYMOUS, PUBLIC, AnonymousAccess, ApiKeys, Authenticator, CertificateNames
 from disagg.router.gateway.auth.file_watch import FileWatch, Watched
 from disagg.router.gateway.auth.rights import Rights
 from disagg.router.gateway.auth.tls import ServerTls, http_context
@@ -57,7 +57,7 @@ def secure(
     elif files is not None and files.client_ca is not None:
         authenticator = CertificateNames()
     else:
-        authenticator = Everybody(PUBLIC if is_open else ANONYMOUS)
+        authenticator = AnonymousAccess(PUBLIC if is_open else ANONYMOUS)
     tls = None if files is None else ServerTls(files)
     if files is not None and tls is not None:
         paths = tuple(path for path in (files.cert, files.key, files.client_ca) if path is not None)
@@ -69,7 +69,7 @@ def _load(path: str, tls: TlsFiles | None) -> ApiKeys:
     keys = load_keys(path)
     if keys.takes_certificates and (tls is None or tls.client_ca is None):
         raise ConfigError(
-            f"gateway.api_keys: {path} names certificates, which nobody asks clients for; set gateway.tls.client_ca"
+            f"gateway.api_keys: {path} names certificates, which clients are not asked for; set gateway.tls.client_ca"
         )
     return keys
 

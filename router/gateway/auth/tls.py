@@ -1,10 +1,9 @@
 """TLS of the public server, for both protocols from the same files.
 
     cert, key            the server's chain and private key       clients check the name and the chain
-    client_ca            mutual TLS: who calls needs a certificate that this CA signed
+    client_ca            mutual TLS: callers need a certificate signed by this CA
 
-`ServerTls` reads the files again when it is asked to: handshakes from then on use the new ones, connections that are
-there go on.
+`ServerTls.reload` reads the files again: later handshakes use the new ones, existing connections continue.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ServerTls:
         """What gRPC has to use from its next handshake on."""
         self.grpc = grpc.dynamic_ssl_server_credentials(
             configuration,
-            self._take_changed,  # type: ignore[arg-type]  # None is allowed: the stubs do not know
+            self._take_changed,  # type: ignore[arg-type]  # None is allowed, but missing in the stubs
             require_client_authentication=files.client_ca is not None,
         )
         """For the gRPC server, whose library takes TLS 1.2 or newer."""
@@ -46,11 +45,11 @@ class ServerTls:
         self._current, self._changed = current, configuration
 
     def _use_current(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
-        """OpenSSL asks at each handshake, also of clients that name no server."""
+        """Called by OpenSSL at each handshake, also for clients without a server name."""
         connection.context = self._current
 
     def _take_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks at each handshake; None: go on with the last."""
+        """Called by gRPC at each handshake; None keeps the last configuration."""
         changed, self._changed = self._changed, None
         return changed
 
@@ -93,7 +92,7 @@ def name_of_peer(auth_context: Mapping[str, Any]) -> str:
 
 
 def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    """After `http_context`: gRPC itself does not say what is wrong."""
+    """To be called after `http_context`, because gRPC does not report what is wrong."""
     try:
         client_ca = None if files.client_ca is None else Path(files.client_ca).read_bytes()
         pair = (read_private_file(files.key, "gateway.tls.key"), Path(files.cert).read_bytes())
@@ -103,7 +102,7 @@ def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _no_password() -> NoReturn:
-    """Without it, OpenSSL would ask for one on the terminal."""
+    """Without it, OpenSSL would prompt on the terminal."""
     raise ValueError("the key has a passphrase; store it without one, readable by its owner only")
 
 

@@ -1,6 +1,6 @@
 """How long the turns of the gateway's event loop take: the longest, and how many were too long. Pure.
 
-A turn is all that the loop does between two looks at its sockets. Whoever is served by the loop waits as long.
+A turn is all that the loop does between two polls of its sockets; everything that the loop serves waits that long.
 """
 
 from __future__ import annotations

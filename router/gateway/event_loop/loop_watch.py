@@ -1,10 +1,10 @@
-"""Times the turns of the gateway's event loop, and sees what it does in the long ones.
+"""Measures the turns of the gateway's event loop, and finds what it does in the long ones.
 
     event loop ──select──> TimedSelector: two readings of the clock a turn ──> LoopTimes
     LoopWatch, a thread: 40 looks a second; a turn above 50 ms ──> a warning with the request and the place in the code
 
 A turn counts by the wall clock: work of ours, and time without a processor or without the interpreter's lock. The
-warning says how much of it was computing on the loop's thread.
+warning has the CPU time of the loop's thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TimedSelector(selectors.DefaultSelector):
 
 
 class Sight(NamedTuple):
-    """What the loop was doing when a look met a long turn."""
+    """What the loop was doing at a sample within a long turn."""
 
     turn: int
     turn_s: float
@@ -105,7 +105,7 @@ class LoopWatch:
     def _report(self, sight: Sight) -> None:
         if sight.turn_s > LIMITS_S[-1]:
             logger.warning(
-                "the event loop was held for at least %.0f ms (%.0f ms of them computing) by %s; all streams waited",
+                "event loop blocked for at least %.0f ms (%.0f ms CPU) by %s; all streams waited",
                 sight.turn_s * 1000,
                 min(sight.cpu_s, sight.turn_s) * 1000,
                 sight.doing,
@@ -116,7 +116,7 @@ class LoopWatch:
             try:
                 self.look()
             except Exception:  # a fault here must not end the watch
-                logger.exception("looking at the event loop failed")
+                logger.exception("sampling the event loop failed; next sample in 25 ms")
 
     def _doing(self) -> str:
         task: asyncio.Task[Any] | None = asyncio.current_task(self._loop)
@@ -126,7 +126,7 @@ class LoopWatch:
 
 
 def name_task(request_id: str) -> None:
-    """The running task works for this request: what the watch says of it."""
+    """Name the running task by its request, for the warnings."""
     task = asyncio.current_task()
     if task is not None:
         task.set_name(f"request {request_id}")

@@ -119,7 +119,7 @@ class Offload:
             error = raised
         try:
             loop.call_soon_threadsafe(self._ended, entry, value, error)
-        except RuntimeError:  # the loop was closed meanwhile: nobody waits
+        except RuntimeError:  # the loop was closed meanwhile: there is no waiter
             return
 
     def _ended(self, entry: Work, value: Any, error: BaseException | None) -> None:

@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class _Line:
+class _TenantQueue:
     """What one tenant holds."""
 
     waiting: dict[Work, None] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _Line:
 
 
 class OffloadTurns:
-    """See the module docstring. One owner, one clock.
+    """The order of offloaded work, and its limits in bytes. One owner, one clock.
 
     Args:
         max_bytes: of all work that waits or runs.
@@ -61,7 +61,7 @@ class OffloadTurns:
         self._max_tenant_running = max_tenant_running
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _TenantQueue] = {}
         self._ring: deque[str] = deque()
         """Tenants with waiting work that may run; the first one's turn is next."""
         self.num_bytes = 0
@@ -70,26 +70,26 @@ class OffloadTurns:
     @property
     def num_waiting(self) -> int:
         """Pieces of work that have not been started."""
-        return sum(len(line.waiting) for line in self._lines.values())
+        return sum(len(queue.waiting) for queue in self._queues.values())
 
     def offer(self, work: Work) -> None:
-        """Take `work` into its tenant's line. Raises `OverloadedError` where that would hold too many bytes."""
-        line = self._lines.get(work.tenant)
-        if line is not None and line.num_bytes + work.num_bytes > self._max_tenant_bytes:
+        """Add `work` to its tenant's queue. Raises `OverloadedError` where that would hold too many bytes."""
+        queue = self._queues.get(work.tenant)
+        if queue is not None and queue.num_bytes + work.num_bytes > self._max_tenant_bytes:
             raise OverloadedError(
-                f"{line.num_bytes} bytes of this key's {self._what} are worked on, at most {self._max_tenant_bytes}",
+                f"{queue.num_bytes} bytes of this key's {self._what} are worked on, at most {self._max_tenant_bytes}",
                 RETRY_AFTER_S,
             )
         if self.num_bytes and self.num_bytes + work.num_bytes > self._max_bytes:
             raise OverloadedError(
                 f"{self.num_bytes} bytes of {self._what} are worked on, at most {self._max_bytes}", RETRY_AFTER_S
             )
-        if line is None:
-            line = self._lines[work.tenant] = _Line()
-        if not line.waiting and line.num_running < self._max_tenant_running:
-            self._join_ring(work.tenant, line)
-        line.waiting[work] = None
-        line.num_bytes += work.num_bytes
+        if queue is None:
+            queue = self._queues[work.tenant] = _TenantQueue()
+        if not queue.waiting and queue.num_running < self._max_tenant_running:
+            self._join_ring(work.tenant, queue)
+        queue.waiting[work] = None
+        queue.num_bytes += work.num_bytes
         self.num_bytes += work.num_bytes
 
     def take(self, now: float) -> tuple[Work | None, list[Work]]:
@@ -97,50 +97,50 @@ class OffloadTurns:
         late: list[Work] = []
         while self._ring:
             tenant = self._ring[0]
-            line = self._lines[tenant]
-            work = next(iter(line.waiting))
+            queue = self._queues[tenant]
+            work = next(iter(queue.waiting))
             if work.deadline is not None and work.deadline <= now:
                 late.append(work)
                 self.cancel(work)
-            elif work.num_bytes <= line.credit:
-                line.credit -= work.num_bytes
-                line.num_running += 1
-                self._leave_line(work, line)
+            elif work.num_bytes <= queue.credit:
+                queue.credit -= work.num_bytes
+                queue.num_running += 1
+                self._leave_queue(work, queue)
                 return work, late
             else:
-                line.credit += QUANTUM_BYTES
+                queue.credit += QUANTUM_BYTES
                 self._ring.rotate(-1)
         return None, late
 
     def cancel(self, work: Work) -> bool:
         """Drop `work` if it still waits. Returns whether it did."""
-        line = self._lines.get(work.tenant)
-        if line is None or work not in line.waiting:
+        queue = self._queues.get(work.tenant)
+        if queue is None or work not in queue.waiting:
             return False
-        self._leave_line(work, line)
-        self._free(work, line)
+        self._leave_queue(work, queue)
+        self._free(work, queue)
         return True
 
     def finished(self, work: Work) -> None:
         """Work that `take` gave ended: its bytes are free again."""
-        line = self._lines[work.tenant]
-        if line.num_running == self._max_tenant_running and line.waiting:
-            self._join_ring(work.tenant, line)
-        line.num_running -= 1
-        self._free(work, line)
+        queue = self._queues[work.tenant]
+        if queue.num_running == self._max_tenant_running and queue.waiting:
+            self._join_ring(work.tenant, queue)
+        queue.num_running -= 1
+        self._free(work, queue)
 
-    def _free(self, work: Work, line: _Line) -> None:
-        line.num_bytes -= work.num_bytes
+    def _free(self, work: Work, queue: _TenantQueue) -> None:
+        queue.num_bytes -= work.num_bytes
         self.num_bytes -= work.num_bytes
-        if not line.num_running and not line.waiting:
-            del self._lines[work.tenant]
+        if not queue.num_running and not queue.waiting:
+            del self._queues[work.tenant]
 
-    def _join_ring(self, tenant: str, line: _Line) -> None:
-        line.credit = QUANTUM_BYTES
+    def _join_ring(self, tenant: str, queue: _TenantQueue) -> None:
+        queue.credit = QUANTUM_BYTES
         self._ring.append(tenant)
 
-    def _leave_line(self, work: Work, line: _Line) -> None:
-        del line.waiting[work]
-        may_run = bool(line.waiting) and line.num_running < self._max_tenant_running
+    def _leave_queue(self, work: Work, queue: _TenantQueue) -> None:
+        del queue.waiting[work]
+        may_run = bool(queue.waiting) and queue.num_running < self._max_tenant_running
         if not may_run and work.tenant in self._ring:
             self._ring.remove(work.tenant)

@@ -52,7 +52,7 @@ class StallWatch:
     ) -> None:
         """It ends. Raises `StalledError` where it took too long."""
         self._since = None
-        # Somebody else may have cancelled the task as well; then it stays cancelled.
+        # The task may have been cancelled from elsewhere too; then it stays cancelled.
         if self._stalled and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
             raise StalledError from None
 

@@ -1,8 +1,12 @@
-"""Turns on the event loop itself: one large message at a time is decoded there, tenant by tenant.
+"""Long work on the event loop itself, for what holds the interpreter, so that a thread would not help (`offload` is for
+the rest).
 
-    async with turns.of(tenant, num_bytes): ...        waits; what waits is bounded in bytes, and leaves when cancelled
+    async with turns.of(tenant, num_bytes): ...        one large message at a time, tenant by tenant; what waits is
+    bounded await in_pieces(generator)                         other tasks run between two pieces, for twice the time of
+    a piece
 
-For what holds the interpreter, so that a thread would not help: `offload` is for the rest.
+A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
+without a rest would be in each of them, and the messages of the workers would come faster than they are read.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ class Turns:
     """Lives on one event loop. Owner of the order.
 
     Args:
-        order: who is next; empty.
+        order: the order of waiting work; empty.
     """
 
     def __init__(self, order: OffloadTurns) -> None:
@@ -94,8 +98,8 @@ async def in_pieces(work: Generator[None, None, T]) -> T:
 
 
 async def rest_after(began: float) -> bool:
-    """Leave the loop to others for twice as long as the piece of work took that began then, unless it was short.
-    Whether it did."""
+    """Sleep for twice as long as the piece of work that began at `began` took, unless it was short. Returns whether it
+    slept."""
     took_s = time.monotonic() - began
     if took_s < SHORT_S:
         return False

@@ -1,4 +1,4 @@
-"""The HTTP application: who calls, which route, what went wrong.
+"""The HTTP application: authentication, routes, errors.
 
 authenticate (but for `/livez`) ──> route ──> endpoint ──> response
      └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began
@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import CALLER, STRANGER, Authenticator, RefusedError
+from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
 from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
@@ -40,8 +40,8 @@ _MAX_SHOWN_CHARS: Final = 256
 _OPEN_PATHS: Final = ("/livez",)
 """Answered without a key."""
 _PROBED_PATHS: Final = ("/livez", "/health", "/ping")
-"""Answered under any name of the host, as probes use them. `/metrics` is not: it says what others ask, and who reads it
-on this machine can use a name of loopback."""
+"""Answered under any name of the host, as probes use them. `/metrics` is not: it shows the use of others, and its
+readers on this machine can use a name of loopback."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
 """A browser must not guess another type than the response names: answers hold text that clients chose."""
 
@@ -54,10 +54,10 @@ class HttpApp:
     Args:
         completions: answers prompts.
         information: answers everything else.
-        authenticator: knows the keys.
+        authenticator: of the callers.
         mint_id: a request id that was never used.
         mint_trace_bits: 192 random bits, see `traceparent`.
-        audit: is told of refused calls.
+        audit: logs refused calls.
         sites: which web sites' pages may call.
     """
 
@@ -100,7 +100,7 @@ class HttpApp:
                 raise
             await _fail(exchange, UnavailableError("the gateway stops", "gateway_stopping"))
         except Exception:
-            logger.exception("a request failed (request id %s)", request_id)
+            logger.exception("request %s: failed by a bug; the client gets an internal error", request_id)
             await _fail(exchange, InternalError("the gateway failed; its log has the reason"))
 
     def _label(self, exchange: Exchange, request_id: RequestId) -> None:
@@ -114,7 +114,7 @@ class HttpApp:
 
     def _authenticate(self, exchange: Exchange) -> None:
         if exchange.scope["path"] in _OPEN_PATHS:
-            CALLER.set(STRANGER)
+            CALLER.set(UNAUTHENTICATED)
             return
         try:
             caller = self._authenticator.authenticate(exchange.headers.get("authorization"), exchange.certificate)
@@ -160,8 +160,8 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
 
 
 async def _fail(exchange: Exchange, error: DisaggError) -> None:
-    """Tell the error in the form that is still possible. A client that is gone is told nothing, and a whole answer
-    that has begun can only be cut off."""
+    """Send the error in the form that is still possible. Nothing is sent to a client that is gone, and a complete
+    answer that has begun can only be cut off."""
     if exchange.ended:
         return
     body = error_json(error)

@@ -1,6 +1,6 @@
-"""Events of the generator as JSON: server-sent events of a stream, or one whole answer.
+"""Events of the generator as JSON: server-sent events of a stream, or one complete answer.
 
-Of a stream everything is constant but an index, a text and, where asked for, logprobs and usage: the rest is formatted
+Of a stream everything is constant but an index, a text and, where requested, logprobs and usage: the rest is formatted
 once. What is written for a token is bytes put together, in the form that each of both APIs has for it.
 """
 
@@ -111,7 +111,7 @@ class Choices(Protocol):
         ...
 
     def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """A choice of a whole answer."""
+        """A choice of a complete answer."""
         ...
 
     def logprobs(self, delta: Delta) -> bytes:
@@ -160,7 +160,7 @@ class ChatChoices:
 
 
 class TextChoices:
-    """`text_completion`, whole and in chunks."""
+    """`text_completion`, complete and in chunks."""
 
     chunk_kind = "text_completion"
     answer_kind = "text_completion"
@@ -280,7 +280,7 @@ class _Whole:
 
 
 class AnswerWriter:
-    """One whole answer, gathered from the events of a call."""
+    """One complete answer, gathered from the events of a call."""
 
     def __init__(self, style: Style, choices: Choices, usage: UsageCount, echoes: tuple[str, ...] = ()) -> None:
         self._style = style

@@ -1,6 +1,6 @@
 """`/v1/chat/completions` and `/v1/completions`: a body becomes calls of the generator, their events become JSON.
 
-    body ──> Wanted ──> one run of the generator for each prompt, mixed ──> a stream of chunks, or one whole answer
+    body ──> ParsedCall ──> one run of the generator for each prompt, merged ──> a stream of chunks, or one answer
 
 A stream's status waits for the first event, so that whatever is wrong before has a status of its own.
 """
@@ -31,7 +31,7 @@ from disagg.router.gateway.http.chunks import (
 )
 from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
-from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
+from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.requests.charge import Charge
 from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, TextPrompt
@@ -46,7 +46,7 @@ from disagg.router.gateway.requests.validate import (
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
-"""How long the whole answer may take, in milliseconds."""
+"""How long the complete answer may take, in milliseconds."""
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(CompletionBody)
 
@@ -57,7 +57,7 @@ Events = AsyncGenerator[Delta | Finish, None]
 class _Kind:
     """One of the two ways to generate."""
 
-    read: Callable[[bytes], Pieces[Wanted]]
+    read: Callable[[bytes], Pieces[ParsedCall]]
     """Yields between pieces of work."""
     choices: Callable[[Tokenizer], Choices]
     id_prefix: str
@@ -108,26 +108,26 @@ class Completions:
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         with self._metrics.counted("http"):
             call = self._call(exchange, request_id)
-            wanted = await self._limits.read(exchange, kind.read)
-            checked = await in_pieces(self._check(wanted))
-            with self._charged(wanted, call) as charge:
-                async with exchange.until_disconnect(), aclosing(self._run(wanted, call, charge, checked)) as events:
-                    await self._write(exchange, wanted, call, kind, events)
+            parsed = await self._limits.read(exchange, kind.read)
+            checked = await in_pieces(self._check(parsed))
+            with self._charged(parsed, call) as charge:
+                async with exchange.until_disconnect(), aclosing(self._run(parsed, call, charge, checked)) as events:
+                    await self._write(exchange, parsed, call, kind, events)
 
-    async def _write(self, exchange: Exchange, wanted: Wanted, call: Call, kind: _Kind, events: Events) -> None:
-        echoes = await self._echoes(wanted)
-        given, tokenizer = wanted.inputs[0], self._generator.model.tokenizer
+    async def _write(self, exchange: Exchange, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> None:
+        echoes = await self._echoes(parsed)
+        given, tokenizer = parsed.inputs[0], self._generator.model.tokenizer
         style = Style(
             call_id=f"{kind.id_prefix}{call.request_id}",
             created=int(self._wall_clock()),
             model=given.model,
             tokenizer=tokenizer,
             with_logprobs=given.logprobs is not None,
-            include_usage=wanted.include_usage,
-            continuous_usage=wanted.continuous_usage,
+            include_usage=parsed.include_usage,
+            continuous_usage=parsed.continuous_usage,
         )
-        choices, usage = kind.choices(tokenizer), UsageCount(max(1, wanted.answers_each))
-        if wanted.stream:
+        choices, usage = kind.choices(tokenizer), UsageCount(max(1, parsed.answers_each))
+        if parsed.stream:
             await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes))
         else:
             answer = AnswerWriter(style, choices, usage, echoes)
@@ -136,7 +136,7 @@ class Completions:
             await exchange.respond(200, answer.encode())
 
     def _call(self, exchange: Exchange, request_id: RequestId) -> Call:
-        """What the headers say. Raises `InvalidRequestError`."""
+        """The call's settings from its headers. Raises `InvalidRequestError`."""
         headers = exchange.headers
         timeout_ms = headers.get(TIMEOUT_HEADER)
         return Call(
@@ -147,11 +147,11 @@ class Completions:
             trace_parent=exchange.trace_parent,
         )
 
-    def _check(self, wanted: Wanted) -> Pieces[list[CheckedRequest]]:
+    def _check(self, parsed: ParsedCall) -> Pieces[list[CheckedRequest]]:
         """All prompts, which share all but themselves. Where there are several, or something is done before they run,
         one that is wrong would else end a stream that has begun. Yields between pieces of work."""
         checked: list[CheckedRequest] = []
-        for given, names in zip(wanted.inputs, wanted.names, strict=True):
+        for given, names in zip(parsed.inputs, parsed.names, strict=True):
             try:
                 if checked:
                     yield
@@ -163,25 +163,25 @@ class Completions:
         return checked
 
     @contextmanager
-    def _charged(self, wanted: Wanted, call: Call) -> Iterator[Charge | None]:
+    def _charged(self, parsed: ParsedCall, call: Call) -> Iterator[Charge | None]:
         """Several prompts are charged together, so that they are refused together. Raises `LimitError`."""
-        charge = self._generator.charge(wanted.inputs, call.caller) if len(wanted.inputs) > 1 else None
+        charge = self._generator.charge(parsed.inputs, call.caller) if len(parsed.inputs) > 1 else None
         try:
             yield charge
         finally:
             if charge is not None:
                 charge.close()
 
-    def _run(self, wanted: Wanted, call: Call, charge: Charge | None, checked: Sequence[CheckedRequest]) -> Events:
+    def _run(self, parsed: ParsedCall, call: Call, charge: Charge | None, checked: Sequence[CheckedRequest]) -> Events:
         """The events of all prompts; choices are counted through."""
-        prompts = zip(wanted.inputs, checked, wanted.names, strict=True)
+        prompts = zip(parsed.inputs, checked, parsed.names, strict=True)
         runs = [
             self._run_one(given, one, names, call if i == 0 else replace(call, request_id=self._mint_id()), charge)
             for i, (given, one, names) in enumerate(prompts)
         ]
         if len(runs) == 1:
             return runs[0]
-        return merge([_shifted(run, i * wanted.answers_each) for i, run in enumerate(runs)])
+        return merge([_shifted(run, i * parsed.answers_each) for i, run in enumerate(runs)])
 
     async def _run_one(
         self, given: GenerationInput, checked: CheckedRequest, names: FieldNames, call: Call, charge: Charge | None
@@ -193,9 +193,9 @@ class Completions:
         except InvalidRequestError as error:
             raise names.rename(error) from None
 
-    async def _echoes(self, wanted: Wanted) -> tuple[str, ...]:
+    async def _echoes(self, parsed: ParsedCall) -> tuple[str, ...]:
         """The texts of the prompts, where they shall be repeated."""
-        return tuple([await self._text_of(given) for given in wanted.inputs]) if wanted.echo else ()
+        return tuple([await self._text_of(given) for given in parsed.inputs]) if parsed.echo else ()
 
     async def _text_of(self, given: GenerationInput) -> str:
         if isinstance(given.prompt, TextPrompt):

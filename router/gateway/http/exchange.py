@@ -1,4 +1,4 @@
-"""One HTTP request and its response, on bare ASGI: the body within its limits, the answer whole or as a stream.
+"""One HTTP request and its response, on bare ASGI: the body within its limits, the answer at once or as a stream.
 
     read_body ─> respond                                       whole
     read_body ─> start_stream ─> write* ─> end                 a stream
@@ -35,7 +35,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON: Final = b"application/json"
 _MAX_LENGTH_DIGITS: Final = 18
 _SLICE_BYTES: Final = 64 << 10
-"""Whole answers are written in slices, so that a slow reader holds no more in the connection than a stream does."""
+"""Complete answers are written in slices, so that a slow reader holds no more in the connection than with a stream."""
 
 
 class Exchange:
@@ -89,7 +89,7 @@ class Exchange:
         self._shared.append((name, value))
 
     async def read_body(self, max_bytes: int, timeout_s: float, unfinished: UnfinishedBodies) -> bytes:
-        """The whole body. Until it is whole its bytes count in `unfinished`.
+        """The complete body. Until it is complete its bytes count in `unfinished`.
 
         Raises:
             InvalidRequestError: if it is larger than `max_bytes`; no more than that is kept.
@@ -152,7 +152,7 @@ class Exchange:
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
     ) -> None:
-        """Send a whole response."""
+        """Send a complete response."""
         await self._start(
             status,
             [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])],
@@ -223,7 +223,7 @@ class BodyLimits:
     turns: Turns
     """For large bodies."""
     unfinished: UnfinishedBodies
-    """Bodies of all connections that are not whole yet."""
+    """Incomplete bodies of all connections."""
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Pieces[T]]) -> T:
         """What `decode` makes of the body of `exchange`. A large one waits for its turn, and is counted and decoded in

@@ -138,7 +138,7 @@ class Information:
             raise _NAMES.rename(error) from None
 
     def _check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError` for another model; there is only one, so it may be left out."""
+        """Raises `ModelNotFoundError` for another model; there is only one, so it may be omitted."""
         if name is not None:
             check_model(name, self._generator.limits)
 

@@ -9,7 +9,7 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB: Final = -9999.0
-"""JSON has no infinity; this is what clients of this API know for it."""
+"""JSON has no infinity; clients of this API get this value instead."""
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class CompletionLogprobs:
 
 
 def token_text(data: bytes) -> str:
-    """A token's bytes as text; what is no whole character reads as U+FFFD."""
+    """A token's bytes as text; incomplete characters read as U+FFFD."""
     return data.decode("utf-8", "replace")
 
 

@@ -45,7 +45,7 @@ _MAX_BIASES_BYTES: Final = 64 << 10
 """Of JSON: 64 for each of the most biases that there may be."""
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 _MAX_SMALL_BYTES: Final = 64
-"""Of JSON, in which a value may stand that asks for nothing."""
+"""Of the JSON of a field whose value may mean nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": (None, {"type": "text"}),
@@ -79,7 +79,7 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": (None, ""),
     "prompt_embeds": _NEVER,
 }
-"""Fields that are not supported, with the values that ask for nothing."""
+"""Fields that are not supported, with the values that mean nothing."""
 _HARMLESS_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {"echo": (None, False)}
 
 
@@ -114,8 +114,8 @@ class FieldNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A call, as the body asked for it."""
+class ParsedCall:
+    """A call as parsed from its body."""
 
     inputs: tuple[GenerationInput, ...]
     """One for each prompt, alike but for it. Never empty."""
@@ -130,7 +130,7 @@ class Wanted:
     """Each answer's text begins with its prompt."""
 
 
-def read_chat(body: ChatBody) -> Pieces[Wanted]:
+def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
     """A conversation. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     _refuse_unsupported(body, _HARMLESS_IN_CHAT)
@@ -147,7 +147,7 @@ def read_chat(body: ChatBody) -> Pieces[Wanted]:
     )
 
 
-def read_completion(body: CompletionBody) -> Pieces[Wanted]:
+def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
     """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
@@ -237,7 +237,7 @@ def _wanted(
     logprobs: int | None,
     max_tokens: int | None,
     echo: bool = False,
-) -> Wanted:
+) -> ParsedCall:
     if not body.model:
         raise InvalidRequestError("model", "must be set")
     if body.stream_options is not None and not body.stream:
@@ -252,7 +252,7 @@ def _wanted(
     inputs = tuple(
         GenerationInput(prompt=prompt, logprobs=logprobs, max_tokens=max_tokens, **shared) for prompt in prompts
     )
-    return Wanted(
+    return ParsedCall(
         inputs=inputs,
         names=tuple(names),
         answers_each=answers_each,
@@ -321,7 +321,7 @@ def _refuse_unsupported(body: GenerationBody, harmless: Mapping[str, tuple[Any, 
 
 
 def small_value(given: object) -> object:
-    """What was given, of an unread field only where it is short: all values that ask for nothing are."""
+    """What was given, of an unread field only where it is short: all values that mean nothing are."""
     if given is ABSENT:
         return None
     if not isinstance(given, msgspec.Raw) or memoryview(given).nbytes > _MAX_SMALL_BYTES:

@@ -32,7 +32,7 @@ def cluster_families(view: ClusterView) -> Iterator[Metric]:
 
 
 def role_of(info: WorkerInfo) -> str:
-    """What an instance is there for."""
+    """The role of an instance."""
     return "colocated" if len(info.roles) > 1 else info.roles[0]
 
 
@@ -62,7 +62,7 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
     )
     yield counter(
         "disagg_cached_prompt_tokens",
-        "Prompt tokens of answered requests that nobody had to compute.",
+        "Prompt tokens of answered requests that no worker had to compute.",
         (),
         [((), stats.cached_tokens)],
     )
@@ -139,19 +139,19 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     decisions = {**dict.fromkeys(DECISIONS, 0), **view.stats.decisions}
     yield counter(
         "disagg_router_decisions",
-        "Placements by what was decided, and looks for a place that found no room or no slot.",
+        "Placements by decision, and tries that found no room or no free slot.",
         ("reason",),
         [((reason,), count) for reason, count in sorted(decisions.items())],
     )
     yield counter(
         "disagg_router_events",
-        "What went wrong or was dropped: refusals of workers, lost attempts, late or contradicting messages.",
+        "What failed or was dropped: refusals of workers, lost attempts, late or contradicting messages.",
         ("event",),
         [((event,), count) for event, count in sorted(view.events.items())],
     )
     yield gauge(
         "disagg_router_quarantined",
-        "Legs of requests that an instance is left out of, because they failed there again and again.",
+        "Circuit breakers of an instance that are not closed.",
         ("instance",),
         [((worker.info.worker_id,), len(worker.open_breakers)) for worker in view.workers],
     )
@@ -186,7 +186,7 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_kv_blocks",
-        "KV blocks by state: active (held by sequences or transfers), reserved (promised), cached (reusable), free.",
+        "KV blocks by state: active (held by sequences or transfers), reserved (not written), cached (reusable), free.",
         ("instance", "state"),
         [((w.info.worker_id, state), count) for w in view.workers for state, count in kv_blocks(w.load).items()],
     )
@@ -208,7 +208,7 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
 
 
 def kv_blocks(load: Load) -> dict[str, int]:
-    """Blocks by state; they add up to all there are, unless so much is promised that cached ones must go for it."""
+    """Blocks by state; they add up to all blocks, unless so many are reserved that cached ones must be evicted."""
     free = load.blocks_total - load.blocks_active - load.blocks_cached - load.blocks_reserved
     return {
         "active": load.blocks_active,
@@ -230,7 +230,7 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         ("prompt_tokens", "Prompt tokens that an instance computed."),
         ("cached_tokens", "Tokens of new sequences that an instance found in its prefix cache."),
         ("output_tokens", "Tokens that an instance sampled."),
-        ("preemptions", "Sequences that an instance put back for want of KV blocks."),
+        ("preemptions", "Sequences that an instance preempted for lack of KV blocks."),
         ("swapped_out_blocks", "KV blocks of such sequences that an instance copied to host memory."),
         ("swapped_in_blocks", "KV blocks that it copied back from there."),
     ):

@@ -1,11 +1,11 @@
-"""What the gateway counts, and the whole cluster as Prometheus sees it.
+"""The gateway's own counts, and the metrics of the whole cluster for Prometheus.
 
     calls answered, per protocol and outcome ──┐
-    the router's view: sums over requests,     ├──> families, made when somebody asks ──render──> `/metrics`
+    the router's view: sums over requests,     ├──> families, made on demand ──render──> `/metrics`
       loads and counters of the workers      ──┘
 
-Nothing is counted twice: the router keeps plain numbers, and both the names of our own (`metrics_cluster`) and those
-of vLLM (`metrics_vllm`) are views of them.
+Nothing is counted twice: the router keeps plain numbers, and both the names of our own (`cluster.py`) and those
+of vLLM (`vllm.py`) are views of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GatewayMetrics(Collector):
         self._registry.register(self)
 
     def count_call(self, protocol: Protocol, outcome: str) -> None:
-        """A call that asked for an answer ended: `ok`, or with the code of an error."""
+        """A call for an answer ended: `ok`, or with the code of an error."""
         self._calls[protocol, outcome] += 1
 
     def count_refusal(self, protocol: str, reason: str) -> None:
@@ -87,8 +87,8 @@ class GatewayMetrics(Collector):
             self.count_call(protocol, outcome)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type, as the header `Accept` asks for it; plain text if it asks in a way that
-        nobody can read."""
+        """The exposition and its content type, as the header `Accept` requests it; plain text if the header is
+        invalid."""
         try:
             encode, content_type = choose_encoder(accept)
         except TypeError:  # the library compares a version that is no number with numbers
@@ -99,7 +99,7 @@ class GatewayMetrics(Collector):
         """All families, as of now; called by the registry."""
         yield counter(
             "disagg_calls",
-            "Calls that asked for an answer, by protocol and outcome (ok, or the code of an error).",
+            "Calls for answers, by protocol and outcome (ok, or the code of an error).",
             ("protocol", "outcome"),
             sorted(self._calls.items()),
         )

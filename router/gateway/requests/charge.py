@@ -1,4 +1,4 @@
-"""What a call is charged before anything is done for it, so that it is refused as a whole or not at all.
+"""The charge of a call before anything is done for it, so that it is refused completely or not at all.
 
 Charge: admitted ──submitted, for each answer──> the router's from here on
             └──close──> what was never submitted is given back
@@ -14,7 +14,7 @@ from disagg.router.gateway.requests.request import GenerationInput, IdsPrompt
 
 
 class Charge:
-    """See the module docstring. Owner: the call, which must close it.
+    """The charge of one call. Owner: the call, which must close it.
 
     Args:
         router: charges.

@@ -1,4 +1,4 @@
-"""What a client asks for, whichever protocol brought it: the one struct behind gRPC and HTTP.
+"""A client's request, independent of the protocol: the one struct behind gRPC and HTTP.
 
     protobuf, JSON ──> GenerationInput ──check_request──> CheckedRequest ──fit_prompt──> RoutedRequest
     headers        ──> Call
@@ -20,11 +20,11 @@ from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 BYTES_PER_ID = 1
-"""What an id counts as, to tell small work from large: no more work than a byte of text."""
+"""Size of an id, to distinguish small work from large: no more work than a byte of text."""
 
 
 class Targets(NamedTuple):
-    """What a client wants of the latencies of one request; `None` takes what the cluster is configured for."""
+    """Latency targets of one request; `None` for the configured ones."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -39,7 +39,7 @@ class TextPrompt:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
+        """Size, to distinguish small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
         return len(self.text.encode())
 
 
@@ -52,7 +52,7 @@ class IdsPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Size, to tell small prompts from large ones."""
+        """Size, to distinguish small prompts from large ones."""
         return BYTES_PER_ID * len(self.token_ids)
 
 
@@ -65,7 +65,7 @@ class ChatPrompt:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size, to tell small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
+        """Size, to distinguish small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
         return len("".join(chain.from_iterable(self.turns)).encode())
 
 
@@ -92,7 +92,7 @@ class GenerationInput:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """How many of the likeliest tokens come with each output token; 0 asks for its own only, `None` for none."""
+    """How many of the likeliest tokens come with each output token; 0 for its own only, `None` for none."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
@@ -106,7 +106,7 @@ class GenerationInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """How a request came in, and for whom."""
+    """The context of a call: id, deadline, targets, caller."""
 
     request_id: RequestId
     """Minted by the gateway, never used before. Further answers (`n`) get ids of their own."""

@@ -132,7 +132,7 @@ def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple
 
 
 def _check_logprobs(logprobs: int | None, vocab_size: int) -> int:
-    """-1 for none. A vocabulary may have fewer tokens than were asked for."""
+    """-1 for none. A vocabulary may have fewer tokens than requested."""
     if logprobs is None:
         return -1
     return min(check_int(logprobs, "sampling.logprobs", 0, MAX_LOGPROBS), vocab_size)

@@ -202,7 +202,7 @@ _IN_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 
 def count_json(raw: bytes, max_values: int) -> Pieces[None]:
     """Raises `InvalidRequestError` if `raw`, a JSON text, has more than `MAX_JSON_PARTS` strings, lists and objects, or
-    more than `max_values` values that a comma parts. Says nothing of what is no JSON: up to where it breaks off it is
+    more than `max_values` values that a comma parts. Does not report invalid JSON: up to where it breaks off it is
     counted, and no parser gets further."""
     num_parts = num_values = num_strings = pos = 0
     while True:

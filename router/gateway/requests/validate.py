@@ -1,4 +1,4 @@
-"""From what a client asks for to what the router takes. Pure: nothing is read but the arguments.
+"""From a client's input to checked requests for the router. Pure: a function of the arguments.
 
     check_targets   the call's metadata or headers                  -> Targets
     check_request   everything that can be seen before tokenizing  -> CheckedRequest
@@ -52,9 +52,9 @@ class CheckedRequest:
     sampling: Sampling
     """Complete but for `max_tokens` and `seed`, which `fit_prompt` fills in."""
     max_tokens: int | None
-    """As the client asked."""
+    """As the client sent it."""
     seed: int | None
-    """As the client asked."""
+    """As the client sent it."""
     stop: tuple[str, ...]
     """Stop strings; workers never see them."""
     num_answers: int
@@ -104,7 +104,7 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
 
     Raises:
         ContextLengthError: if prompt and answer cannot fit the context.
-        InvalidRequestError: if there is no token, or one that the model does not know.
+        InvalidRequestError: if there is no token, or one that is not in the vocabulary.
     """
     field = checked.prompt.field
     if not prompt_token_ids:

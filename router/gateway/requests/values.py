@@ -66,7 +66,8 @@ def check_int(value: int, field: str, low: int, high: int) -> int:
 
 
 def check_length(length: int, field: str, limit: int, what: str = "") -> None:
-    """Raises `InvalidRequestError` naming `field` if it has more than `limit` entries. `what` says of what."""
+    """Raises `InvalidRequestError` naming `field` if it has more than `limit` entries. `what` is the noun of the
+    message."""
     if length > limit:
         raise InvalidRequestError(field, f"at most {limit}{what and ' '}{what}, not {length}")
 

@@ -1,5 +1,5 @@
-"""The public gRPC service for operators: what the router sees and what the controller knows, side by side; changes go
-to the controller."""
+"""The public gRPC service for operators: the views of router and controller, side by side; changes go to the
+controller."""
 
 # ruff: noqa: N802 - the methods are named in the proto
 
@@ -31,19 +31,19 @@ from disagg.router.gateway.auth.rights import Rights
 from disagg.router.gateway.rpc.admin_answers import explanation, pool_states
 from disagg.router.gateway.rpc.probe import PairProbe
 from disagg.router.gateway.rpc.state_feed import StateFeed
-from disagg.router.gateway.status import answered
+from disagg.router.gateway.status import abort_on_error
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 Control = Callable[[ControlRequest], Awaitable[ControlReply]]
-"""Asks the controller; raises `UnavailableError` when it does not answer."""
+"""Calls the controller; raises `UnavailableError` when it does not answer."""
 
 DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 DEFAULT_LISTED = 20
 MAX_LISTED = 1000
 MAX_AGE_S = 0.1
-"""Of a state that is no admin's: many who ask cost the controller one question in this time."""
+"""Of a state for callers other than admins: all of them cost the controller one call in this time."""
 MAX_SHOWN_SIZES = 8
 """Of a request to scale, in the audit log."""
 
@@ -51,7 +51,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def no_controller(request: ControlRequest) -> ControlReply:
-    """A `Control` for gateways that stand alone."""
+    """A `Control` for gateways without a controller."""
     raise UnavailableError("this gateway has no controller", "no_controller")
 
 
@@ -60,10 +60,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     Args:
         router: what is looked at.
-        control: asks the controller.
+        control: calls the controller.
         probe: tries pairs of workers.
-        rights: who may do what; without, as the authenticator said.
-        audit: where changes are written down.
+        rights: authorization; without it, as authenticated.
+        audit: logs changes.
         clock: the router's clock.
         wall_clock: seconds since the epoch.
     """
@@ -90,14 +90,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             caller = self._rights.caller(context)
             found = await (self._feed.now() if caller.is_admin else self._feed.latest(MAX_AGE_S))
             return found.message(caller).state
 
     async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> None:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
             if interval_ms < MIN_INTERVAL_MS:
                 raise InvalidRequestError("interval_ms", f"must be at least {MIN_INTERVAL_MS}, not {interval_ms}")
@@ -110,7 +110,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             trace = self._router.trace(RequestId(request.request_id))
             if trace is None or not self._rights.may_see(trace.tenant, context):
                 raise RequestNotFoundError("request_id: no such request runs or is remembered")
@@ -118,7 +118,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             self._rights.require_admin(context)
             limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
             if limit > MAX_LISTED:
@@ -126,12 +126,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
             offset_s, response = self._clock_to_epoch_s(), pb.ListRequestsResponse()
             for trace in self._router.recent(limit):
                 response.requests.append(explanation(trace, offset_s))
-                await asyncio.sleep(0)  # a thousand take a good part of a second, and streams must go on
+                await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
             return response
 
     async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
         """See the proto."""
-        async with answered(context), self._change(context, _scaling(request)):
+        async with abort_on_error(context), self._change(context, _scaling(request)):
             sizes: dict[PoolName, int] = {}
             for entry in request.sizes:
                 name = _pool_name(entry.pool)
@@ -142,13 +142,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """See the proto."""
-        async with answered(context), self._change(context, f"drain {request.worker_id}"):
+        async with abort_on_error(context), self._change(context, f"drain {request.worker_id}"):
             _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
             return pb.DrainWorkerResponse()
 
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
         """See the proto."""
-        async with answered(context), self._change(context, f"probe {request.prefill_worker}"):
+        async with abort_on_error(context), self._change(context, f"probe {request.prefill_worker}"):
             if self._probe is None:
                 raise UnavailableError("this gateway has no probe", "no_probe")
             result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
@@ -165,7 +165,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     @asynccontextmanager
     async def _change(self, context: Context, what: str) -> AsyncIterator[None]:
-        """Inside, an admin changes something, which is written down. Raises `PermissionDeniedError` for others."""
+        """Inside, an admin changes something, which is logged. Raises `PermissionDeniedError` for others."""
         with self._audit.change(what, self._rights.caller(context), context.peer()):
             self._rights.require_admin(context)
             yield

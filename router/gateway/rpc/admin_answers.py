@@ -1,4 +1,4 @@
-"""What the router and the controller know, as the protobufs that operators get. Pure."""
+"""The views of router and controller as protobufs for operators. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
 def cluster_state(
     view: ClusterView, known: ControlState, *, with_addresses: bool = True, with_counts: bool = True
 ) -> pb.GetClusterStateResponse:
-    """The cluster as both see it.
+    """The cluster in both views.
 
     Args:
-        view: what the router sees.
-        known: what the controller knows.
+        view: of the router.
+        known: the state of the controller.
         with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
-        with_counts: what was transferred, from which the size of one request can be told.
+        with_counts: what was transferred, from which the size of one request can be computed.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
     workers = [_worker_state(record.info, record, seen.get(record.worker_id)) for record in known.workers]
@@ -50,7 +50,7 @@ def cluster_state(
 
 
 def pool_states(state: ControlState) -> list[pb.PoolState]:
-    """The pools as the controller knows them."""
+    """The pools of the controller's state."""
     return [pb.PoolState(name=pool.name, desired=pool.desired, ready=pool.ready) for pool in state.pools]
 
 

@@ -18,7 +18,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.event_loop.turns import Turns, in_pieces, rest_after
 from disagg.router.gateway.requests.shape import SMALL_BYTES, count_fields, find_broken_text
-from disagg.router.gateway.status import answered
+from disagg.router.gateway.status import abort_on_error
 from disagg.v1 import inference_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -63,7 +63,7 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         """The method as one that takes bytes."""
 
         async def call(raw: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with answered(context):
+            async with abort_on_error(context):
                 request = await decode(raw, kind, self._turns, self._max_numbers)
             return await method(request, context)
 

@@ -32,7 +32,7 @@ _SAMPLING = (
 
 
 def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[GenerationInput]:
-    """What `request` asks for. Yields between pieces of work.
+    """The input in `request`. Yields between pieces of work.
 
     Raises:
         ContextLengthError: if the prompt's ids alone are too many for `model`.

@@ -1,4 +1,4 @@
-"""What stands before every gRPC method of the public server."""
+"""Authentication of every gRPC call of the public server."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, TypeAlias
 import grpc
 
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import CALLER, STRANGER, Authenticator, RefusedError
+from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
 from disagg.router.gateway.auth.tls import name_of_peer
-from disagg.router.gateway.status import answered
+from disagg.router.gateway.status import abort_on_error
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
 Context = grpc.aio.ServicerContext[Any, Any]
 
 AUTHORIZATION = "authorization"
 _CHECK = "/grpc.health.v1.Health/Check"
-"""Answered without a key, as `/livez` of HTTP: balancers ask it."""
+"""Answered without a key, as `/livez` of HTTP: for load balancers."""
 _WATCH = "/grpc.health.v1.Health/Watch"
 """The same, but its streams without a key are few: see `WatchPlaces`. A key that is refused counts as none."""
 
 
 class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Finds out who calls before anything of the call is read, and refuses who is unknown. Reflection needs a key,
-    too. Where a certificate can stand for a key, a call without a key is looked at when it begins: gRPC shows the
-    certificate no earlier."""
+    """Authenticates the caller before anything of the call is read, and refuses unknown ones. Reflection needs a key,
+    too. Where a certificate can stand for a key, a call without a key is authenticated when it begins: gRPC shows
+    the certificate no earlier."""
 
     def __init__(self, authenticator: Authenticator, audit: Audit) -> None:
         self._authenticator = authenticator
@@ -45,21 +45,21 @@ class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
             CALLER.set(self._authenticator.authenticate(_authorization(handler_call_details)))
         except RefusedError as error:
             if handler_call_details.method == _WATCH:
-                CALLER.set(STRANGER)
+                CALLER.set(UNAUTHENTICATED)
                 return await continuation(handler_call_details)
             if error.reason in ("missing", "certificate") and self._authenticator.takes_certificates:
                 return self._by_certificate(await continuation(handler_call_details))
-            # Of the kind that reads no message: a unary one would take in the whole request first.
+            # A streaming handler reads no message: a unary one would read the complete request first.
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
         return await continuation(handler_call_details)
 
     async def _refuse(self, error: RefusedError, requests: object, context: Context) -> None:
-        async with answered(context):
+        async with abort_on_error(context):
             self._audit.refused("grpc", error.reason, context.peer())
             raise error
 
     async def _identify(self, context: Context) -> None:
-        async with answered(context):
+        async with abort_on_error(context):
             try:
                 CALLER.set(self._authenticator.authenticate(None, name_of_peer(context.auth_context())))
             except RefusedError as error:

@@ -29,7 +29,7 @@ from disagg.router.gateway.requests.validate import check_chat, check_model, che
 from disagg.router.gateway.requests.values import check_ids, check_length
 from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.router.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
-from disagg.router.gateway.status import answered
+from disagg.router.gateway.status import abort_on_error
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -43,7 +43,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         generator: answers requests.
         mint_id: a request id that was never used.
         clock: the generator's clock.
-        mint_trace_bits: 192 random bits, see `traceparent`.
+        mint_trace_bits: 192 random bits, see `child_of`.
         write_timeout_s: how long a client may leave a message unread.
         metrics: counts the calls.
     """
@@ -68,7 +68,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """See the proto."""
         request_id, trace_parent = await self._begin(context)
-        async with answered(context, request_id):
+        async with abort_on_error(context, request_id):
             with self._metrics.counted("grpc"):
                 run = self._run(await self._read(request), request_id, trace_parent, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
@@ -79,7 +79,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         """See the proto."""
         request_id, trace_parent = await self._begin(context)
         answer = pb.GenerateOnceResponse()
-        async with answered(context, request_id):
+        async with abort_on_error(context, request_id):
             with self._metrics.counted("grpc"):
                 given = await self._read(request.request)
                 if given.n is not None and given.n > 1:
@@ -96,7 +96,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             limits = self._generator.limits
             check_model(request.model, limits)
             kind = request.WhichOneof("input")
@@ -111,7 +111,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """See the proto."""
-        async with answered(context):
+        async with abort_on_error(context):
             limits = self._generator.limits
             check_model(request.model, limits)
             check_length(len(request.token_ids), "token_ids", self._generator.max_listed_ids)
@@ -122,8 +122,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return await in_pieces(read_request(request, self._generator.limits.model))
 
     async def _begin(self, context: Context) -> tuple[RequestId, str]:
-        """Mint the id, and a span where the caller has one; tell them, with the client's label, before anything can
-        fail. The id and the span's `traceparent`."""
+        """Mint the id, and a span where the caller has one; send them, with the client's label, before anything can
+        fail. Returns the id and the span's `traceparent`."""
         request_id, trace_parent = self._mint_id(), ""
         name_task(request_id)
         metadata = [(REQUEST_ID, str(request_id))]
@@ -139,7 +139,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     def _run(
         self, given: GenerationInput, request_id: RequestId, trace_parent: str, context: Context
     ) -> AsyncGenerator[Delta | Finish, None]:
-        """The answers, as the call's metadata wants them. Raises `InvalidRequestError` for wrong targets."""
+        """The answers, with deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong
+        targets."""
         time_left_s = context.time_remaining()
         call = Call(
             request_id=request_id,

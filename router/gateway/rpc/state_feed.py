@@ -1,7 +1,7 @@
-"""The state of the cluster for everybody who watches it: asked for once, however many want to know.
+"""The state of the cluster for all its watchers: fetched once, however many there are.
 
     latest(max_age_s) ── young enough? ──> the last one
-                      └─ no ──> one question to the controller, for all who wait
+                      └─ no ──> one call to the controller, for all that wait
 
 A watcher costs a message in each of its intervals; how many there may be is bounded, in all and for each tenant.
 """
@@ -45,38 +45,38 @@ class Snapshot:
 
 
 class StateFeed:
-    """Owner of the question that is being asked, and of the number of watchers.
+    """Owner of the call under way, and of the number of watchers.
 
     Args:
-        ask: what the controller knows now.
-        view: what the router sees now.
+        fetch: the state of the controller now.
+        view: of the router, now.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Awaitable[ControlState]],
+        fetch: Callable[[], Awaitable[ControlState]],
         view: Callable[[], ClusterView],
         clock: Callable[[], float],
     ) -> None:
-        self._ask = ask
+        self._fetch = fetch
         self._view = view
         self._clock = clock
         self._last: tuple[float, Snapshot] | None = None
-        self._asking: asyncio.Task[Snapshot] | None = None
+        self._pending: asyncio.Task[Snapshot] | None = None
         self._streams: Counter[str] = Counter()
 
     async def latest(self, max_age_s: float) -> Snapshot:
-        """The cluster at most so long ago; also what was asked for by somebody else and is not answered yet."""
-        if self._asking is None:
+        """The cluster at most `max_age_s` ago; also the result of a call that another watcher started."""
+        if self._pending is None:
             if self._last is not None and self._clock() - self._last[0] <= max_age_s:
                 return self._last[1]
-            self._asking = asyncio.create_task(self._look(), name="cluster-state")
-        return await asyncio.shield(self._asking)  # one who leaves does not take the answer from the others
+            self._pending = asyncio.create_task(self._look(), name="cluster-state")
+        return await asyncio.shield(self._pending)  # a cancelled watcher does not cancel the call of the others
 
     async def now(self) -> Snapshot:
-        """The cluster now, asked for at this moment."""
-        known = await self._ask()
+        """The cluster now, by a new call."""
+        known = await self._fetch()
         return Snapshot(self._view(), known)
 
     @contextmanager
@@ -96,11 +96,11 @@ class StateFeed:
                 del self._streams[tenant]
 
     async def close(self) -> None:
-        """End a question that is being asked."""
-        if self._asking is not None:
-            self._asking.cancel()
+        """End the call under way."""
+        if self._pending is not None:
+            self._pending.cancel()
             with suppress(asyncio.CancelledError):
-                await self._asking
+                await self._pending
 
     async def _look(self) -> Snapshot:
         try:
@@ -108,4 +108,4 @@ class StateFeed:
             self._last = self._clock(), found
             return found
         finally:
-            self._asking = None
+            self._pending = None

@@ -1,4 +1,4 @@
-"""How many streams without a key may be open at a time, in all and for one address. Pure."""
+"""Limits of the streams without a key that are open at a time, in all and for one address. Pure."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
     def render(self, turns: Sequence[ChatTurn]) -> str:
-        """The text of the conversation up to where the assistant speaks.
+        """The text of the conversation up to the beginning of the assistant's turn.
 
         Raises:
             InvalidRequestError: if the template refuses these turns, for example their order, fails on them, or does

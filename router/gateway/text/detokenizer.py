@@ -1,6 +1,6 @@
 """Output ids to output text, piece by piece: incremental detokenizing, then stop strings.
 
-    ids ──> IncrementalDecoder ──> text of whole characters ──> StopMatcher ──> text that is final
+    ids ──> IncrementalDecoder ──> text of complete characters ──> StopMatcher ──> text that is final
 
 Each stage holds back what the next token may still change: a character that is cut between tokens, the beginning of a
 stop string. Both held parts are bounded, and `finish` lets them go. What comes out is the same however the ids were
@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 MAX_PENDING_TOKENS = 16
-"""A character has at most 4 bytes: ids that make no whole one after this many are no text, and read as U+FFFD."""
+"""A character has at most 4 bytes: ids without a complete one after this many are no text, and read as U+FFFD."""
 
 
 class IncrementalDecoder:
@@ -32,7 +32,7 @@ class IncrementalDecoder:
         """The ids since then."""
 
     def step(self, token_id: int) -> str:
-        """The text that became whole with this id."""
+        """The text that became complete with this id."""
         if token_id in self._tokenizer.special_token_ids:
             return ""
         self._pending.append(token_id)

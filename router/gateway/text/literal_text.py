@@ -23,11 +23,11 @@ _BEGIN, _END = "\U000f0000", "\U000f0001"
 
 
 class LiteralText:
-    """Knows the special tokens of one tokenizer. Stateless, so several threads may use it.
+    """Protects the special tokens of one tokenizer in messages. Stateless, so several threads may use it.
 
     Args:
         backend: the model's tokenizer; must have special tokens.
-        nonce: part of all marks, which nobody can guess, so that no message has one.
+        nonce: unguessable part of all marks, so that no message has one.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, nonce: str) -> None:

@@ -1,7 +1,7 @@
-"""The bytes behind single tokens. A token may be a part of a character, so only bytes say exactly what it stands for.
+"""The bytes behind single tokens. A token may be a part of a character, so only bytes are exact.
 
 Vocabularies write tokens in one of two ways: byte-level ones in an alphabet of 256 printable characters, one for each
-byte; the others as text, with U+2581 for a space and `<0x0A>` for a single byte. The tokenizer's decoder tells which.
+byte; the others as text, with U+2581 for a space and `<0x0A>` for a single byte. The tokenizer's decoder shows which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model as the gateway knows it: its tokenizer, chat template and limits, read once from the checkpoint folder.
+"""The gateway's part of the model: its tokenizer, chat template and limits, read once from the checkpoint folder.
 
 Only the `tokenizers` library and the folder's files are used: no torch, no transformers, no network. All methods are
 pure functions of the files, so several threads may tokenize at once.
@@ -23,7 +23,7 @@ FAKE_MODEL_PATH = "fake"
 FAKE_VOCAB_SIZE = 32_000
 FAKE_MAX_MODEL_LEN = 8192
 _FIRST_PREFIX_BYTES_PER_TOKEN = 8
-"""Text with more bytes for each token of the limit is looked at in prefixes before it is tokenized whole."""
+"""Text with more bytes for each token of the limit is tokenized in prefixes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Tokenizer:
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+        """Text of `token_ids`, without special tokens."""
         # As in `_encode`, the batch call lets other threads run.
         return str(self.backend.decode_batch([token_ids], skip_special_tokens=True)[0])
 
@@ -158,7 +158,7 @@ def load_model(
         name: what clients call the model.
         max_model_len: a limit in tokens below the checkpoint's own.
         special_tokens_in_chat: read special tokens that are spelled out in the contents of a chat.
-        nonce: nobody who writes messages may guess it; see `LiteralText`.
+        nonce: must not be guessable for authors of messages; see `LiteralText`.
 
     Raises:
         ConfigError: if a file is missing or broken, or the limit exceeds the checkpoint's.

@@ -23,7 +23,7 @@ class Body:
 
 
 class BodyBudget:
-    """See the module docstring.
+    """The incomplete bodies of one gateway, by tenant.
 
     Args:
         max_bytes: of all unfinished bodies together.
@@ -66,7 +66,7 @@ class BodyBudget:
         return refused
 
     def finish(self, body: Body) -> None:
-        """It is whole, or given up. Idempotent."""
+        """It is complete, or given up. Idempotent."""
         bodies = self._tenants.get(body.tenant, {})
         if body not in bodies:
             return

@@ -1,7 +1,8 @@
 """Errors as this API writes them: a status, headers, and `{"error": {message, type, param, code}}`.
 
-Clients of this API try 408, 409, 429 and 5xx again by themselves. What may be tried says when (`retry-after-ms`); where
-that is pointless, because the router has tried or the answer would be the same, `x-should-retry: false` says so.
+Clients of this API retry 408, 409, 429 and 5xx by themselves. An error that may be retried has the time
+(`retry-after-ms`); one where that is pointless, because the router has retried or the answer would be the same, has
+`x-should-retry: false`.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Connections:
         """Close what is over its time, and log what the limit of connections cost since the last sweep."""
         if self._num_evicted or self._num_refused:
             logger.warning(
-                "all %d HTTP connections (gateway.max_connections) were taken: closed %d silent ones for new ones, and "
-                "%d new ones where every connection had a request",
+                "all %d HTTP connections (gateway.max_connections) in use, closed %d idle ones for new ones, refused %d"
+                " new ones because every connection had a request",
                 self.limits.max_connections,
                 self._num_evicted,
                 self._num_refused,
@@ -127,7 +127,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_headers = 0
         self._answered: RequestResponseCycle | None = None
-        """The request that is answered now, or was last; uvicorn knows only the one that came last."""
+        """The request that is answered now, or was last; uvicorn has only the one that came last."""
 
     # ------------------------------------------------------------ transport
 
@@ -186,7 +186,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header."""
+        """A complete header."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self.send_400_response(f"the head has more than {MAX_HEADERS} headers")
@@ -195,7 +195,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: the request is answered, or waits for its turn."""
+        """The head is complete: the request is answered, or waits for its turn."""
         self._head_since = None
         self._owner.silent.remove(self)
         if self.parser.get_http_version() == "0.9":
@@ -222,12 +222,12 @@ class HttpConnection(HttpToolsProtocol):
             self._surplus_since = self._idle_since if self.cycle.more_body else None
 
     def on_message_complete(self) -> None:
-        """The body is whole."""
+        """The body is complete."""
         super().on_message_complete()
         self._surplus_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, and close. In the middle of an answer nothing can be said."""
+        """Answer invalid HTTP, and close. In the middle of an answer nothing can be sent."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
@@ -259,7 +259,7 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("the head is too large")  # ends the parser's run
 
     def _is_head_too_large(self, num_bytes: int) -> bool:
-        """Whether these bytes more are too many; then the client was told and the connection closes."""
+        """Whether these further bytes are too many; then an error was sent and the connection closes."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(f"the head has more than {MAX_HEAD_BYTES} bytes")

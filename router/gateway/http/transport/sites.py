@@ -2,8 +2,9 @@
 
 A browser sends whatever a page asks for to a server on its own machine, with the page's origin in a header. A page may
 also have its own name resolve to this machine (DNS rebinding): then the request looks as if it came from the same
-site, but for the name in `Host`. Where a key is asked for, neither helps a page, which has none; where none is asked
-for, both headers are looked at. A body must say that it is JSON, which no page can send elsewhere without asking first.
+site, but for the name in `Host`. Where a key is required, neither helps a page, which has none; where none is
+required, both headers are checked. A body must be declared as JSON, which no page can send to another site without a
+preflight request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Sites:
 
     Args:
         checks_host: whether only loopback names and `hosts` may stand in `Host`: without keys, on loopback or where
-            names are configured. Elsewhere nobody knows under which names a gateway is reached.
+            names are configured. Elsewhere the names under which a gateway is reached are unknown.
         takes_addresses: whether any IP address may stand there too: off loopback. No name is rebound to one.
         checks_origin: whether only `origins` and the site itself may stand in `Origin`: without keys.
         hosts: further names, without a port.

@@ -11,7 +11,7 @@ from disagg.router.gateway.http.transport.body_budget import RETRY_AFTER_S, Body
 
 
 class UnfinishedBodies:
-    """All bodies of one gateway that are not whole yet. Used by one event loop."""
+    """All incomplete bodies of one gateway. Used by one event loop."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
@@ -53,7 +53,7 @@ class UnfinishedBodies:
 
     def _refusal(self) -> OverloadedError:
         return OverloadedError(
-            f"bodies that have not arrived whole hold the {self.budget.max_bytes} bytes that they may "
+            f"bodies that have not arrived completely hold all of their {self.budget.max_bytes} bytes "
             "(gateway.max_unfinished_bytes), and this one was given up",
             RETRY_AFTER_S,
         )

@@ -14,11 +14,11 @@ from disagg.router.gateway.auth.auth import (
     ANONYMOUS,
     CALLER,
     KEY_NEEDED,
-    STRANGER,
+    UNAUTHENTICATED,
+    AnonymousAccess,
     ApiKey,
     ApiKeys,
     Caller,
-    Everybody,
     RefusedError,
     digest_of,
 )
@@ -132,12 +132,12 @@ def test_only_digests_are_kept() -> None:
 
 
 def test_who_was_not_looked_at_may_nothing() -> None:
-    assert contextvars.Context().run(CALLER.get) == STRANGER
+    assert contextvars.Context().run(CALLER.get) == UNAUTHENTICATED
 
 
 def test_without_keys_everybody_is_let_in() -> None:
-    assert Everybody().authenticate(None) == ANONYMOUS == Caller("", True)
-    assert Everybody(STRANGER).authenticate("Bearer x") == Caller("", False)
+    assert AnonymousAccess().authenticate(None) == ANONYMOUS == Caller("", True)
+    assert AnonymousAccess(UNAUTHENTICATED).authenticate("Bearer x") == Caller("", False)
 
 
 # ---------------------------------------------------------------- the file
@@ -211,7 +211,7 @@ def test_two_keys_of_a_tenant_say_the_same_limits(tmp_path: Path) -> None:
     file = write(tmp_path, f"[{entry(KEY_A, 4)}, {entry(KEY_B, 5)}]")
     assert refusal(file) == (
         f"gateway.api_keys: {file}[1].limits differ from those of another key of a; one tenant has one set of limits, "
-        "so say them at one of its keys"
+        "so set them at one of its keys"
     )
 
 

@@ -42,13 +42,13 @@ def test_a_changed_a_replaced_and_a_broken_file(tmp_path: Path, caplog: pytest.L
     file.write_text("three")
     watch.look()
     assert read == ["two, longer", "TWO, LONGER", "three"]
-    bad = "the.key has changed and cannot be used, what was read before stays in use until it changes again: it is bad"
+    bad = "the.key: changed files cannot be used, the earlier content stays in use until they change again: it is bad"
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.WARNING, "the.key was read again: two, longer it is"),
-        (logging.WARNING, "the.key was read again: TWO, LONGER it is"),
+        (logging.WARNING, "the.key: files changed and were read again: two, longer it is"),
+        (logging.WARNING, "the.key: files changed and were read again: TWO, LONGER it is"),
         (logging.ERROR, bad),
         (logging.ERROR, bad),
-        (logging.WARNING, "the.key was read again: three it is"),
+        (logging.WARNING, "the.key: files changed and were read again: three it is"),
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from disagg.proto.errors import ConfigError, PermissionDeniedError
 from disagg.router.api import NO_LIMITS, TenantLimits
-from disagg.router.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, STRANGER, Caller, RefusedError
+from disagg.router.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
 from disagg.router.gateway.auth.rights import Rights, is_local_peer, require_counts
 from disagg.router.gateway.auth.security import check_files, secure
 from disagg.router.gateway.config import GatewayConfig, TlsFiles
@@ -67,7 +67,7 @@ def test_who_is_on_this_machine(peer: str, local: bool) -> None:
     [
         (Caller("a", True), Rights(), REMOTE),
         (ANONYMOUS, Rights(), REMOTE),
-        (STRANGER, Rights(local_is_admin=True), LOCAL),
+        (UNAUTHENTICATED, Rights(local_is_admin=True), LOCAL),
     ],
     indirect=["caller"],
 )
@@ -82,7 +82,7 @@ def test_who_is_an_admin(rights: Rights, peer: str) -> None:
     [
         (Caller("a", False), Rights(), LOCAL, "this needs the key of an admin"),
         (
-            STRANGER,
+            UNAUTHENTICATED,
             Rights(local_is_admin=True),
             REMOTE,
             "this gateway has no API keys and others can reach it, so it takes this from its own machine only; "
@@ -151,7 +151,7 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
     file.touch(mode=0o600)
     file.write_text("[{tenant: a, certificate: team-a.example, admin: true}]")
     with pytest.raises(
-        ConfigError, match=r"names certificates, which nobody asks clients for; set gateway\.tls\.client_ca$"
+        ConfigError, match=r"names certificates, which clients are not asked for; set gateway\.tls\.client_ca$"
     ):
         secure(config(api_keys=str(file)))
     with pytest.raises(ConfigError, match=r"set gateway\.tls\.client_ca$"):
@@ -171,7 +171,7 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
     [
         (ANONYMOUS, True),
         (PUBLIC, True),
-        (STRANGER, False),
+        (UNAUTHENTICATED, False),
         (Caller("a", False), False),
         (Caller("a", False, metrics=True), True),
     ],

@@ -75,7 +75,7 @@ def test_a_long_turn_is_logged_with_its_request(clock: Clock, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, loop_watch.logger.name):
         run(work)
     (line,) = caplog.messages
-    assert line.startswith("the event loop was held for at least 80 ms (")
+    assert line.startswith("event loop blocked for at least 80 ms (")
     assert " by request r7 in look (loop_watch.py:" in line or " by request r7 in _doing (loop_watch.py:" in line
 
 

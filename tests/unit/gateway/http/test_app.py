@@ -314,7 +314,7 @@ async def test_a_fault_of_ours_tells_nothing(app: TestApp, caplog: pytest.LogCap
     assert error_of(response) == (500, None, "server_error")
     assert response.headers["x-should-retry"] == "false"
     assert "secret" not in response.text
-    assert "a request failed (request id r0)" in caplog.text
+    assert "request r0: failed by a bug; the client gets an internal error" in caplog.text
     assert app.outcomes() == {"server_error": 1}
 
 

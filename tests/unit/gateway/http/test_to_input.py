@@ -10,20 +10,20 @@ import pytest
 from benchmarks.common import in_one_go
 from disagg.proto.errors import ContextLengthError, InvalidRequestError
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody
-from disagg.router.gateway.http.to_input import FieldNames, Wanted, read_chat, read_completion
+from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 USER = {"role": "user", "content": "hi"}
 
 
-def chat(**fields: Any) -> Wanted:
+def chat(**fields: Any) -> ParsedCall:
     return in_one_go(
         read_chat(msgspec.json.decode(msgspec.json.encode({"model": "m", "messages": [USER], **fields}), type=ChatBody))
     )
 
 
-def text(**fields: Any) -> Wanted:
+def text(**fields: Any) -> ParsedCall:
     return in_one_go(
         read_completion(
             msgspec.json.decode(msgspec.json.encode({"model": "m", "prompt": "hi", **fields}), type=CompletionBody)
