@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import print_table
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.system.cores import available_cores
 from disagg.kernels import dispatch, linear
 from disagg.kernels.cpu import build
 

@@ -25,7 +25,7 @@ from benchmarks.engine.ceilings import Ceilings, measure, print_ceilings
 from benchmarks.engine.kernel_cases import Call, Case, makers
 from benchmarks.engine.step_limit import Work
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
-from disagg.cluster.system.process_tools import available_cores, pin_process
+from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.kernels.dispatch import describe
 

@@ -24,7 +24,8 @@ import msgspec
 from benchmarks.common import REPOSITORY
 from benchmarks.engine.ceilings import Ceilings, measure
 from benchmarks.engine.rig import EngineRig, LoopResult, LoopShape
-from disagg.cluster.system.process_tools import freeze_start, pin_process, thread_environment
+from disagg.cluster.system.cores import pin_process
+from disagg.cluster.system.process_tools import freeze_start, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
 

@@ -31,7 +31,7 @@ from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, open_llama_cpp
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import Quantization, WorkerConfig
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 
 from disagg.cli.main import main
-from disagg.cluster.control import launch
+from disagg.cluster.control import plan
 from disagg.proto.cluster_secret import ClusterSecret
 
 SECRET_VARIABLE = "DISAGG_BENCH_SECRET"
 
 if __name__ == "__main__":
     secret = ClusterSecret(bytes.fromhex(os.environ.pop(SECRET_VARIABLE)))
-    launch.new_secret = lambda network: secret  # before a launcher imports it
+    plan.new_secret = lambda network: secret  # before a launcher imports it
     main()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import percentiles, positive, print_table, report, write_json
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.system.cores import available_cores
 from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
 from disagg.loadtests.records import RequestRecord, read_file

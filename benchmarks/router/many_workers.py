@@ -23,8 +23,9 @@ from benchmarks.processes import cpu_seconds
 from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.launch import GATEWAY, plan_launch
-from disagg.cluster.control.local import LocalController
+from disagg.cluster.control.controller_thread import ControllerThread
+from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.engine.config import WorkerConfig
@@ -69,7 +70,7 @@ class FleetLauncher(ProcessLauncher):
 class Cluster:
     """The controller, the gateway and the fleets. Made by `run`, which ends them."""
 
-    def __init__(self, controller: LocalController, launcher: FleetLauncher, fleets: Sequence[FleetProcess]) -> None:
+    def __init__(self, controller: ControllerThread, launcher: FleetLauncher, fleets: Sequence[FleetProcess]) -> None:
         self._controller = controller
         self._launcher = launcher
         self._fleets = fleets
@@ -156,7 +157,7 @@ def run(num_workers: int, rest_s: float) -> dict[str, Any]:
     ):
         fleets = (first, second)
         launcher = FleetLauncher(Path(folder), secret, fleets)
-        controller = LocalController(plan_launch(parse_config(CONFIG)), launcher, secret)
+        controller = ControllerThread(plan_cluster(parse_config(CONFIG)), launcher, secret)
         address = controller.start()
         try:
             cluster = Cluster(controller, launcher, fleets)

@@ -20,8 +20,8 @@ from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.rig import LoopShape
 from benchmarks.launch import cluster_config, free_port, launched
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
-from disagg.cluster.control.layout import worker_config
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.control.plan import worker_config
+from disagg.cluster.system.cores import available_cores
 from disagg.engine.config import WorkerConfig
 
 WARM_UP_SEED = 1 << 40

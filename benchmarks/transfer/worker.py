@@ -1,5 +1,5 @@
 """A worker that notes when its engine did what, for `transfer.py`: the real one, with an engine core that writes times
-down. `python -m benchmarks.transfer.worker` takes the place of `disagg.cluster.hosts.worker_process`.
+down. `python -m benchmarks.transfer.worker` takes the place of `disagg.cluster.hosts.worker_host`.
 
 Noted are the times of all steps, of token 0 on a prefill worker, of the order to join on a decode worker, and of the
 first step with a joined sequence. They are on CLOCK_MONOTONIC, which all processes of a machine share. At its end the
@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster.hosts import worker_process
-from disagg.cluster.hosts.child import run_child
+from disagg.cluster.hosts import worker_host
+from disagg.cluster.hosts.host import run_child
 from disagg.cluster.hosts.worker_host import WorkerHost
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
@@ -89,7 +89,7 @@ _worker_ids: list[str] = []
 def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
     """The usual worker."""
     _worker_ids.append(config.worker_id)
-    return worker_process.make_host(config, resolve, secret)
+    return worker_host.make_host(config, resolve, secret)
 
 
 def main() -> int:

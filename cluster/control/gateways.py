@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.cluster.control.workers import next_start
+from disagg.cluster.control.backoff import next_start
 from disagg.proto.control import GatewayPhase, GatewayRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 

@@ -25,10 +25,9 @@ import msgspec
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import GATEWAY
-from disagg.cluster.control.launch import LaunchPlan
-from disagg.cluster.control.launcher import Launcher
-from disagg.cluster.control.launching import Launching
-from disagg.cluster.control.supervisor import Life, Supervisor
+from disagg.cluster.control.launcher import Launcher, LauncherThread
+from disagg.cluster.control.plan import ClusterPlan
+from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.cluster_secret import ClusterSecret
@@ -101,7 +100,7 @@ class Controller:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: ClusterPlan,
         launcher: Launcher,
         secret: ClusterSecret,
         host: str = "127.0.0.1",
@@ -121,7 +120,7 @@ class Controller:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
         self._core: ControlCore | None = None
-        self._launching: Launching | None = None
+        self._launching: LauncherThread | None = None
         self._server: grpc.aio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
         self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
@@ -149,7 +148,7 @@ class Controller:
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
         await server.start()
         self._server = server
-        self._launching = Launching(self._plan, self._launcher, self._executor, address, self._handle)
+        self._launching = LauncherThread(self._plan, self._launcher, self._executor, address, self._handle)
         self._handle(events.Tick())
         self._poller = asyncio.create_task(self._poll(self._launching), name="launcher-poll")
         self._supervisor.start()
@@ -239,7 +238,7 @@ class Controller:
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
             replies.put_nowait(reply)
 
-    def _on_hung(self, life: Life, why: str) -> None:
+    def _on_hung(self, life: ProcessIncarnation, why: str) -> None:
         if life.name != GATEWAY:  # whose end is enough to know
             self._handle(events.WorkerHung(WorkerId(life.name), Incarnation(life.incarnation), why))
 
@@ -251,7 +250,7 @@ class Controller:
             delay_s = max(0.0, due - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, events.Tick())
 
-    async def _poll(self, launching: Launching) -> None:
+    async def _poll(self, launching: LauncherThread) -> None:
         """Ask the launcher what happened by itself, for as long as the controller lives."""
         pending: Mapping[str, str] = {}
         while True:
@@ -284,7 +283,7 @@ class Controller:
         info = message.info
         life = (info.worker_id, info.incarnation)
         replies = self._workers[life] = asyncio.Queue[ControllerToWorker]()
-        watched = Life(info.worker_id, info.incarnation, info.pid)
+        watched = ProcessIncarnation(info.worker_id, info.incarnation, info.pid)
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_beats(requests, watched), name=f"beats-{info.worker_id}")
         try:
@@ -301,7 +300,7 @@ class Controller:
                 self._supervisor.forget(watched)
                 self._handle(events.WorkerLeft(*life))
 
-    async def _read_beats(self, requests: AsyncIterator[bytes], life: Life) -> None:
+    async def _read_beats(self, requests: AsyncIterator[bytes], life: ProcessIncarnation) -> None:
         async for message in _messages(requests, WorkerToController, life.name):
             if isinstance(message, WorkerHeartbeat):
                 self._supervisor.heard(life, message.turn_s)
@@ -317,7 +316,7 @@ class Controller:
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
         frames = self._followers[hello.gateway_id] = asyncio.Queue[bytes]()
-        watched = Life(GATEWAY, hello.gateway_id, hello.pid)
+        watched = ProcessIncarnation(GATEWAY, hello.gateway_id, hello.pid)
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
         try:
@@ -332,7 +331,9 @@ class Controller:
                 self._supervisor.forget(watched)
                 self._handle(events.GatewayLeft(hello.gateway_id))
 
-    async def _read_follower(self, requests: AsyncIterator[bytes], hello: GatewayHello, life: Life) -> None:
+    async def _read_follower(
+        self, requests: AsyncIterator[bytes], hello: GatewayHello, life: ProcessIncarnation
+    ) -> None:
         async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):
                 self._supervisor.heard(life)
@@ -344,7 +345,7 @@ class Controller:
 
     async def _read_gateway_beats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
         """Beats of a gateway's thread; they count while its other stream stands."""
-        life = Life(GATEWAY, first.gateway_id, first.pid)
+        life = ProcessIncarnation(GATEWAY, first.gateway_id, first.pid)
         self._supervisor.heard(life, first.turn_s, first.doing)
         async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):

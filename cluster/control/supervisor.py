@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from disagg.cluster.config.sections import RecoveryConfig
+from disagg.cluster.config.cluster_config import RecoveryConfig
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
 from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
@@ -27,7 +27,7 @@ from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
 logger = logging.getLogger(__name__)
 
 
-class Life(NamedTuple):
+class ProcessIncarnation(NamedTuple):
     """One life of a process."""
 
     name: str
@@ -44,8 +44,12 @@ class Supervisor:
         on_hung: told before the kill, with why; called on the loop.
     """
 
-    def __init__(self, config: RecoveryConfig, launcher: Launcher, on_hung: Callable[[Life, str], None]) -> None:
-        self._detector: FailureDetector[Life] = FailureDetector(limit(config.kill_after_s), limit(config.stuck_after_s))
+    def __init__(
+        self, config: RecoveryConfig, launcher: Launcher, on_hung: Callable[[ProcessIncarnation, str], None]
+    ) -> None:
+        self._detector: FailureDetector[ProcessIncarnation] = FailureDetector(
+            limit(config.kill_after_s), limit(config.stuck_after_s)
+        )
         self._gateway_stuck_after_s = limit(config.gateway_stuck_after_s)
         self._launcher = launcher
         self._on_hung = on_hung
@@ -64,15 +68,15 @@ class Supervisor:
             await asyncio.gather(task, return_exceptions=True)
         await asyncio.to_thread(self._executor.shutdown)
 
-    def watch(self, life: Life) -> None:
+    def watch(self, life: ProcessIncarnation) -> None:
         """This life has a line to the controller."""
         self._detector.watch(life, self._gateway_stuck_after_s if life.name == GATEWAY else None)
 
-    def heard(self, life: Life, turn_s: float | None = None, doing: str = "") -> None:
+    def heard(self, life: ProcessIncarnation, turn_s: float | None = None, doing: str = "") -> None:
         """It spoke, and its engine or event loop has been in its present turn for so long."""
         self._detector.heartbeat(life, turn_s, doing)
 
-    def forget(self, life: Life) -> None:
+    def forget(self, life: ProcessIncarnation) -> None:
         """Its line broke. That it ended, or not, is seen otherwise."""
         self._detector.forget(life)
 
@@ -85,13 +89,13 @@ class Supervisor:
                 loop.run_in_executor(self._executor, self._kill, loop, life)
             await asyncio.sleep(SWEEP_S)
 
-    def _kill(self, loop: asyncio.AbstractEventLoop, life: Life) -> None:
+    def _kill(self, loop: asyncio.AbstractEventLoop, life: ProcessIncarnation) -> None:
         try:
             self._launcher.kill(life.name, life.pid)
         except Exception:  # whatever a launcher met must not end the controller
             logger.exception("%s (process %d) could not be killed; that is tried again", life.name, life.pid)
             loop.call_soon_threadsafe(self._watch_again, life)
 
-    def _watch_again(self, life: Life) -> None:
+    def _watch_again(self, life: ProcessIncarnation) -> None:
         if life in self._detector:
             self.watch(life)

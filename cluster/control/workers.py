@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from disagg.cluster.control.backoff import next_start
 from disagg.proto.control import PoolName, WorkerPhase, WorkerRecord
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
@@ -29,13 +30,6 @@ TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
 """Phase -> those that may follow. A worker is forgotten from `stopping` only."""
 
 
-STABLE_S = 60.0
-"""A process that ran this long is healthy: its next fault is a first one."""
-FIRST_PAUSE_S = 0.5
-"""Before the start that follows the loss of a process that was fine."""
-MAX_BACKOFF_S = 30.0
-
-
 def worker_id(pool: PoolName, index: int) -> WorkerId:
     """The stable name of a place in a pool, such as `prefill-0`."""
     return WorkerId(f"{pool}-{index}")
@@ -46,34 +40,6 @@ def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
     text, _, index = name.rpartition("-")
     pool: PoolName | None = next((known for known in get_args(PoolName) if known == text), None)
     return (pool, int(index)) if pool is not None and index.isdecimal() else (None, 0)
-
-
-def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
-    """What follows a fault of a process: the faults in a row, with this one, and the pause before the next start.
-
-    Args:
-        num_faults: those before it.
-        ready_for_s: how long the process was ready until now; None if it was not.
-    """
-    num_faults = faults_in_a_row(num_faults, ready_for_s)
-    was_fine = ready_for_s is not None and num_faults == 1
-    return num_faults, FIRST_PAUSE_S if was_fine else backoff_s(num_faults)
-
-
-def backoff_s(num_faults: int) -> float:
-    """The pause after so many faults in a row, 1, 2, 4, 8, 16, 30 s, where no life before the last fault was fine; see
-    `next_start`: a row that ends a life that was fine begins with `FIRST_PAUSE_S`, and so waits 0.5, 2, 4 .. 30 s."""
-    return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
-
-
-def faults_in_a_row(num_before: int, ready_for_s: float | None) -> int:
-    """The faults in a row, with the one that comes now.
-
-    Args:
-        num_before: those before it.
-        ready_for_s: how long the process was ready until now; None if it was not.
-    """
-    return 1 if ready_for_s is not None and ready_for_s >= STABLE_S else num_before + 1
 
 
 @dataclass(slots=True)

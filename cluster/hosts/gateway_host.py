@@ -15,9 +15,10 @@ import os
 import sys
 import threading
 
-from disagg.cluster.control.launch import GatewayLaunch
-from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
-from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, interrupt_nobody, pin_process
+from disagg.cluster.control.plan import GatewaySpec
+from disagg.cluster.hosts.host import STOP_GRACE_S, StartError, run_child
+from disagg.cluster.system.cores import pin_process
+from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
@@ -42,7 +43,7 @@ class GatewayHost:
     """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
     finds."""
 
-    def __init__(self, launch: GatewayLaunch, resolve: Resolve, secret: ClusterSecret) -> None:
+    def __init__(self, launch: GatewaySpec, resolve: Resolve, secret: ClusterSecret) -> None:
         self._launch = launch
         self._resolve = resolve
         self._secret = secret
@@ -77,7 +78,7 @@ class GatewayHost:
             self._thread.join(STOP_GRACE_S + 5.0)
 
     def _run(self) -> None:
-        interrupt_nobody()
+        use_batch_scheduling()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             selector = TimedSelector()
@@ -130,3 +131,7 @@ class GatewayHost:
             logger.warning("%s", error)
         await gateway.start()
         return gateway
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(GatewaySpec, GatewayHost))

@@ -1,16 +1,35 @@
-"""What a process of a cluster holds: a worker (`worker_host.py`) or the gateway (`gateway_host.py`).
+"""What a process of a cluster holds, a worker (`worker_host.py`) or the gateway (`gateway_host.py`), and its life as a
+child process of the launcher without Ray.
 
-    host = WorkerHost(config, resolve) or GatewayHost(launch, resolve)
+    host = WorkerHost(config, resolve, secret) or GatewayHost(spec, resolve, secret)
     host.start();  ...  host.crashed or host.unwanted?  ...;  host.stop()
 
-Both launchers use them: the child processes of `processes.py` and the actors of `on_ray/actors.py`. A host speaks to
-the controller by itself, also when it cannot start; `resolve` says where the controller is now.
+    child process: configuration on standard input -> host.start() -> SIGTERM or the parent's end -> host.stop()
+
+Both launchers use hosts: the child processes of `processes.py` and the actors of `on_ray/host_actor.py`. A host reports
+to the controller by itself, also when it cannot start; `resolve` returns where the controller is now. Exit status of a
+child process: 0 after a stop, or when the controller has no use for it; 1 when the start failed; 3 when the running
+process broke.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from disagg.cluster.system.children import read_config, terminate_when_orphaned
+from disagg.cluster.system.logs import setup_logging
+from disagg.cluster.system.process_tools import StopFlag, Stopped
+from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.connections.blocking_stream import Resolve
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
 """What running work gets to end when a process is told to stop."""
@@ -35,3 +54,44 @@ class Host(Protocol):
     def stop(self) -> None:
         """Blocks until nothing of it is left."""
         ...
+
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+EXIT_START_FAILED = 1
+EXIT_CRASHED = 3
+POLL_S = 0.2
+
+
+class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a child process reads."""
+
+    content: C
+    controller: str
+    """host:port."""
+    secret: ClusterSecret
+    """Of the cluster."""
+
+
+def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Host]) -> int:
+    """Be a child process with this configuration type and content; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
+    stop = StopFlag(signal.SIGTERM)
+    setup_logging(os.environ)
+    try:
+        with stop.interruptible():
+            config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # mypy knows no type arguments at run time
+            terminate_when_orphaned()
+            host = make_host(config.content, lambda: config.controller, config.secret)
+            host.start()
+    except Stopped:
+        return 0
+    except Exception as error:
+        if not isinstance(error, StartError):  # which the host has logged
+            logger.exception("could not start")
+        return EXIT_START_FAILED
+    while not (stop.wait(POLL_S) or host.crashed.is_set() or host.unwanted.is_set()):
+        pass
+    crashed = host.crashed.is_set()
+    host.stop()
+    return EXIT_CRASHED if crashed else 0

@@ -21,38 +21,36 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.config.sections import LoggingConfig
-from disagg.cluster.control import changes
-from disagg.cluster.control.launch import (
-    GATEWAY,
+from disagg.cluster.config.cluster_config import ClusterConfig, LoggingConfig
+from disagg.cluster.control import state_diff
+from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.plan import GatewaySpec, new_secret
+from disagg.cluster.system.children import (
     LOG_TAIL_LINES,
-    START_TIMEOUT_S,
-    CheckStop,
-    Cluster,
-    GatewayLaunch,
-    Progress,
-    new_secret,
-    no_progress,
+    LaunchError,
+    Process,
+    describe_exit,
+    end,
+    last_lines,
+    spawn,
     with_log,
 )
-from disagg.cluster.system.errors import LaunchError
 from disagg.cluster.system.logs import log_environment
-from disagg.cluster.system.process_tools import describe_exit, last_lines, thread_environment
-from disagg.cluster.system.spawn import Process, end, spawn
+from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.ids import WorkerId
 
 if TYPE_CHECKING:
-    from disagg.cluster.control.local import LocalController
+    from disagg.cluster.control.controller_thread import ControllerThread
 
 STOP_TIMEOUT_S = 10.0
 """What children get after SIGTERM, before SIGKILL."""
 
-WORKER_MODULE = "disagg.cluster.hosts.worker_process"
-GATEWAY_MODULE = "disagg.cluster.hosts.gateway_process"
+WORKER_MODULE = "disagg.cluster.hosts.worker_host"
+GATEWAY_MODULE = "disagg.cluster.hosts.gateway_host"
 
 
 @dataclass(slots=True)
@@ -123,7 +121,7 @@ class ProcessLauncher:
         """See `Launcher`."""
         self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
 
-    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
+    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None:
         """See `Launcher`."""
         self._start(GATEWAY, GATEWAY_MODULE, launch, controller_address, 1)
 
@@ -202,7 +200,7 @@ class ProcessCluster(Cluster):
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir
         self._launcher: ProcessLauncher | None = None
-        self._controller: LocalController | None = None
+        self._controller: ControllerThread | None = None
 
     @property
     def killed(self) -> list[str]:
@@ -216,10 +214,10 @@ class ProcessCluster(Cluster):
         return self._launcher.pid(name)
 
     def _open(self, check_stop: CheckStop) -> None:
-        from disagg.cluster.control.local import LocalController  # loads gRPC
+        from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC
 
         self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
-        self._controller = LocalController(self._plan, self._launcher, self.secret)
+        self._controller = ControllerThread(self._plan, self._launcher, self.secret)
         self._controller.start()
 
     def _make_log_dir(self) -> Path:
@@ -230,7 +228,7 @@ class ProcessCluster(Cluster):
 
     def state(self) -> ControlState:
         """See `launch.Cluster`."""
-        return self._controller.state() if self._controller is not None else changes.NOTHING
+        return self._controller.state() if self._controller is not None else state_diff.EMPTY_STATE
 
     def control(self, request: ControlRequest) -> ControlReply:
         """See `launch.Cluster`."""

@@ -1,10 +1,12 @@
-"""`python -m disagg.cluster.hosts.rank_process`: a rank of a worker but the first, as a child process of the first.
+"""The ranks of a worker but the first, as child processes of the first, where Ray does not start them.
 
-    configuration on standard input -> load the share of the model -> join rank 0 -> do what it says, until it ends
+    rank 0      rank_processes(config) -> spawn(`python -m ...hosts.rank_process`) ...... RankProcesses.stop()
+    follower    configuration on standard input -> load the share of the model -> join rank 0 -> serve it until it ends
 
-Exit status: 0 when rank 0 said that it is over, 1 when the start failed, 3 when rank 0 was lost or this rank broke. It
-has nothing that must outlive it or be tidied up, so SIGTERM just ends it. When rank 0's process is gone it goes too,
-also while it is stopped or hangs: the kernel sees to that.
+Exit status of a follower: 0 when rank 0 ended in order, 1 when the start failed, 3 when rank 0 was lost or this rank
+broke. It has nothing that must outlive it or be tidied up, so SIGTERM just ends it. When rank 0's process is gone it
+goes too, also while it is stopped or hangs: the kernel sees to that. Followers share rank 0's log, so that its end,
+which becomes the reason when the worker fails, has their lines too.
 """
 
 from __future__ import annotations
@@ -13,27 +15,33 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
 
 import msgspec
 
+from disagg.cluster.hosts.ranks import rank_config, rank_name
+from disagg.cluster.system.children import Process, describe_exit, end, read_config, spawn, terminate_when_orphaned
+from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import (
-    freeze_start,
-    pin_process,
-    read_config,
-    see_own_devices,
-    terminate_when_orphaned,
-)
+from disagg.cluster.system.process_tools import freeze_start
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.factories import make_runner
 from disagg.engine.parallel.follower import serve_rank
-from disagg.engine.parallel.interfaces import ShardRunner
+from disagg.engine.parallel.interfaces import ShardRunner, StartRanks
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
+MODULE = "disagg.cluster.hosts.rank_process"
+LEAVE_TIMEOUT_S = 2.0
+"""What followers get to end by themselves: rank 0 has told them, or is gone."""
+STOP_TIMEOUT_S = 2.0
+"""What they get after SIGTERM, before SIGKILL."""
+EXPECTED = (0, -signal.SIGTERM)
 EXIT_START_FAILED = 1
 _PR_SET_PDEATHSIG = 1
 
@@ -70,6 +78,48 @@ def die_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+class RankProcesses:
+    """Implements `link.Ranks`. Owner of the processes."""
+
+    def __init__(self, processes: Mapping[str, Process]) -> None:
+        self._processes = dict(processes)
+
+    def stop(self) -> None:
+        """See `link.Ranks`. Tells the log how those ended that were not told to."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        end(list(self._processes.values()), STOP_TIMEOUT_S)
+        for name, process in self._processes.items():
+            if process.returncode not in EXPECTED:
+                logger.error("%s: %s", name, describe_exit(process.returncode))
+        self._processes.clear()
+
+
+def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
+    """What starts the followers of a worker with this configuration, the whole worker's, as children of this process.
+
+    To be called on a thread that lives as long as the worker: they die with it.
+    """
+
+    def start(leader_address: str) -> RankProcesses:
+        processes: dict[str, Process] = {}
+        try:
+            for rank in range(1, config.tp):
+                own = rank_config(config, rank, sees_all_devices=True)
+                message = RankStart(config=own, rank=rank, leader_address=leader_address, secret=secret)
+                processes[rank_name(config.worker_id, rank)] = spawn(MODULE, message)
+        except OSError:
+            RankProcesses(processes).stop()
+            raise
+        return RankProcesses(processes)
+
+    return start
 
 
 def main() -> int:

@@ -1,14 +1,24 @@
-"""A worker in this process: the composition of the worker shell with its roles, and its line to the controller."""
+"""A worker in this process: the composition of the worker shell with its roles, and its connection to the controller.
+
+`python -m disagg.cluster.hosts.worker_host` is one worker as a child process; it starts the other ranks of the worker,
+if there are any, as children of its own.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 
-from disagg.cluster.control.register_link import RegisterLink, report_failure
-from disagg.cluster.hosts.host import STOP_GRACE_S, StartError
-from disagg.cluster.system.process_tools import describe, freeze_start, pin_process
+import msgspec
+
+from disagg.cluster.control.controller_link import RegisterLink, report_failure
+from disagg.cluster.hosts.host import STOP_GRACE_S, StartError, run_child
+from disagg.cluster.hosts.rank_process import rank_processes
+from disagg.cluster.hosts.ranks import rank_config
+from disagg.cluster.system.cores import pin_process, see_own_devices
+from disagg.cluster.system.process_tools import describe, freeze_start
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints
@@ -61,3 +71,14 @@ class WorkerHost:
         """Leave the cluster and end the worker."""
         self._link.stop()
         self._worker.stop(STOP_GRACE_S)
+
+
+def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
+    """The worker of this configuration, in this process and as many more as it has ranks."""
+    config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.tp))
+    start_ranks = rank_processes(config, secret) if config.tp > 1 else None
+    return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(WorkerConfig, make_host))

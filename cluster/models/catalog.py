@@ -38,7 +38,7 @@ from disagg.cluster.models.files import (
     read_manifest,
     write_manifest,
 )
-from disagg.cluster.system.spawn import child_environment
+from disagg.cluster.system.children import child_environment
 from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 

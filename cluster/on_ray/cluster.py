@@ -13,22 +13,23 @@ import os
 from typing import Any
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control import changes
-from disagg.cluster.control.control_link import ask
-from disagg.cluster.control.launch import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.control import state_diff
+from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.names import ControllerSettings
-from disagg.cluster.on_ray.private import auth_warnings
-from disagg.cluster.on_ray.session import JoinedSession, PrivateSession, Session
-from disagg.cluster.on_ray.standing import (
+from disagg.cluster.on_ray.controller_client import (
     controller_address,
     create_controller,
     end_controller,
     find_controller,
     wait_for_answer,
 )
-from disagg.cluster.system.errors import LaunchError
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.on_ray.joined import JoinedSession
+from disagg.cluster.on_ray.private import PrivateSession, auth_warnings
+from disagg.cluster.on_ray.session import Session
+from disagg.cluster.on_ray.store import ControllerSettings
+from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.cores import available_cores
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -55,7 +56,7 @@ class RayCluster(Cluster):
         self._line = ""
         """host:port of the controller, where it was last."""
         self._secret: ClusterSecret | None = None
-        self._state: ControlState = changes.NOTHING
+        self._state: ControlState = state_diff.EMPTY_STATE
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -102,7 +103,7 @@ class RayCluster(Cluster):
         if self._secret is None:
             raise UnavailableError("the cluster was not started", "controller_away")
         try:
-            return ask(self._line, request, self._secret)
+            return call_controller(self._line, request, self._secret)
         except UnavailableError:
             if find_controller() is None:
                 raise LaunchError("the controller is gone for good; Ray does not start it again") from None

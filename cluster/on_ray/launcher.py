@@ -13,19 +13,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from disagg.cluster.config.cluster_config import PoolConfig, active_pools
-from disagg.cluster.control.launch import GATEWAY, GatewayLaunch
-from disagg.cluster.control.layout import num_cores
+from disagg.cluster.control.cores import num_cores
+from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.ranks import rank_name, worker_of
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.kill import kill_actor_process
-from disagg.cluster.on_ray.names import (
+from disagg.cluster.on_ray.handles import (
+    actor_info,
+    kill_actor_process,
+    present_actors,
+    present_groups,
+    remove_group,
+    stop_actors,
+    unmet_needs,
+    why_dead,
+)
+from disagg.cluster.on_ray.rank_actors import forget_ranks
+from disagg.cluster.on_ray.store import (
     NODE_ID_LABEL,
     NODE_SHARE,
     SLOT,
@@ -33,23 +43,16 @@ from disagg.cluster.on_ray.names import (
     ProcessSettings,
     RankSettings,
     actor_name,
-    process_name,
 )
-from disagg.cluster.on_ray.ranks import forget_ranks
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.logs import log_environment
-from disagg.cluster.system.process_tools import ProcessRef, describe, end_processes, thread_environment
+from disagg.cluster.system.process_tools import describe, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
 
-STOP_TIMEOUT_S: Final = 10.0
-"""What an actor gets to stop before it is killed."""
-GONE_TIMEOUT_S: Final = 10.0
-"""How long Ray may take to notice that."""
 LOOK_INTERVAL_S: Final = 1.0
 """How often Ray is asked about actors and groups; each of them is a call."""
-_POLL_S: Final = 0.05
 
 Bundle = dict[str, float]
 
@@ -105,7 +108,7 @@ class RayLauncher:
         """See `launcher.Launcher`."""
         self._stop(worker_ids)
 
-    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None:
+    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None:
         """See `launcher.Launcher`. It runs beside the controller, whose node clients know."""
         import ray
 
@@ -162,8 +165,8 @@ class RayLauncher:
     ) -> None:
         import ray
 
-        from disagg.cluster.on_ray.actors import HostActor
-        from disagg.cluster.on_ray.ranks import RankActor
+        from disagg.cluster.on_ray.host_actor import HostActor
+        from disagg.cluster.on_ray.rank_actors import RankActor
 
         name = settings.name
         self._stop([name])  # whatever there is of an earlier life
@@ -235,93 +238,9 @@ class RayLauncher:
         return 1 if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].tp
 
 
-def stop_actors(actors: Sequence[Any]) -> None:
-    """Let actors stop, end their processes, and see them go. Those that do not run yet, or not any more, are just
-    ended."""
-    import ray
-
-    here = ray.util.get_node_ip_address()
-    infos = [actor_info(actor) for actor in actors]
-    alive = [(actor, info) for actor, info in zip(actors, infos, strict=True) if info["State"] == "ALIVE"]
-    processes = [ProcessRef.of(info["Pid"]) for _, info in alive if info["Address"]["IPAddress"] == here]
-    stops = [actor.stop.remote() for actor, _ in alive]
-    if stops:
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
-    deadline = time.monotonic() + GONE_TIMEOUT_S
-    while any(actor_info(actor)["State"] != "DEAD" for actor in actors) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    end_processes(processes)
-
-
-def present_actors() -> set[str]:
-    """The names of all processes of ours that have an actor, whatever it does now."""
-    import ray
-
-    found = ray.util.list_named_actors(all_namespaces=True)
-    names = (process_name(entry["name"]) for entry in found if entry["namespace"] == ray_store.NAMESPACE)
-    return {name for name in names if name is not None}
-
-
-def present_groups() -> set[str]:
-    """The names of all processes that have a placement group of ours."""
-    import ray
-
-    infos = ray.util.placement_group_table().values()
-    names = (process_name(info["name"]) for info in infos if info["state"] != "REMOVED")
-    return {name for name in names if name is not None}
-
-
-def remove_group(name: str) -> None:
-    """Give the place of a process back, if it has one."""
-    import ray
-
-    try:
-        group = ray.util.get_placement_group(actor_name(name))
-    except ValueError:
-        return
-    ray.util.remove_placement_group(group)
-
-
-def actor_info(actor: Any) -> dict[str, Any]:
-    """What Ray's head knows of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. One that it has forgotten
-    is DEAD."""
-    from ray._private.state import actors
-
-    found: dict[str, Any] = actors(actor_id=actor._actor_id.hex())
-    return found or {"State": "DEAD", "DeathCause": None}
-
-
 def _why_exited(name: str, info: dict[str, Any]) -> str:
     """As the process noted it itself, or as Ray says."""
     return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
-
-
-def why_dead(info: dict[str, Any]) -> str:
-    """Why Ray gave an actor up, in one line."""
-    cause = info["DeathCause"]
-    context = cause.WhichOneof("context") if cause is not None else None
-    if context is None:
-        return "its actor ended"
-    detail = getattr(cause, context)
-    text = getattr(detail, "error_message", "") or getattr(detail, "formatted_exception_string", "")
-    lines = str(text).strip().splitlines()
-    return f"its actor ended: {lines[-1]}" if lines else "its actor ended"
-
-
-def unmet_needs(group: Any) -> str:
-    """What no node has for a placement group; empty if it is placed, or was asked for just now."""
-    import ray
-
-    info = ray.util.placement_group_table(group)
-    scheduling = info.get("stats", {}).get("scheduling_state", "")
-    if info.get("state") not in ("PENDING", "RESCHEDULING") or scheduling not in ("INFEASIBLE", "NO_RESOURCES"):
-        return ""
-    needs: Counter[str] = Counter()
-    for bundle in info["bundles"].values():
-        needs.update(bundle)
-    return ", ".join(f"{amount:g} {key}" for key, amount in needs.items())
 
 
 def _pool_of(worker_id: str) -> PoolName:

@@ -1,4 +1,4 @@
-"""What a private Ray needs of the process that starts it, and how it is taken back: environment, cores, a folder.
+"""A private Ray, which this process starts and ends: its environment, its cores, its folder, its processes.
 
 Security. Ray's servers listen on every interface, whatever address they are given, so the token is what keeps others
 out: a client without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
@@ -15,16 +15,19 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import socket
+import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from disagg.cluster.system.errors import LaunchError
-from disagg.cluster.system.process_tools import pin_process
-from disagg.cluster.system.spawn import NOT_FOR_CHILDREN
+from disagg.cluster.on_ray.session import INIT_OPTIONS, be_quiet, refuse_if_connected, signals_stay_ours
+from disagg.cluster.on_ray.store import SLOT
+from disagg.cluster.system.children import NOT_FOR_CHILDREN, LaunchError
+from disagg.cluster.system.cores import pin_process
+from disagg.cluster.system.process_tools import ProcessRef, end_processes
 
 MARK: Final = "DISAGG_RAY_CLUSTER"
 """Environment variable that the processes of one private Ray are found by when it ends."""
@@ -39,7 +42,12 @@ TOKEN_MODE: Final = "token"
 GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """How long Ray's processes serve on without their head's store before they end themselves; by default a minute."""
 GCS_RECONNECT_S: Final = "86400"
-CONNECT_TIMEOUT_S: Final = 5.0
+OBJECT_STORE_BYTES: Final = 80 << 20
+"""Close to the least that Ray accepts: nothing of ours is stored there."""
+STOP_GRACE_S: Final = 5.0
+"""What the processes of a Ray that was told to end get before SIGKILL."""
+NUM_SLOTS: Final = 4096
+"""Of a private Ray: its pools may grow as far as the controller lets them."""
 
 
 class PrivateEnvironment:
@@ -92,21 +100,6 @@ def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def check_reachable(address: str) -> None:
-    """Find out before Ray does, which tries for ten minutes, that nobody listens at a cluster's host:port.
-
-    Raises:
-        LaunchError: if nobody does. Other forms of address are left to Ray.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.removeprefix("ray://"), int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise LaunchError(f"ray.address: no Ray cluster answers at {address} ({error})") from None
-
-
 def make_temp_dir(asked: str | None) -> Path:
     """A fresh folder that only this user can enter, in `asked` or in the system's place for temporary files. Ray's
     sockets and logs are to be in its subfolder `RAY_DIR`.
@@ -154,3 +147,74 @@ def environment_mark(mark: str) -> Iterator[None]:
     finally:
         del os.environ[MARK]
         os.environ.update(own)
+
+
+class PrivateSession:
+    """Owner of a whole Ray: its processes and its folder.
+
+    Args:
+        temp_dir: where its folder goes; None for the system's place.
+        cores: what Ray's own processes run on.
+    """
+
+    def __init__(self, temp_dir: str | None, cores: Sequence[int]) -> None:
+        self._asked_dir = temp_dir
+        self._cores = cores
+        self._folder: Path | None = None
+        self._environment = PrivateEnvironment()
+        self._mark = uuid.uuid4().hex
+        self.is_open = False
+
+    def open(self) -> None:
+        """See `Session`."""
+        self._folder = make_temp_dir(self._asked_dir)
+        self._environment.enter()  # before Ray is imported
+        import ray
+
+        refuse_if_connected()
+        with on_cores(self._cores), environment_mark(self._mark), signals_stay_ours():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=0,
+                resources={SLOT: NUM_SLOTS},
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder / RAY_DIR),
+                _node_ip_address="127.0.0.1",
+                **INIT_OPTIONS,
+            )
+        self.is_open = True
+        be_quiet()
+
+    def close(self) -> None:
+        """See `Session`."""
+        family, grace_s = self.family(), 0.0
+        if self.is_open:
+            import ray
+
+            self.is_open = False
+            ray.shutdown()
+            grace_s = STOP_GRACE_S
+        self._environment.leave()
+        end_processes([*family, *self.family()], grace_s)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    @property
+    def has_head(self) -> bool:
+        """See `Session`."""
+        return any(_is_store(process.pid) for process in self.family())
+
+    def family(self) -> list[ProcessRef]:
+        """All processes of this Ray."""
+        return ProcessRef.family(f"{MARK}={self._mark}")
+
+
+def _is_store(pid: int) -> bool:
+    """Whether a process is Ray's store of the cluster's state."""
+    try:
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:  # it is gone
+        return False
+    return program.endswith(b"/gcs_server")

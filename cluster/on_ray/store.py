@@ -1,20 +1,33 @@
-"""What a cluster remembers in Ray's own store, so that actors that Ray starts again go on where they were.
+"""What of a cluster Ray keeps: the names of its actors and placement groups, what an actor gets when it is made, and
+values in Ray's own store, so that actors that Ray starts again go on where they were.
 
-The store lives in Ray's head process, as long as the Ray cluster does. Values are JSON. One cluster of ours per Ray
-cluster: `NAMESPACE` is its name for actors, placement groups and these keys.
+The store lives in Ray's head process, as long as the Ray cluster does. Values are JSON. There is one cluster of ours
+per Ray cluster: `NAMESPACE` is its name for actors, placement groups and keys.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from disagg.cluster.on_ray.names import actor_name
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.cluster_secret import ClusterSecret
 
 NAMESPACE: Final = "disagg"
+CONTROLLER: Final = "disagg-controller"
+SLOT: Final = "disagg_slot"
+"""The resource that each rank of a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of
+Ray's."""
+NODE_ID_LABEL: Final = "ray.io/node-id"
+"""A label that Ray gives to every node."""
+NODE_SHARE: Final = 0.001
+"""Of the resource `node:<address>`, which every node has once: enough to be held there."""
+
+_PREFIX: Final = "disagg-"
+
+Kind = Literal["worker", "gateway"]
 
 T = TypeVar("T")
 
@@ -36,8 +49,65 @@ _LEADER: Final = "leader/"
 _FOLLOWING: Final = "following/"
 
 
+def actor_name(process: str) -> str:
+    """Of a worker, one of its ranks (`ranks.rank_name`) or the gateway, for its actor and its placement group."""
+    return _PREFIX + process
+
+
+def process_name(name: str) -> str | None:
+    """The worker, rank or gateway that an actor or placement group is for; None for those of others."""
+    if name == CONTROLLER or not name.startswith(_PREFIX):
+        return None
+    return name.removeprefix(_PREFIX)
+
+
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor needs to know of its place."""
+
+    name: str
+    """Of the process: a worker's id, or `gateway`."""
+    kind: Kind
+    cores: tuple[int, ...]
+    """The cores that it starts on; Ray's own processes sit on one, and it would inherit that. Empty: those of its
+    node."""
+    claim_cores: int = 0
+    """Take this many cores of its node that no other worker has; 0 leaves the configured ones."""
+    bind_node: bool = False
+    """Listen on its node's address instead of the configured one."""
+    tp: int = 1
+    """Ranks of the worker; this process is the first."""
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the actor of a follower needs to know; the rest it finds where rank 0 noted it."""
+
+    worker: str
+    """The worker's id."""
+    rank: int
+    cores: tuple[int, ...]
+    """As in `ProcessSettings`."""
+
+
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller's actor is told."""
+
+    config: ClusterConfig
+    cores: tuple[int, ...]
+    """As in `ProcessSettings`."""
+    is_private: bool
+    """Whether Ray is there for this cluster only, on one machine."""
+
+
+class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the controller could start."""
+
+    address: str = ""
+    error: str = ""
+    pid: int
+
+
 def starts_key(name: str) -> str:
-    """The key of a process's `restart_pause.Starts`."""
+    """The key of a process's `backoff.Starts`."""
     return _STARTS + name
 
 
@@ -47,12 +117,12 @@ def failure_key(name: str) -> str:
 
 
 def leader_key(worker: str) -> str:
-    """The key of the `ray_ranks.Leader` of a worker of several ranks."""
+    """The key of the `rank_actors.Leader` of a worker of several ranks."""
     return _LEADER + worker
 
 
 def following_key(process: str) -> str:
-    """The key of the `ray_ranks.Following` of one of its other ranks."""
+    """The key of the `rank_actors.Following` of one of its other ranks."""
     return _FOLLOWING + process
 
 

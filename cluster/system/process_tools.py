@@ -1,93 +1,27 @@
-"""What every process of a cluster needs from the operating system: cores, thread limits, signals, a line from its
-parent.
-
-The line from the parent: the configuration comes as line 1 of standard input. Afterwards an end of standard input means
-that the parent is gone, and is taken as SIGTERM.
-"""
+"""What every process of a cluster needs from the operating system: limits, scheduling, signals, other processes by id.
+Cores and devices: `cores.py`. Child processes: `children.py`."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import resource
 import select
 import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
-
-import msgspec
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_OPEN_FILES = 1 << 16
 """More than a gateway's connections; some systems refuse to set `unlimited`."""
 KILL_TIMEOUT_S = 5.0
 """How long the kernel may take to end a killed process."""
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def available_cores() -> tuple[int, ...]:
-    """The cores that this process may use, in order."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def pin_process(cores: Iterable[int]) -> bool:
-    """Pin all threads of this process to `cores`; threads to come inherit it. No cores: nothing is done.
-
-    Returns:
-        Whether the process is pinned now. A machine that lacks the cores, or forbids it, is warned about, not an error.
-    """
-    wanted = tuple(cores)
-    if not wanted:
-        return False
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), wanted)
-        except ProcessLookupError:  # the thread ended since it was listed
-            continue
-        except OSError as error:
-            logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
-            return False
-    return True
-
-
-def see_own_devices(device: str, count: int) -> str:
-    """Have this process see `count` CUDA devices from `device` on and no others, and return what the first of them is
-    called then; another kind of device stays what it is. To be called before anything uses CUDA."""
-    visible = own_devices(device, count, os.environ.get(VISIBLE_DEVICES))
-    if visible is None:
-        return device
-    os.environ[VISIBLE_DEVICES] = visible
-    return "cuda"
-
-
-def own_devices(device: str, count: int, visible: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be for a process that uses `count` CUDA devices from `device` on, where it is
-    `visible` now; they are the first that the process sees then. None: it stays as it is, because `device` is none of
-    CUDA or there are not as many.
-
-    Threads begin on the first device that their process sees, and kernels are launched on the thread's device.
-    """
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
-        return None
-    first = int(index or 0)
-    if visible is None:
-        return ",".join(map(str, range(first, first + count)))
-    chosen = [name for name in visible.split(",") if name][first : first + count]
-    return ",".join(chosen) if len(chosen) == count else None
-
-
-def interrupt_nobody() -> None:
+def use_batch_scheduling() -> None:
     """From now on this thread, and threads that it starts, wait for a core until whoever has it is at the end of a time
     slice (a few milliseconds) or pauses, and do then what has come together. For a process with many short tasks beside
     others that compute: each interruption costs both more than the task itself. A free core is taken at once."""
@@ -217,58 +151,6 @@ class StopFlag:
             os.write(self._writer, b"\0")
         if first and self._interruptible:
             raise Stopped
-
-
-def terminate_when_orphaned() -> None:
-    """Take an end of standard input, which the parent holds open, as SIGTERM."""
-    threading.Thread(target=_terminate_at_end_of_stdin, name="parent-watch", daemon=True).start()
-
-
-def _terminate_at_end_of_stdin() -> None:
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def read_config(kind: type[T]) -> T:
-    """The configuration that the parent sent; raises `msgspec.ValidationError`."""
-    return msgspec.json.decode(_read_line(0), type=kind)
-
-
-def _read_line(fd: int) -> bytes:
-    """One line, byte by byte in large steps: nothing may stay in a buffer that the watcher does not see."""
-    data = b""
-    while not data.endswith(b"\n"):
-        piece = os.read(fd, 65536)
-        if not piece:
-            break
-        data += piece
-    return data
-
-
-def describe_exit(status: int) -> str:
-    """What a `Popen.returncode` means: `killed by SIGKILL`, `exit status 3`."""
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal has no name
-        return f"killed by signal {-status}"
-
-
-_TAIL_BYTES = 64 << 10
-"""What is read of a log, however long its lines."""
-
-
-def last_lines(log: Path, count: int) -> str:
-    """The end of a log file; empty where there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            end = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    return "\n".join(end.replace(b"\0", b"").decode(errors="replace").splitlines()[-count:])
 
 
 def describe(error: BaseException) -> str:

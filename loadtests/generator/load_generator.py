@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials
-from disagg.cluster.system.errors import LaunchError
-from disagg.cluster.system.process_tools import available_cores, last_lines
+from disagg.cluster.system.children import LaunchError, last_lines
+from disagg.cluster.system.cores import available_cores
 from disagg.loadtests.generator.recorder import GeneratorInfo, info_path, read_info
 from disagg.loadtests.scenario import Scenario, to_raw
 from disagg.loadtests.verdict.goodput import Slo

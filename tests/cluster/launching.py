@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from disagg.cluster.system.process_tools import ProcessRef, last_lines
+from disagg.cluster.system.children import last_lines
+from disagg.cluster.system.process_tools import ProcessRef
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPLOY = REPOSITORY / "deploy" / "ray"

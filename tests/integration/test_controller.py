@@ -15,11 +15,11 @@ import pytest
 
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.control_link import ask
-from disagg.cluster.control.launch import LaunchPlan, plan_launch
-from disagg.cluster.control.local import LocalController
+from disagg.cluster.control.controller_link import call_controller
+from disagg.cluster.control.controller_thread import ControllerThread
+from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -55,11 +55,11 @@ class LastingLauncher(ProcessLauncher):
             super().stop_gateway()
 
 
-def make_plan(decode: int = 1, **controller: object) -> LaunchPlan:
+def make_plan(decode: int = 1, **controller: object) -> ClusterPlan:
     num_blocks = 2 * LONG_ANSWER // 16
     pools = {"prefill": {"num_blocks": num_blocks}, "decode": {"size": decode, "num_blocks": num_blocks}}
     model = {"path": "fake", "max_model_len": LONG_ANSWER + len(PROMPT)}
-    return plan_launch(parse_config({**FAKE, "model": model, "pools": pools, "controller": controller}))
+    return plan_cluster(parse_config({**FAKE, "model": model, "pools": pools, "controller": controller}))
 
 
 def free_port() -> int:
@@ -69,9 +69,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(plan: LaunchPlan, launcher: ProcessLauncher) -> Iterator[tuple[LocalController, str]]:
+def running(plan: ClusterPlan, launcher: ProcessLauncher) -> Iterator[tuple[ControllerThread, str]]:
     """A controller whose cluster is complete, and its address."""
-    controller = LocalController(plan, launcher, SECRET)
+    controller = ControllerThread(plan, launcher, SECRET)
     address = controller.start()
     try:
         assert wait_until(lambda: controller.state().is_settled), controller.state()
@@ -94,7 +94,7 @@ def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_pa
             client.scale({"decode": 2})
         assert caught.value.code == "controller_away"
         with pytest.raises(UnavailableError, match=f"^the controller at {address} does not answer"):
-            ask(address, StateRequest(), SECRET, timeout_s=1)
+            call_controller(address, StateRequest(), SECRET, timeout_s=1)
         state = client.cluster_state()
         assert ([w.worker_id for w in state.workers], len(state.pools)) == (["decode-0", "prefill-0"], 0)
         with running(plan, launcher) as (second, _):
@@ -112,7 +112,7 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
     """The answer that keeps the worker busy ends when the second controller is there."""
     plan, launcher = make_plan(decode=2, port=free_port()), LastingLauncher(tmp_path, SECRET)
 
-    def life_of(controller: LocalController, name: str) -> tuple[str, str]:
+    def life_of(controller: ControllerThread, name: str) -> tuple[str, str]:
         [record] = [record for record in controller.state().workers if record.worker_id == name]
         return record.phase, "" if record.info is None else record.info.incarnation
 
@@ -131,7 +131,7 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
         client.drain(name)
         assert wait_until(lambda: life_of(first, name) == ("draining", life))
         launcher.keep = True
-    second = LocalController(plan, launcher, SECRET)
+    second = ControllerThread(plan, launcher, SECRET)
     second.start()
     try:
         with client:
@@ -228,7 +228,7 @@ def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end
     """The silence that counts would have had it killed after one second, and for another reason."""
     recovery = {"kill_after_s": 1.0, "gateway_stuck_after_s": 4.0}
     launcher = NotingLauncher(tmp_path)
-    plan = plan_launch(parse_config({**FAKE, "recovery": recovery}))
+    plan = plan_cluster(parse_config({**FAKE, "recovery": recovery}))
     with running(plan, launcher) as (controller, address), HeldGateway(address) as gateway:
         assert wait_until(lambda: "held" in {record.gateway_id for record in controller.state().gateways})
         gateway.hold()
@@ -242,13 +242,13 @@ def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end
 
 def test_control_over_grpc(tmp_path: Path) -> None:
     with running(make_plan(), ProcessLauncher(tmp_path, SECRET)) as (_, address):
-        state = ask(address, StateRequest(), SECRET)
+        state = call_controller(address, StateRequest(), SECRET)
         assert isinstance(state, ControlState)
         assert state.is_settled
-        refused = ask(address, ScaleRequest(sizes={"colocated": 3}), SECRET)
+        refused = call_controller(address, ScaleRequest(sizes={"colocated": 3}), SECRET)
         assert refused == ControlRefused(field="sizes.colocated", message="there are the pools prefill, decode")
-        assert isinstance(ask(address, DrainRequest(worker_id=WorkerId("x")), SECRET), ControlRefused)
-        assert ask(address, ScaleRequest(sizes={"decode": 1}), SECRET) == state
+        assert isinstance(call_controller(address, DrainRequest(worker_id=WorkerId("x")), SECRET), ControlRefused)
+        assert call_controller(address, ScaleRequest(sizes={"decode": 1}), SECRET) == state
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        controller = LocalController(make_plan(port=port), ProcessLauncher(tmp_path, SECRET), SECRET)
+        controller = ControllerThread(make_plan(port=port), ProcessLauncher(tmp_path, SECRET), SECRET)
         with pytest.raises(LaunchError, match=rf"^controller\.port: cannot listen on {port}"):
             controller.start()
         controller.stop()

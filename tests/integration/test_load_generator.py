@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.quality.load_generator import fake_server
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.loadtests.generator.gateway_client import digest
 from disagg.loadtests.generator.load_generator import GeneratorOptions, locust_command, locust_environment, play

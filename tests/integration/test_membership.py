@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.router.many_workers import CONFIG, FleetLauncher
 from benchmarks.router.many_workers_fleet import FleetProcess
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.launch import GatewayLaunch, plan_launch
-from disagg.cluster.control.local import LocalController
+from disagg.cluster.control.controller_thread import ControllerThread
+from disagg.cluster.control.plan import GatewaySpec, plan_cluster
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 class NoGateway(FleetLauncher):
     """The test's own router is the only gateway."""
 
-    def start_gateway(self, launch: GatewayLaunch, controller_address: str) -> None: ...
+    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None: ...
 
 
 def all_ready(state: ControlState, count: int) -> bool:
@@ -36,7 +36,7 @@ def all_ready(state: ControlState, count: int) -> bool:
 async def test_workers_join_and_leave_by_differences(tmp_path: Path) -> None:
     names = [WorkerId(f"{pool}-{index}") for pool in ("decode", "prefill") for index in range(SIDE)]
     with FleetProcess(SECRET) as fleet:
-        controller = LocalController(plan_launch(parse_config(CONFIG)), NoGateway(tmp_path, SECRET, [fleet]), SECRET)
+        controller = ControllerThread(plan_cluster(parse_config(CONFIG)), NoGateway(tmp_path, SECRET, [fleet]), SECRET)
         address = await asyncio.to_thread(controller.start)
         gateway_id = GatewayId("g")
         router = RouterServer(RouterConfig(), gateway_id, [], SECRET)

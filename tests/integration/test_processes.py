@@ -18,7 +18,7 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, Stopped
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate

@@ -21,7 +21,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.ranks import rank_name, worker_of
 from disagg.cluster.on_ray.cluster import RayCluster
 from disagg.cluster.on_ray.private import MAX_TEMP_DIR_CHARS
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ControlState, ScaleRequest, WorkerRecord
@@ -181,7 +181,7 @@ def is_another(record: WorkerRecord, life: WorkerRecord) -> bool:
 
 
 def controller_pid(cluster: RayCluster) -> int:
-    from disagg.cluster.on_ray.launcher import actor_info
+    from disagg.cluster.on_ray.handles import actor_info
 
     pid: int = actor_info(cluster._controller)["Pid"]
     return pid
@@ -233,7 +233,7 @@ def test_the_ranks_of_a_worker_end_and_come_back_together(temp_dir: Path) -> Non
 
 def ranks_of(name: str) -> list[ProcessRef]:
     """The processes of a worker of two ranks, rank 0 first."""
-    from disagg.cluster.on_ray.launcher import actor_info
+    from disagg.cluster.on_ray.handles import actor_info
     from disagg.cluster.on_ray.store import find_actor
 
     return [ProcessRef.of(actor_info(find_actor(rank_name(name, rank)))["Pid"]) for rank in range(2)]
@@ -251,7 +251,7 @@ def wait_for_other_ranks(cluster: RayCluster, name: str, before: list[ProcessRef
 
 def what_ray_has() -> set[str]:
     """The processes that have an actor; each but the followers has a placement group."""
-    from disagg.cluster.on_ray.launcher import present_actors, present_groups
+    from disagg.cluster.on_ray.handles import present_actors, present_groups
 
     actors = present_actors()
     assert present_groups() == {name for name in actors if worker_of(name) == name}

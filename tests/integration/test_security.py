@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from disagg.client import AsyncClient, Client, Finished
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.control_link import ask
+from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.control import StateRequest
@@ -489,7 +489,7 @@ async def test_internal_methods_are_closed_to_others(cluster: ProcessCluster) ->
         for metadata in ((), OTHER_SECRET.metadata):
             assert (path, await call_inside(address, path, metadata)) == (path, refused)
     with pytest.raises(UnavailableError, match="not a process of this cluster"):
-        await asyncio.to_thread(ask, controller, StateRequest(), OTHER_SECRET)
+        await asyncio.to_thread(call_controller, controller, StateRequest(), OTHER_SECRET)
     async with AsyncClient(cluster.address, KEY_A) as client:
         assert (await client.generate([1, 2, 3], max_tokens=2)).reason == "length"
 

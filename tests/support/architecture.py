@@ -59,7 +59,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "router/gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",
-        "cluster/on_ray/auth.py",
+        "cluster/on_ray/joined.py",
         "loadtests/generator/*",
         "src/disagg/client/*",
     ),

@@ -37,14 +37,14 @@ PURE_ROOMS = (
 
 PURE_FILES = (
     "cluster/config/reader.py",
-    "cluster/control/changes.py",
+    "cluster/control/backoff.py",
     "cluster/control/core.py",
     "cluster/control/events.py",
     "cluster/control/gateways.py",
+    "cluster/control/state_diff.py",
     "cluster/control/workers.py",
     "cluster/hosts/ranks.py",
     "cluster/on_ray/nodes/table.py",
-    "cluster/system/restart_pause.py",
     "decode_worker/ordered_sender.py",
     "engine/faults/failpoints.py",
     "engine/kv_transfer/transports/transport.py",

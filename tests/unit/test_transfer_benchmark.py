@@ -15,7 +15,7 @@ from benchmarks.transfer.handover import Asked, Handover, handover, rest_of_step
 from benchmarks.transfer.rates import Case, in_turn, measure_rates
 from benchmarks.transfer.worker import NotingCore, Timeline
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.hosts import processes, worker_process
+from disagg.cluster.hosts import processes, worker_host
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell import worker
 
@@ -124,8 +124,8 @@ def test_the_noting_worker_takes_the_place_of_the_real_one() -> None:
     """What it replaces must be there under these names."""
     assert issubclass(NotingCore, EngineCore)
     assert worker.EngineCore is EngineCore  # type: ignore[attr-defined]
-    assert worker_process.__name__ == processes.WORKER_MODULE
-    assert callable(worker_process.make_host)
+    assert worker_host.__name__ == processes.WORKER_MODULE
+    assert callable(worker_host.make_host)
 
 
 def test_a_timeline_survives_its_file() -> None:

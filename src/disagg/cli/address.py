@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError, UnavailableError
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8470"

@@ -21,7 +21,7 @@ from disagg.cli.demo import format_bytes
 from disagg.cli.operate import open_client
 from disagg.client import Explanation
 from disagg.client.types import PlacementOption, StageSpan
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 
 WATERFALL_CELLS = 40

@@ -328,7 +328,7 @@ def main() -> None:
 
 def _report(error: Exception) -> int:
     """Print one error for a user (with the log that it may carry) and return the exit status."""
-    from disagg.cluster.system.errors import LaunchError
+    from disagg.cluster.system.children import LaunchError
     from disagg.proto.errors import ConfigError, DisaggError
 
     if isinstance(error, (ConfigError, LaunchError)):

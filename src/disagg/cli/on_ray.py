@@ -27,7 +27,7 @@ def start(
     """Start controller and gateway on this node and the workers where Ray has room; changes the sizes of one that
     runs."""
     from disagg.cluster.config.cluster_config import load_config
-    from disagg.cluster.on_ray import operate as ray_operate
+    from disagg.cluster.on_ray import detached as ray_operate
 
     settings = load_config(config)
     address = ray_operate.ray_address(settings, ray_address)
@@ -37,8 +37,8 @@ def start(
 @app.command(epilog=examples("disagg cluster stop"))
 def stop(ray_address: RayAddressOption = None) -> None:
     """End everything of ours in the Ray cluster; Ray itself stays."""
-    from disagg.cluster.on_ray import operate as ray_operate
-    from disagg.cluster.on_ray.session import AUTO
+    from disagg.cluster.on_ray import detached as ray_operate
+    from disagg.cluster.on_ray.joined import AUTO
 
     ray_operate.run_stop(ray_address or AUTO, console())
 
@@ -46,7 +46,7 @@ def stop(ray_address: RayAddressOption = None) -> None:
 @app.command(epilog=examples("disagg cluster status", "disagg cluster status --ray-address 10.0.0.5:6379"))
 def status(ray_address: RayAddressOption = None) -> None:
     """Show pools, workers and gateway, also while no gateway serves."""
-    from disagg.cluster.on_ray import operate as ray_operate
-    from disagg.cluster.on_ray.session import AUTO
+    from disagg.cluster.on_ray import detached as ray_operate
+    from disagg.cluster.on_ray.joined import AUTO
 
     ray_operate.run_status(ray_address or AUTO, console())

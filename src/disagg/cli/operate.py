@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from disagg.cli.address import check_address, reaching
 from disagg.client import Client, ClusterState
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
 from disagg.router.api import QUARANTINED

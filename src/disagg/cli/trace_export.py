@@ -23,7 +23,7 @@ from disagg.cli.address import reaching
 from disagg.cli.explain import NO_REQUEST, to_dict
 from disagg.cli.operate import open_client
 from disagg.client import Explanation
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
 
 VIEWER = "https://ui.perfetto.dev"

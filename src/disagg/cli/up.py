@@ -17,8 +17,8 @@ from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, load_config, override
-from disagg.cluster.control import changes
-from disagg.cluster.control.launch import Cluster, Progress
+from disagg.cluster.control import state_diff
+from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.models.catalog import FAKE_MODEL, import_model, resolve_model
 from disagg.cluster.system.process_tools import StopFlag, Stopped
 from disagg.cluster.system.terminal import table
@@ -187,7 +187,7 @@ def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
     state = cluster.state()
     while not stop.wait(WATCH_INTERVAL_S):
         before, state = state, cluster.state()
-        for change in changes.between(before, state):
+        for change in state_diff.diff(before, state):
             colour = "red" if change.what in ("lost", "failed") else "green" if change.what == "ready" else "yellow"
             detail = f": {escape(change.detail)}" if change.detail else ""
             console.print(f"[{colour}]{change.what}[/{colour}] {change.name}{detail}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from disagg.cli import explain
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import RequestNotFoundError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli import load_commands as commands
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.system.cores import available_cores
 from disagg.loadtests.campaign.shapes import numbers_of
 from disagg.loadtests.campaign.sweep import sweep
 from disagg.loadtests.generator.load_generator import (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from disagg import __version__
 from disagg.cli import main as cli
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import (
     AuthenticationError,
     DeadlineError,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from disagg.cli import operate
 from disagg.client import ClusterState
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
 from disagg.v1 import inference_pb2 as pb
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from disagg.cli import top
 from disagg.client import Client, ClusterState
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import PermissionDeniedError, RequestCancelledError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from disagg.cli import trace_export
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
 from disagg.v1 import inference_pb2 as pb
 from tests.unit.cli.test_explain import Requests

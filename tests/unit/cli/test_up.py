@@ -12,13 +12,14 @@ from rich.console import Console
 
 from disagg.cli import up
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
-from disagg.cluster.control.launch import CheckStop, LaunchPlan, never_stop, plan_launch
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.control.cluster import CheckStop, never_stop
+from disagg.cluster.control.plan import ClusterPlan, plan_cluster
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlState
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import WorkerInfo
 from tests.support.control import settled
-from tests.unit.cluster.control.test_layout import make_info
+from tests.unit.cluster.control.test_plan import make_info
 
 
 class StubCluster:
@@ -27,14 +28,14 @@ class StubCluster:
     warnings: tuple[str, ...] = ()
 
     def __init__(self, config: ClusterConfig, on_start: Callable[[], None]) -> None:
-        self._plan = plan_launch(config)
+        self._plan = plan_cluster(config)
         self._on_start = on_start
         self.control = settled({"prefill": 1, "decode": 1})
         self.look: Callable[[], object] = lambda: None
         self.num_stops = 0
 
     @property
-    def plan(self) -> LaunchPlan:
+    def plan(self) -> ClusterPlan:
         return self._plan
 
     @property

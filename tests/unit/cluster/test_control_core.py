@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.cluster.control import events
+from disagg.cluster.control.backoff import FIRST_PAUSE_S, MAX_BACKOFF_S, STABLE_S, backoff_s
 from disagg.cluster.control.core import ADOPT_GRACE_S, FIRST_SET_S
-from disagg.cluster.control.workers import FIRST_PAUSE_S, MAX_BACKOFF_S, STABLE_S, Worker, backoff_s
+from disagg.cluster.control.workers import Worker
 from disagg.proto.control import ControlRequest, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from tests.support.control import ADDRESS, DRAIN_TIMEOUT_S, GATEWAY_ID, LOST_GRACE_S, Driver, settled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.cluster.control.workers import FIRST_PAUSE_S, STABLE_S
+from disagg.cluster.control.backoff import FIRST_PAUSE_S, STABLE_S
 from tests.support.control import DRAIN_TIMEOUT_S, LOST_GRACE_S, Driver, settled
 
 DETAIL = "it was unresponsive for 4.0 s and was killed"

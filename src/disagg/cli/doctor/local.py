@@ -15,7 +15,7 @@ from pathlib import Path
 
 from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models.catalog import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
-from disagg.cluster.system.process_tools import available_cores
+from disagg.cluster.system.cores import available_cores
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 3 << 30
@@ -136,7 +136,7 @@ def _memory() -> Finding:
 
 
 def _ray() -> Finding:
-    from disagg.cluster.on_ray.auth import has_token
+    from disagg.cluster.on_ray.joined import has_token
 
     try:
         version = importlib.metadata.version("ray")

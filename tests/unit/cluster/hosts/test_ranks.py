@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.launch import plan_launch
+from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.hosts import ranks
 from disagg.cluster.hosts.rank_process import RankStart
-from disagg.cluster.system.process_tools import VISIBLE_DEVICES, own_devices, see_own_devices
+from disagg.cluster.system.cores import VISIBLE_DEVICES, own_devices, see_own_devices
 from disagg.engine.config import WorkerConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
@@ -138,10 +138,10 @@ def test_ranks_that_cannot_share_the_model_are_an_error_before_anything_starts(
 ) -> None:
     raw = {"model": {"path": checkpoint(tmp_path, **values)}, "pools": {"decode": {"tp": tp}}}
     with pytest.raises(ConfigError, match=named):
-        plan_launch(parse_config(raw))
+        plan_cluster(parse_config(raw))
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_ranks_that_can_share_it_are_planned(tmp_path: Path, tp: int) -> None:
     raw = {"model": {"path": checkpoint(tmp_path)}, "pools": {"prefill": {"tp": tp}}}
-    assert [config.tp for config in plan_launch(parse_config(raw)).workers] == [tp, 1]
+    assert [config.tp for config in plan_cluster(parse_config(raw)).workers] == [tp, 1]

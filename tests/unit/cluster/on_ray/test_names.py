@@ -7,10 +7,10 @@ import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.ranks import rank_name
-from disagg.cluster.on_ray.names import CONTROLLER, ControllerSettings, actor_name, process_name
-from disagg.cluster.on_ray.operate import ray_address
-from disagg.cluster.on_ray.standing import changed_sizes
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray.controller_client import changed_sizes
+from disagg.cluster.on_ray.detached import ray_address
+from disagg.cluster.on_ray.store import CONTROLLER, ControllerSettings, actor_name, process_name
+from disagg.cluster.system.children import LaunchError
 
 BASE = parse_config({})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cluster.on_ray.private import MARK, PrivateEnvironment, auth_warnings, environment_mark, make_temp_dir
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 
 NAMES = (
     "RAY_AUTH_MODE",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster.system import process_tools
+from disagg.cluster.system import children, cores, process_tools
 from disagg.cluster.system.process_tools import ProcessRef, StopFlag, Stopped
 from disagg.proto.errors import ConfigError
 
@@ -92,14 +92,14 @@ def test_a_check_raises_after_a_signal_and_not_in_it(flag: StopFlag) -> None:
     [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL"), (-40, "killed by signal 40")],
 )
 def test_how_a_process_ended(status: int, text: str) -> None:
-    assert process_tools.describe_exit(status) == text
+    assert children.describe_exit(status) == text
 
 
 def test_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert process_tools.last_lines(log, 2) == ""
+    assert children.last_lines(log, 2) == ""
     log.write_bytes(b"a\nb\xff\nc\n")
-    assert process_tools.last_lines(log, 2) == "b\ufffd\nc"
+    assert children.last_lines(log, 2) == "b\ufffd\nc"
 
 
 def test_who_insists_gets_the_default_effect() -> None:
@@ -122,10 +122,10 @@ def test_thread_environment() -> None:
 
 def test_pinning_to_nothing_or_to_no_core_of_this_machine_changes_nothing() -> None:
     before = os.sched_getaffinity(0)
-    assert process_tools.pin_process(()) is False
-    assert process_tools.pin_process((100_000,)) is False
+    assert cores.pin_process(()) is False
+    assert cores.pin_process((100_000,)) is False
     assert os.sched_getaffinity(0) == before
-    assert process_tools.pin_process(before) is True
+    assert cores.pin_process(before) is True
     assert os.sched_getaffinity(0) == before
 
 
@@ -204,14 +204,14 @@ def test_what_the_start_left_is_not_collected_again() -> None:
     assert any(known is kept for known in gc.get_objects())
 
 
-def test_threads_of_a_thread_that_interrupts_nobody_do_not_either() -> None:
+def test_batch_scheduling_is_inherited_by_the_threads_of_a_thread() -> None:
     policies: list[int] = []
 
     def look() -> None:
         policies.append(os.sched_getscheduler(0))
 
     def start_another() -> None:
-        process_tools.interrupt_nobody()
+        process_tools.use_batch_scheduling()
         child = threading.Thread(target=look)
         child.start()
         child.join()

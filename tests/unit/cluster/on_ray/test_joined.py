@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from disagg.cluster.on_ray import auth as ray_auth
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray import joined as ray_auth
+from disagg.cluster.system.children import LaunchError
 
 
 @pytest.fixture(autouse=True)

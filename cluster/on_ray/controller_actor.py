@@ -10,15 +10,16 @@ import threading
 
 import msgspec
 
-from disagg.cluster.control.launch import plan_launch
+from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.control.server import Controller
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.actors import EXIT_CRASHED, LOOPBACK, node_address, note_start, was_restarted
+from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, note_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
-from disagg.cluster.on_ray.names import CONTROLLER, ControllerAnswer, ControllerSettings
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
+from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import log_environment, setup_logging
-from disagg.cluster.system.process_tools import describe, pin_process
+from disagg.cluster.system.process_tools import describe
 from disagg.proto.control import PoolName
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class ControllerActor:
         settings = self._settings
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await asyncio.sleep(note_start(CONTROLLER))
-        plan = plan_launch(settings.config)
+        plan = plan_cluster(settings.config)
         pin_process(plan.cores.gateway if settings.is_private else ())
         controller = Controller(
             plan,

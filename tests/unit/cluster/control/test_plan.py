@@ -3,8 +3,15 @@ from __future__ import annotations
 import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control import layout
-from disagg.cluster.control.launch import LaunchPlan
+from disagg.cluster.control.cores import CorePlan, plan_cores
+from disagg.cluster.control.plan import (
+    ClusterPlan,
+    gateway_config,
+    router_config,
+    swap_bytes,
+    transport_name,
+    worker_config,
+)
 from disagg.proto.control import PoolName
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
@@ -30,30 +37,30 @@ def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") 
 
 
 def test_one_prefill_and_one_decode_worker_get_a_core_each_and_the_gateway_sits_with_prefill() -> None:
-    plan = layout.plan_cores(parse_config({}), (0, 1))
-    assert plan == layout.CorePlan({"prefill-0": (0,), "decode-0": (1,)}, gateway=(0,), warnings=())
+    plan = plan_cores(parse_config({}), (0, 1))
+    assert plan == CorePlan({"prefill-0": (0,), "decode-0": (1,)}, gateway=(0,), warnings=())
 
 
 def test_cores_wrap_around_with_a_warning() -> None:
     config = parse_config({"pools": {"prefill": {"size": 2}, "decode": {"size": 1, "num_threads": 2}}})
-    plan = layout.plan_cores(config, (4, 6, 7))
+    plan = plan_cores(config, (4, 6, 7))
     assert plan.workers == {"prefill-0": (4,), "prefill-1": (6,), "decode-0": (7, 4)}
     assert plan.warnings == ("core 4 is shared by prefill-0, decode-0: fine for trying out, not for timing",)
 
 
 def test_more_threads_than_cores_take_each_core_once() -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": {"num_threads": 8}}})
-    assert layout.plan_cores(config, (0, 1)).workers == {"colocated-0": (0, 1)}
+    assert plan_cores(config, (0, 1)).workers == {"colocated-0": (0, 1)}
 
 
 def test_explicit_cores_none_and_gpus_are_left_as_they_are() -> None:
     config = parse_config({"pools": {"prefill": {"cores": [9]}, "decode": {"cores": "none"}}})
-    plan = layout.plan_cores(config, (0, 1))
+    plan = plan_cores(config, (0, 1))
     assert plan.workers == {"prefill-0": (9,), "decode-0": ()}
     assert plan.gateway == (9,)
     assert plan.warnings == ("core 9 (for prefill-0) is not among this process's cores; they will not be pinned",)
     gpu = parse_config({"pools": {"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}})
-    assert layout.plan_cores(gpu, (0, 1)).workers == {"prefill-0": (), "decode-0": ()}
+    assert plan_cores(gpu, (0, 1)).workers == {"prefill-0": (), "decode-0": ()}
 
 
 def test_worker_configs_carry_pool_transfer_and_model() -> None:
@@ -67,7 +74,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
             "transfer": {"chunk_bytes": 1024, "staging_bytes": 4096, "lease_timeout_s": 2},
         }
     )
-    workers = LaunchPlan(config, "/m", (0, 1)).workers
+    workers = ClusterPlan(config, "/m", (0, 1)).workers
     assert [(w.worker_id, w.roles, w.cores) for w in workers] == [
         ("prefill-0", ("prefill",), (0,)),
         ("prefill-1", ("prefill",), (1,)),
@@ -85,37 +92,37 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_worker_configs_say_whether_weights_are_shared(shared: bool) -> None:
     config = parse_config({"model": {"share_weights": shared}})
-    assert [worker.share_weights for worker in LaunchPlan(config, "/m", (0, 1)).workers] == [shared] * 2
+    assert [worker.share_weights for worker in ClusterPlan(config, "/m", (0, 1)).workers] == [shared] * 2
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_worker_configs_carry_the_quantization(quantization: str) -> None:
     config = parse_config({"model": {"quantization": quantization}})
-    assert [worker.quantization for worker in LaunchPlan(config, "/m", (0, 1)).workers] == [quantization] * 2
+    assert [worker.quantization for worker in ClusterPlan(config, "/m", (0, 1)).workers] == [quantization] * 2
 
 
 @pytest.mark.parametrize(("pool", "expected"), [({}, 256 << 20), ({"device": "cuda"}, 0), ({"swap_bytes": 5}, 5)])
 def test_host_memory_follows_the_device(pool: dict[str, object], expected: int) -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
-    assert layout.swap_bytes(config.pools.colocated) == expected
+    assert swap_bytes(config.pools.colocated) == expected
 
 
 @pytest.mark.parametrize(("gateway", "expected_s"), [({}, 0.0), ({"token_interval_ms": 20}, 0.02)])
 def test_workers_are_told_how_often_clients_get_tokens(gateway: dict[str, object], expected_s: float) -> None:
     config = parse_config({"gateway": gateway})
-    assert layout.worker_config(config, "decode", 0, "/m", (0,)).token_interval_s == expected_s
+    assert worker_config(config, "decode", 0, "/m", (0,)).token_interval_s == expected_s
 
 
 def test_a_colocated_worker_has_both_roles() -> None:
     config = parse_config({"mode": "colocated"})
-    (worker,) = LaunchPlan(config, "fake", (0,)).workers
+    (worker,) = ClusterPlan(config, "fake", (0,)).workers
     assert (worker.worker_id, worker.roles) == ("colocated-0", ("prefill", "decode"))
 
 
 @pytest.mark.parametrize(("pool", "expected"), [({}, 16), ({"device": "cuda"}, 64), ({"block_size": 48}, 48)])
 def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
-    (worker,) = LaunchPlan(config, "fake", (0,)).workers
+    (worker,) = ClusterPlan(config, "fake", (0,)).workers
     assert worker.block_size == expected
 
 
@@ -126,7 +133,7 @@ def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> N
 def test_auto_transport_follows_device_and_network(device: str, bind: str, transport: str) -> None:
     pools = {"prefill": {"device": device}, "decode": {"device": device}}
     config = parse_config({"pools": pools, "network": {"bind": bind}})
-    assert layout.transport_name(config) == transport
+    assert transport_name(config) == transport
 
 
 def test_router_and_gateway_configs() -> None:
@@ -145,10 +152,10 @@ def test_router_and_gateway_configs() -> None:
             "pools": {"decode": {"decode_reserve_tokens": 77, "watermark": 0.5}},
         }
     )
-    router = layout.router_config(config)
+    router = router_config(config)
     assert (router.local_prefill, router.max_queued) == ("never", 6)
     assert (router.decode_reserve_tokens, router.watermark) == (77, 0.5)
-    gateway = layout.gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
+    gateway = gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
     assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
     assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
     assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
@@ -175,30 +182,30 @@ def test_workers_that_come_later_go_on_round_the_cores(
         name: {"size": size, "num_threads": count}
         for name, size, count in zip(("prefill", "decode"), sizes, threads, strict=True)
     }
-    plan = LaunchPlan(parse_config({"pools": pools}), "fake", available)
+    plan = ClusterPlan(parse_config({"pools": pools}), "fake", available)
     for pool, expected in cores.items():
         assert [plan.worker(pool, index).cores for index in range(len(expected))] == expected
 
 
 def test_each_rank_takes_cores_for_its_threads() -> None:
     pools = {"prefill": {"tp": 2, "num_threads": 2}, "decode": {"size": 2, "tp": 1}}
-    plan = layout.plan_cores(parse_config({"pools": pools}), tuple(range(10, 16)))
+    plan = plan_cores(parse_config({"pools": pools}), tuple(range(10, 16)))
     assert plan.workers == {"prefill-0": (10, 11, 12, 13), "decode-0": (14,), "decode-1": (15,)}
     assert plan.warnings == ()
-    (prefill, *decode) = LaunchPlan(parse_config({"pools": pools}), "fake", tuple(range(10, 16))).workers
+    (prefill, *decode) = ClusterPlan(parse_config({"pools": pools}), "fake", tuple(range(10, 16))).workers
     assert (prefill.tp, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
     assert [worker.tp for worker in decode] == [1, 1]
 
 
 def test_ranks_that_share_cores_are_warned_about() -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": {"tp": 4}}})
-    plan = layout.plan_cores(config, (0, 1))
+    plan = plan_cores(config, (0, 1))
     assert plan.workers == {"colocated-0": (0, 1)}
     assert plan.warnings == ("the 4 ranks of colocated-0 share 2 cores: fine for trying out, not for timing",)
 
 
 def test_a_plan_for_the_gateway_remembers_its_ports() -> None:
-    plan = LaunchPlan(parse_config({"gateway": {"port": 0}}), "fake", (0, 1))
+    plan = ClusterPlan(parse_config({"gateway": {"port": 0}}), "fake", (0, 1))
     infos = [make_info("a"), make_info("b")]
     first, again = plan.gateway(infos), plan.gateway(infos, port=77, http_port=78)
     assert (first.gateway.port, first.gateway.http_port) == (0, 0)

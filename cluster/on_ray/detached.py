@@ -15,20 +15,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control import changes
-from disagg.cluster.control.launch import GATEWAY, START_TIMEOUT_S, check_gateway, never_stop
+from disagg.cluster.control import state_diff
+from disagg.cluster.control.cluster import START_TIMEOUT_S, never_stop
+from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.plan import check_gateway
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.names import ControllerSettings
-from disagg.cluster.on_ray.session import AUTO, JoinedSession
-from disagg.cluster.on_ray.standing import (
-    ask_controller,
+from disagg.cluster.on_ray.controller_client import (
+    call_controller,
     changed_sizes,
     create_controller,
     end_controller,
     find_controller,
     wait_for_answer,
 )
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray.joined import AUTO, JoinedSession
+from disagg.cluster.on_ray.store import ControllerSettings
+from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -110,7 +112,7 @@ def _update(config: ClusterConfig, console: Console) -> None:
     if not sizes:
         console.print("runs already", highlight=False)
         return
-    reply = ask_controller(ScaleRequest(sizes=sizes))
+    reply = call_controller(ScaleRequest(sizes=sizes))
     if isinstance(reply, ControlRefused):
         raise LaunchError(f"{reply.field}: {reply.message}")
     ray_store.save(ray_store.CONFIG, config)
@@ -121,7 +123,7 @@ def _update(config: ClusterConfig, console: Console) -> None:
 def _state() -> ControlState:
     """The state; raises `LaunchError` while the controller is away."""
     try:
-        state = ask_controller(StateRequest())
+        state = call_controller(StateRequest())
     except UnavailableError as error:
         raise LaunchError(str(error)) from None
     assert isinstance(state, ControlState), f"a state was asked for; got {state}"
@@ -130,18 +132,18 @@ def _state() -> ControlState:
 
 def _wait_settled(console: Console, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
-    before = changes.NOTHING
+    before = state_diff.EMPTY_STATE
     while True:
         state = _state()
-        for change in changes.between(before, state):
+        for change in state_diff.diff(before, state):
             detail = f" ({escape(change.detail)})" if change.detail else ""
             console.print(f"  {change.what:<9} {escape(change.name)}{detail}", highlight=False, soft_wrap=True)
         if state.is_settled:
             return
-        if failure := changes.failure(state):
+        if failure := state_diff.first_failure(state):
             raise LaunchError(f"{failure}; the controller tries again, `disagg cluster stop` ends it")
         if time.monotonic() >= deadline:
-            raise LaunchError(f"{changes.late(state, wait_s)}; it goes on")
+            raise LaunchError(f"{state_diff.timeout_message(state, wait_s)}; it goes on")
         before = state
         time.sleep(POLL_INTERVAL_S)
 

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from disagg.cluster.control.launch import GatewayLaunch, listening_at, port_of
+from disagg.cluster.control.backoff import Starts, next_actor_start
+from disagg.cluster.control.plan import GatewaySpec, port_of, with_ports
 from disagg.cluster.hosts.ranks import rank_config
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.names import CONTROLLER, ProcessSettings
-from disagg.cluster.on_ray.ranks import end_followers, end_this_actor, rank_actors
-from disagg.cluster.system.core_claims import CoreClaims, shared_folder
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray.rank_actors import end_followers, end_this_actor, rank_actors
+from disagg.cluster.on_ray.store import CONTROLLER, ProcessSettings
+from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.cores import CoreClaims, available_cores, pin_process, shared_folder
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import available_cores, describe, pin_process
-from disagg.cluster.system.restart_pause import Starts, next_start
+from disagg.cluster.system.process_tools import describe
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -86,7 +86,7 @@ class ControllerFinder:
 
 
 class HostActor:
-    """A worker or the gateway; see the module docstring. `content` is a `WorkerConfig` or a `GatewayLaunch`."""
+    """A worker or the gateway; see the module docstring. `content` is a `WorkerConfig` or a `GatewaySpec`."""
 
     def __init__(self, settings: bytes, content: bytes) -> None:
         setup_logging(os.environ)
@@ -137,7 +137,7 @@ class HostActor:
         if self._settings.kind == "gateway":
             from disagg.cluster.hosts.gateway_host import GatewayHost
 
-            launch = as_before(msgspec.json.decode(content, type=GatewayLaunch), self._find)
+            launch = as_before(msgspec.json.decode(content, type=GatewaySpec), self._find)
             gateway = GatewayHost(launch, self._find, ray_store.cluster_secret())
             gateway.start()
             ray_store.save(ray_store.GATEWAY_PORT, port_of(gateway.address))
@@ -170,7 +170,7 @@ class HostActor:
             return ()
 
 
-def as_before(launch: GatewayLaunch, resolve: Resolve) -> GatewayLaunch:
+def as_before(launch: GatewaySpec, resolve: Resolve) -> GatewaySpec:
     """What a later life of the gateway is told: to listen where the first one did, and the workers of now."""
     port = ray_store.load(ray_store.GATEWAY_PORT, int)
     if port is None:
@@ -178,7 +178,7 @@ def as_before(launch: GatewayLaunch, resolve: Resolve) -> GatewayLaunch:
     http_port = ray_store.load(ray_store.GATEWAY_HTTP_PORT, int)
     return msgspec.structs.replace(
         launch,
-        gateway=listening_at(launch.gateway, port, http_port),
+        gateway=with_ports(launch.gateway, port, http_port),
         gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
         workers=present_workers(resolve) or launch.workers,
     )
@@ -186,10 +186,10 @@ def as_before(launch: GatewayLaunch, resolve: Resolve) -> GatewayLaunch:
 
 def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
     """The workers that can be used now; none if the controller does not say."""
-    from disagg.cluster.control.control_link import ask
+    from disagg.cluster.control.controller_link import call_controller
 
     try:
-        state = ask(resolve(), StateRequest(), ray_store.cluster_secret())
+        state = call_controller(resolve(), StateRequest(), ray_store.cluster_secret())
     except (LookupError, UnavailableError, LaunchError) as error:
         logger.warning("%s", error)
         return ()
@@ -201,7 +201,7 @@ def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
 def note_start(name: str) -> float:
     """Remember that a life of this process begins; the pause that it is to make first, in seconds."""
     key = ray_store.starts_key(name)
-    starts, pause_s = next_start(ray_store.load(key, Starts) or Starts(), time.time())
+    starts, pause_s = next_actor_start(ray_store.load(key, Starts) or Starts(), time.time())
     ray_store.save(key, starts)
     if pause_s:
         logger.warning("%s ended %d times in a row soon after its start; waiting %g s", name, starts.count - 1, pause_s)

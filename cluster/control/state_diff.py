@@ -9,7 +9,7 @@ from disagg.proto.control import ControlState, GatewayPhase, WorkerPhase
 
 What = Literal["starting", "ready", "draining", "stopping", "lost", "failed", "gone"]
 
-NOTHING = ControlState(pools=(), workers=(), gateways=())
+EMPTY_STATE = ControlState(pools=(), workers=(), gateways=())
 """The state of a cluster that was not started."""
 
 
@@ -29,12 +29,12 @@ class _Process(NamedTuple):
     detail: str
 
 
-def between(before: ControlState | None, after: ControlState) -> list[Change]:
+def diff(before: ControlState | None, after: ControlState) -> list[Change]:
     """What changed, workers in the order of their pools, then the gateway. Without a `before`, all is new.
 
     A process that was away and is back between the two looks is both `starting` and `ready`.
     """
-    old, new = _processes(before or NOTHING), _processes(after)
+    old, new = _processes(before or EMPTY_STATE), _processes(after)
     news: list[Change] = []
     for name, process in new.items():
         earlier = old.get(name)
@@ -58,7 +58,7 @@ def _processes(state: ControlState) -> dict[str, _Process]:
     return found
 
 
-def failure(state: ControlState) -> str | None:
+def first_failure(state: ControlState) -> str | None:
     """The first process that cannot start, `prefill-0: why`; None while there is none."""
     for name, process in _processes(state).items():
         if process.phase == "failed" or (process.phase == "lost" and process.detail):
@@ -66,13 +66,13 @@ def failure(state: ControlState) -> str | None:
     return None
 
 
-def late(state: ControlState, timeout_s: float) -> str:
+def timeout_message(state: ControlState, timeout_s: float) -> str:
     """What is missing, for a start that took too long."""
     missing = {name: process for name, process in _processes(state).items() if process.phase != "ready"}
     reasons = "; ".join(f"{name}: {process.detail}" for name, process in missing.items() if process.detail)
     return f"{', '.join(missing) or GATEWAY}: not ready after {timeout_s:g} s" + (f" ({reasons})" if reasons else "")
 
 
-def address_of(state: ControlState) -> str:
+def gateway_address(state: ControlState) -> str:
     """host:port for clients; empty while there is no gateway."""
     return next((gateway.address for gateway in state.gateways if gateway.address), "")

@@ -1,25 +1,35 @@
-"""From a configuration to what each process is told. Pure: the machine's cores come as an argument.
+"""From the cluster's configuration to the configuration of each process.
 
-plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
-worker_cores    the same for any worker, also for one that a pool grows by later
-worker_config, router_config, gateway_config
-check_ranks     whether a model can be shared by the ranks of each pool's workers
+worker_config, router_config, gateway_config    the three derivations, pure
+ClusterPlan                                     all of a cluster that is known before its first process starts
+plan_cluster, check_gateway                     find mistakes before a model is loaded
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import errno
+import secrets
+import socket
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools
+import msgspec
+
+from disagg.cluster.config.cluster_config import ClusterConfig, NetworkConfig, PoolConfig, active_pools
+from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores
 from disagg.cluster.control.workers import worker_id
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
+from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.cores import available_cores
+from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import TransportName, WorkerConfig
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
+from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import GatewayId
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.config import GatewayConfig
@@ -36,80 +46,59 @@ TAIL_TOKENS = 32
 """See `WorkerConfig.tail_tokens`. On a CPU; not measured on GPUs, and off there."""
 
 
+class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a gateway process is told at start."""
+
+    gateway: GatewayConfig
+    router: RouterConfig
+    gateway_id: GatewayId
+    workers: tuple[WorkerInfo, ...]
+    """Those that were ready when it was started; afterwards it follows the controller."""
+    cores: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
-class CorePlan:
-    """Who is pinned where; an empty tuple is not pinned."""
+class ClusterPlan:
+    """Everything that is known before the first process starts."""
 
-    workers: dict[str, tuple[int, ...]]
-    """Worker id -> cores."""
-    gateway: tuple[int, ...]
-    """The gateway shares with the first prefill worker, never with a decode worker while there is a choice."""
-    warnings: tuple[str, ...]
+    config: ClusterConfig
+    model_path: str
+    """A checkpoint folder, or `fake`."""
+    available: tuple[int, ...]
+    """The cores that workers are laid out on."""
 
+    @property
+    def cores(self) -> CorePlan:
+        """Of the workers that come first, and of the gateway."""
+        return plan_cores(self.config, self.available)
 
-def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
-    """Give each worker with `cores: auto` on a CPU the next `num_cores` of the `available` cores, round and round."""
-    workers = {
-        str(worker_id(name, index)): worker_cores(config, name, index, available)
-        for name, pool in active_pools(config)
-        for index in range(pool.size)
-    }
-    first = next(iter(workers.values()))
-    return CorePlan(workers, first[:1], (*_sharing_warnings(workers, available), *_crowding_warnings(config, workers)))
+    @property
+    def sizes(self) -> dict[PoolName, int]:
+        """The configured size of each pool, prefill first."""
+        return {name: pool.size for name, pool in active_pools(self.config)}
 
+    @property
+    def workers(self) -> list[WorkerConfig]:
+        """The workers that come first, prefill workers before others."""
+        return [self.worker(name, index) for name, size in self.sizes.items() for index in range(size)]
 
-def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: Sequence[int]) -> tuple[int, ...]:
-    """The cores of one worker, whatever the size of its pool is now.
+    def worker(self, pool: PoolName, index: int) -> WorkerConfig:
+        """Any worker of a pool, also beyond its configured size."""
+        return worker_config(self.config, pool, index, self.model_path, self.available)
 
-    Workers beyond the configured sizes go on round the cores, one of each pool in turn: with as many pools as cores
-    they share with their own kind.
-    """
-    pools = active_pools(config)
-    pool = dict(pools)[name]
-    if not _is_pinned_by_us(pool):
-        return pool.cores if isinstance(pool.cores, tuple) else ()
-    counts = {other: min(num_cores(p), len(available)) for other, p in pools if _is_pinned_by_us(p)}
-    sizes = {other: dict(pools)[other].size for other in counts}
-    before = list(counts)[: list(counts).index(name)]
-    if index < pool.size:
-        first = sum(counts[other] * sizes[other] for other in before) + counts[name] * index
-    else:
-        rounds = index - pool.size
-        first = sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[o] for o in before)
-    return tuple(available[(first + offset) % len(available)] for offset in range(counts[name]))
-
-
-def num_cores(pool: PoolConfig) -> int:
-    """Cores that one worker of a pool uses: one for each compute thread of each rank."""
-    return pool.tp * pool.num_threads
-
-
-def _is_pinned_by_us(pool: PoolConfig) -> bool:
-    return pool.cores == "auto" and pool.device == "cpu"
-
-
-def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[int]) -> tuple[str, ...]:
-    users = Counter(core for cores in workers.values() for core in cores)
-    warnings = []
-    for core in sorted(users):
-        names = [name for name, cores in workers.items() if core in cores]
-        if core not in available:
-            warnings.append(
-                f"core {core} (for {', '.join(names)}) is not among this process's cores; they will not be pinned"
-            )
-        elif len(names) > 1:
-            warnings.append(f"core {core} is shared by {', '.join(names)}: fine for trying out, not for timing")
-    return tuple(warnings)
-
-
-def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Of ranks that share cores with each other: every step waits for the slowest."""
-    return tuple(
-        f"the {pool.tp} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
-        for pool_name, pool in active_pools(config)
-        for name, cores in workers.items()
-        if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.tp
-    )
+    def gateway(
+        self, infos: Sequence[WorkerInfo], port: int | None = None, http_port: int | None = None
+    ) -> GatewaySpec:
+        """What the gateway is told when these workers are there, all of one model. `port`, `http_port`: where an
+        earlier life of it listened."""
+        config = gateway_config(self.config, self.model_path, infos)
+        return GatewaySpec(
+            gateway=with_ports(config, port, http_port),
+            router=router_config(self.config),
+            gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
+            workers=tuple(infos),
+            cores=self.cores.gateway,
+        )
 
 
 def worker_config(
@@ -227,3 +216,51 @@ def router_config(config: ClusterConfig) -> RouterConfig:
 def seconds(millis: float | None) -> float | None:
     """Milliseconds of the user's YAML as seconds."""
     return None if millis is None else millis / 1000
+
+
+def with_ports(config: GatewayConfig, port: int | None, http_port: int | None) -> GatewayConfig:
+    """The same gateway at the ports that are given."""
+    known = {"port": port, "http_port": http_port}
+    return msgspec.structs.replace(config, **{name: value for name, value in known.items() if value is not None})
+
+
+def port_of(address: str) -> int | None:
+    """Of host:port; None for an empty address."""
+    return int(address.rpartition(":")[2]) if address else None
+
+
+def plan_cluster(config: ClusterConfig) -> ClusterPlan:
+    """Find the model and lay out the processes; raises `ConfigError`."""
+    path = config.model.path
+    model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
+    if model_path != FAKE_MODEL and any(pool.tp > 1 for _, pool in active_pools(config)):
+        check_ranks(config, read_model_config(model_path))
+    return ClusterPlan(config, model_path, available_cores())
+
+
+def check_gateway(config: ClusterConfig) -> None:
+    """Find out before models are loaded that a port of the gateway is taken, or that its keys or certificates cannot be
+    used; raises `LaunchError` or `ConfigError`."""
+    from disagg.router.gateway.auth.security import check_files  # loads gRPC
+
+    gateway = config.gateway
+    check_files(gateway.api_keys, gateway.tls)
+    _check_port(gateway.host, gateway.port, "--port 0 takes any free one")
+    if (http_port := gateway.chosen_http_port) is not None:
+        _check_port(gateway.host, http_port, "set gateway.http_port; --port 0 takes any free ones")
+
+
+def _check_port(host: str, port: int, advice: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            hint = f"; {advice}" if error.errno == errno.EADDRINUSE else ""
+            raise LaunchError(f"gateway: cannot listen on {host}:{port} ({error.strerror}){hint}") from None
+
+
+def new_secret(network: NetworkConfig) -> ClusterSecret:
+    """What the processes of a new cluster know each other by, and whether they encrypt what they say."""
+    return ClusterSecret(secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted)

@@ -7,20 +7,20 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from disagg.cluster.control.launch import LaunchPlan
 from disagg.cluster.control.launcher import Launcher
+from disagg.cluster.control.plan import ClusterPlan
 from disagg.cluster.control.server import Controller
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 
 T = TypeVar("T")
 
 
-class LocalController:
+class ControllerThread:
     """Owner of the thread and its loop."""
 
-    def __init__(self, plan: LaunchPlan, launcher: Launcher, secret: ClusterSecret) -> None:
+    def __init__(self, plan: ClusterPlan, launcher: Launcher, secret: ClusterSecret) -> None:
         self._plan = plan
         self._controller = Controller(plan, launcher, secret, port=plan.config.controller.port)
         self._loop = asyncio.new_event_loop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import grpc
 import msgspec
@@ -21,14 +22,17 @@ from disagg.proto.connections.channels import open_blocking_channel
 from disagg.proto.control import (
     HEARTBEAT_S,
     ControllerToWorker,
+    ControlReply,
+    ControlRequest,
     WorkerFailed,
     WorkerHeartbeat,
     WorkerHello,
     WorkerRejected,
 )
+from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, decoder, encode
-from disagg.proto.services import REGISTER
+from disagg.proto.services import CONTROL, REGISTER
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +109,22 @@ def report_failure(
         logger.warning("%s: cannot report the failed start to the controller: %r", worker_id, failure)
         return False
     return True
+
+
+def call_controller(
+    address: str, request: ControlRequest, secret: ClusterSecret, timeout_s: float = 5.0
+) -> ControlReply:
+    """What the controller at `address` answers. Raises `UnavailableError` when it does not."""
+    try:
+        with open_blocking_channel(address, secret) as channel:
+            control = channel.unary_unary(CONTROL, None, None)
+            frame = control(encode(request), timeout=timeout_s, metadata=secret.metadata)
+    except grpc.RpcError as error:
+        details = cast(grpc.Call, error).details()
+        message = f"the controller at {address} does not answer: {details}"
+        raise UnavailableError(message, "controller_away") from error
+    reply: ControlReply = decoder(ControlReply).decode(frame)
+    return reply
 
 
 def _describe(error: Exception) -> str:

@@ -21,9 +21,10 @@ import msgspec
 
 from disagg.cluster.hosts.ranks import rank_config, rank_name
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.names import RankSettings
+from disagg.cluster.on_ray.store import RankSettings
+from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import ProcessRef, end_processes, pin_process
+from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.config import WorkerConfig
 
 if TYPE_CHECKING:

@@ -1,25 +1,40 @@
 """Python programs of ours as child processes: started with a message on standard input, ended with signals.
 
-The message is one JSON line; the pipe then stays open, and its end tells the child that its parent is gone (see
-`process_tools.py`).
+    parent   spawn(module, message) ................................ end(processes)
+    child    read_config() -> terminate_when_orphaned() -> ... until SIGTERM
+
+The message is one JSON line; the pipe then stays open, and its end means that the parent is gone, which the child takes
+as SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
+
 Process = subprocess.Popen[bytes]
 
+LOG_TAIL_LINES = 15
+_TAIL_BYTES = 64 << 10
+"""What is read of a log, however long its lines."""
 
 NOT_FOR_CHILDREN: Final = ("DISAGG_API_KEY",)
 """The operator's own; no process of a cluster calls a gateway."""
+
+
+class LaunchError(RuntimeError):
+    """A process could not be started; the message says which and why, with the end of its log."""
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -80,3 +95,56 @@ def end(processes: Sequence[Process], timeout_s: float) -> list[Process]:
 def _pipe(process: Process) -> Any:
     assert process.stdin is not None, "children are started with a pipe"
     return process.stdin
+
+
+def terminate_when_orphaned() -> None:
+    """Take an end of standard input, which the parent holds open, as SIGTERM."""
+    threading.Thread(target=_terminate_at_end_of_stdin, name="parent-watch", daemon=True).start()
+
+
+def _terminate_at_end_of_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def read_config(kind: type[T]) -> T:
+    """The configuration that the parent sent; raises `msgspec.ValidationError`."""
+    return msgspec.json.decode(_read_line(0), type=kind)
+
+
+def _read_line(fd: int) -> bytes:
+    """One line, byte by byte in large steps: nothing may stay in a buffer that the watcher does not see."""
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = os.read(fd, 65536)
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def describe_exit(status: int) -> str:
+    """What a `Popen.returncode` means: `killed by SIGKILL`, `exit status 3`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-status}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The end of a log file; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            end = file.read(_TAIL_BYTES)
+    except OSError:
+        return ""
+    return "\n".join(end.replace(b"\0", b"").decode(errors="replace").splitlines()[-count:])
+
+
+def with_log(reason: str, log_tail: str) -> str:
+    """A reason, and the end of a log where there is one."""
+    return f"{reason}; the end of its log:\n{log_tail}" if log_tail else reason

@@ -13,12 +13,13 @@ from typing import Any, Final
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools
-from disagg.cluster.control.control_link import ask
-from disagg.cluster.control.launch import CHECK_STOP_INTERVAL_S, new_secret
+from disagg.cluster.control import controller_link
+from disagg.cluster.control.cluster import CHECK_STOP_INTERVAL_S
+from disagg.cluster.control.plan import new_secret
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.launcher import present_actors, present_groups, remove_group, stop_actors
-from disagg.cluster.on_ray.names import CONTROLLER, ControllerAnswer, ControllerSettings
-from disagg.cluster.system.errors import LaunchError
+from disagg.cluster.on_ray.handles import present_actors, present_groups, remove_group, stop_actors
+from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
+from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError
 
@@ -45,7 +46,7 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from disagg.cluster.on_ray.controller import ControllerActor
+    from disagg.cluster.on_ray.controller_actor import ControllerActor
 
     if find_controller() is not None:
         raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")
@@ -94,12 +95,12 @@ def controller_address() -> str | None:
     return ray_store.load(ray_store.CONTROLLER_ADDRESS, str)
 
 
-def ask_controller(request: ControlRequest) -> ControlReply:
+def call_controller(request: ControlRequest) -> ControlReply:
     """What the controller answers. Raises `UnavailableError` while it is away."""
     address = controller_address()
     if address is None:
         raise UnavailableError("the controller does not listen yet", "controller_away")
-    return ask(address, request, ray_store.cluster_secret())
+    return controller_link.call_controller(address, request, ray_store.cluster_secret())
 
 
 def end_controller(actor: Any | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster.system.core_claims import CoreClaims, shared_folder
+from disagg.cluster.system.cores import CoreClaims, shared_folder
 
 
 def test_each_takes_cores_that_nobody_has(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""The interface of a running cluster, the same for both launchers (`on_ray/cluster.py`, `hosts/processes.py`)."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.control import state_diff
+from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
+from disagg.cluster.system.children import LaunchError
+from disagg.proto.control import ControlReply, ControlRequest, ControlState
+from disagg.proto.messages import WorkerInfo
+
+START_TIMEOUT_S = 180.0
+"""How long everything together may take to come up."""
+
+Progress = Callable[[str, str], None]
+"""Called with (process name, its state): `starting`, `ready`, `stopped`."""
+
+
+def no_progress(name: str, state: str) -> None:
+    """The default: reports nothing."""
+
+
+CheckStop = Callable[[], None]
+"""Called again and again during a start; ends it by raising."""
+
+CHECK_STOP_INTERVAL_S = 0.05
+
+
+def never_stop() -> None:
+    """The default: a start runs to its end."""
+
+
+class Cluster(ABC):
+    """A running cluster, whatever launched it; also a context manager. `stop` leaves no process behind."""
+
+    def __init__(self, config: ClusterConfig, progress: Progress, start_timeout_s: float) -> None:
+        self._plan = plan_cluster(config)
+        self._progress = progress
+        self._start_timeout_s = start_timeout_s
+        self._started: list[str] = []
+        """Names of processes that progress was told of, and `stop` is to tell of."""
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """What is, or will be, started."""
+        return self._plan
+
+    @property
+    def address(self) -> str:
+        """host:port for clients; empty while there is no gateway."""
+        return state_diff.gateway_address(self.state())
+
+    @property
+    def http_address(self) -> str:
+        """The same of HTTP; empty also where the gateway serves none."""
+        return next((g.http_address for g in self.state().gateways if g.http_address), "")
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The workers that can be used, in the order of their pools."""
+        return [record.info for record in self.state().workers if record.phase == "ready" and record.info is not None]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Dangers that a user should know of before it starts."""
+        return ()
+
+    def start(self, check_stop: CheckStop = never_stop) -> None:
+        """Blocks until requests can be served; raises `LaunchError`, `ConfigError` or what `check_stop` raises, and
+        then nothing is left running."""
+        try:
+            check_gateway(self._plan.config)
+            deadline = time.monotonic() + self._start_timeout_s
+            self._open(check_stop)
+            self._wait_settled(deadline, check_stop)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_settled(self, deadline: float, check_stop: CheckStop) -> None:
+        """Until everything is there; raises `LaunchError` at the first process that cannot start."""
+        before: ControlState | None = None
+        while True:
+            check_stop()
+            state = self.state()
+            self._tell(state_diff.diff(before, state))
+            if failure := state_diff.first_failure(state):
+                raise LaunchError(failure)
+            if state.is_settled:
+                return
+            if time.monotonic() >= deadline:
+                raise LaunchError(state_diff.timeout_message(state, self._start_timeout_s))
+            before = state
+            time.sleep(CHECK_STOP_INTERVAL_S)
+
+    def _tell(self, news: Sequence[state_diff.Change]) -> None:
+        for change in news:
+            if change.what == "starting":
+                self._started.append(change.name)
+            if change.what in ("starting", "ready"):
+                self._progress(change.name, change.what)
+
+    @abstractmethod
+    def _open(self, check_stop: CheckStop) -> None:
+        """Bring up the controller, which starts the rest."""
+
+    @abstractmethod
+    def state(self) -> ControlState:
+        """The cluster as its controller knows it; the last that was known while the controller is away. An empty one
+        before the start. Raises `LaunchError` when the controller is gone for good."""
+
+    @abstractmethod
+    def control(self, request: ControlRequest) -> ControlReply:
+        """Ask the controller. Raises `LaunchError` when it does not answer."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Gateway first, then workers, then the rest; tells progress. Idempotent."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

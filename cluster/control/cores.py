@@ -1,0 +1,91 @@
+"""Which worker runs on which cores. Pure: the machine's cores come as an argument.
+
+plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
+worker_cores    the same for any worker, also for one that a pool grows by later
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools
+from disagg.cluster.control.workers import worker_id
+from disagg.proto.control import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class CorePlan:
+    """The cores of each process; an empty tuple is not pinned."""
+
+    workers: dict[str, tuple[int, ...]]
+    """Worker id -> cores."""
+    gateway: tuple[int, ...]
+    """The gateway shares with the first prefill worker, never with a decode worker while there is a choice."""
+    warnings: tuple[str, ...]
+
+
+def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
+    """Give each worker with `cores: auto` on a CPU the next `num_cores` of the `available` cores, round and round."""
+    workers = {
+        str(worker_id(name, index)): worker_cores(config, name, index, available)
+        for name, pool in active_pools(config)
+        for index in range(pool.size)
+    }
+    first = next(iter(workers.values()))
+    return CorePlan(workers, first[:1], (*_sharing_warnings(workers, available), *_crowding_warnings(config, workers)))
+
+
+def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: Sequence[int]) -> tuple[int, ...]:
+    """The cores of one worker, whatever the size of its pool is now.
+
+    Workers beyond the configured sizes go on round the cores, one of each pool in turn: with as many pools as cores
+    they share with their own kind.
+    """
+    pools = active_pools(config)
+    pool = dict(pools)[name]
+    if not _is_pinned_by_us(pool):
+        return pool.cores if isinstance(pool.cores, tuple) else ()
+    counts = {other: min(num_cores(p), len(available)) for other, p in pools if _is_pinned_by_us(p)}
+    sizes = {other: dict(pools)[other].size for other in counts}
+    before = list(counts)[: list(counts).index(name)]
+    if index < pool.size:
+        first = sum(counts[other] * sizes[other] for other in before) + counts[name] * index
+    else:
+        rounds = index - pool.size
+        first = sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[o] for o in before)
+    return tuple(available[(first + offset) % len(available)] for offset in range(counts[name]))
+
+
+def num_cores(pool: PoolConfig) -> int:
+    """Cores that one worker of a pool uses: one for each compute thread of each rank."""
+    return pool.tp * pool.num_threads
+
+
+def _is_pinned_by_us(pool: PoolConfig) -> bool:
+    return pool.cores == "auto" and pool.device == "cpu"
+
+
+def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[int]) -> tuple[str, ...]:
+    users = Counter(core for cores in workers.values() for core in cores)
+    warnings = []
+    for core in sorted(users):
+        names = [name for name, cores in workers.items() if core in cores]
+        if core not in available:
+            warnings.append(
+                f"core {core} (for {', '.join(names)}) is not among this process's cores; they will not be pinned"
+            )
+        elif len(names) > 1:
+            warnings.append(f"core {core} is shared by {', '.join(names)}: fine for trying out, not for timing")
+    return tuple(warnings)
+
+
+def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Of ranks that share cores with each other: every step waits for the slowest."""
+    return tuple(
+        f"the {pool.tp} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
+        for pool_name, pool in active_pools(config)
+        for name, cores in workers.items()
+        if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.tp
+    )
