@@ -84,12 +84,12 @@ class PrefillLink(PairLink):
         self._half = Receiver(
             context.now(),
             bytes_per_token=plan.bytes_per_token,
-            max_chunk_bytes=config.chunk_bytes,
-            credits=config.num_staging_slots,
-            num_slots=config.num_staging_slots,
-            lease_timeout_s=config.lease_timeout_s,
-            heartbeat_s=config.heartbeat_s,
-            transfer_timeout_s=config.transfer_timeout_s,
+            max_chunk_bytes=config.transfer.chunk_bytes,
+            credits=config.transfer.num_slots,
+            num_slots=config.transfer.num_slots,
+            lease_timeout_s=config.transfer.lease_timeout_s,
+            heartbeat_s=config.transfer.heartbeat_s,
+            transfer_timeout_s=config.transfer.timeout_s,
         )
         self._task = asyncio.create_task(self._run(accept), name=f"transport-{peer.worker_id}")
         self._task.add_done_callback(lambda _: callbacks.on_gone(self))

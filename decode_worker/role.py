@@ -113,14 +113,14 @@ class DecodeRole:
             transport=config.transport,
             store_address=rendezvous.address,
             tp=info.tp,
-            credits=config.num_staging_slots,
-            max_chunk_bytes=config.chunk_bytes,
+            credits=config.transfer.num_slots,
+            max_chunk_bytes=config.transfer.chunk_bytes,
         )
         return welcome, link
 
     def _make_room(self) -> None:
         """Have idle pairs closed for one more, those first that were not used for longest."""
-        most = self._context.config.max_pairs
+        most = self._context.config.transfer.max_pairs
         for link in surplus_links(self._links, most):
             idle_s = self._context.now() - link.used_at
             logger.info(

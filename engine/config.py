@@ -1,12 +1,20 @@
-"""What a worker process is told at start. Complete and plain: `cluster` makes it from the user's YAML."""
+"""The configuration of a worker process, in the parts that the user's YAML has too, and what does not go together.
+
+ModelOptions     `model`, but for its name and path
+EngineLimits     `pools.<name>`, but for its size and place
+TransferLimits   `transfer`, but for the transport
+WorkerConfig     one process: complete and plain, made by `cluster/control/plan.py`
+"""
 
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.config import Bytes, Count, Fraction, KvReserve, Name, NonNegative, NonNegativeInt, Seconds
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import RoleName
 
@@ -16,9 +24,96 @@ KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["gloo", "shm", "nccl", "local"]
 Scheduling = Literal["decode_first", "prefill_first", "static"]
 
+DEFAULT_SWAP_BYTES = 256 << 20
+"""On a CPU."""
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker process."""
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """In which form a model is kept and computed."""
+
+    dtype: Dtype = "bfloat16"
+    """Of weights, activations and KV."""
+    quantization: Quantization = "none"
+    """Of the weights of linear layers, the LM head among them, done at load: `int8` for faster decoding on CPU, with
+    dtype bfloat16; `fp8` on GPU. See `check_quantization`."""
+    share_weights: bool = False
+    """Keep the packed weights once for all workers of a host, in a file of the cache folder that they map: less memory,
+    and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small
+    pages on most systems. For dtype bfloat16 and workers of one rank on CPU; see `shared_weights.py`."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on GPU."""
+    max_model_len: Count | None = None
+    """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
+
+
+class EngineLimits(KvReserve, frozen=True, kw_only=True):
+    """How much a worker computes and holds at a time."""
+
+    tp: Count = 1
+    """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
+    together. Pools may differ. It must divide the model's heads and the size of its MLP."""
+    num_threads: Count = 1
+    """Compute threads of each rank."""
+    kv_cache_bytes: Bytes = 1 << 30
+    """Memory of each rank's paged KV cache."""
+    num_blocks: Count | None = None
+    """Number of KV blocks, instead of `kv_cache_bytes`."""
+    token_budget: Count = 512
+    """Tokens of one step, decodes first, prefill chunks with what is left."""
+    scheduling: Scheduling = "decode_first"
+    """What a step takes first: `decode_first` (chunked prefill), or, to compare with, `prefill_first` or `static`. See
+    `scheduler.py`."""
+    step_ahead: bool = True
+    """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
+    max_num_seqs: Count = 256
+    """Sequences in a batch."""
+    cached_share: Fraction = 0.0
+    """Share of a worker's blocks that the cached prefixes of each tenant keep from those of others; 0 is an equal part
+    of what is cached. Without API keys there is one tenant. See `cached_blocks.py`."""
+    cached_keep_s: NonNegative = 600.0
+    """How long a tenant keeps that without a request."""
+    device: Name = "cpu"
+    """`cpu`, `cuda` or `cuda:<index>`. Without Ray the ranks of a worker take the devices from there on; with Ray each
+    rank has the one that Ray gives it."""
+
+    @property
+    def num_places(self) -> int:
+        """Sequences in a batch: never more than a step has tokens, so that every decode gets its token in each."""
+        return min(self.max_num_seqs, self.token_budget)
+
+    def watermark_blocks(self, num_blocks: int) -> int:
+        """Of so many blocks those that admission leaves free."""
+        return int(num_blocks * self.watermark)
+
+
+class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The hand-over of KV between two workers."""
+
+    chunk_bytes: Bytes = 4 << 20
+    """Largest payload of one KV message, and the size of a staging slot."""
+    staging_bytes: Bytes = 64 << 20
+    """Most staging memory of each pair of workers, on each side; slots are allocated when first used."""
+    max_pairs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
+    """Connections to workers of the other pool that a worker keeps; beyond them the one that was not used for longest
+    is closed, as soon as none of its attempts is left. Each takes a few threads and up to 14 descriptors on both sides.
+    """
+    lease_timeout_s: Seconds = 5.0
+    """A reservation on a decode worker ends when its prefill worker was silent for this long."""
+    heartbeat_s: Seconds = 0.5
+    timeout_s: Seconds = 30.0
+    """How long a worker that sends heartbeats may owe its peer a message or bytes before it counts as stuck."""
+
+    @property
+    def num_slots(self) -> int:
+        """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
+        return max(1, self.staging_bytes // self.chunk_bytes)
+
+
+_MODEL = ModelOptions()
+
+
+class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker process. The fields of `ModelOptions` are its own, because a struct has one base."""
 
     worker_id: str
     roles: tuple[RoleName, ...]
@@ -30,70 +125,27 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address that the control server and the KV channel bind to."""
     port: int = 0
     """0 takes any free port."""
-    device: str = "cpu"
-    """A torch device."""
-    dtype: Dtype = "bfloat16"
-    quantization: Quantization = "none"
-    """Of the weights of linear layers, the LM head among them, done at load; see `check_quantization`."""
-    share_weights: bool = False
-    """Whether workers of this host that have the same model map one file of packed weights; see `shared_weights.py`."""
-    kv_cache_dtype: KvCacheDtype = "auto"
-    """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on a GPU."""
+    dtype: Dtype = _MODEL.dtype
+    quantization: Quantization = _MODEL.quantization
+    share_weights: bool = _MODEL.share_weights
+    kv_cache_dtype: KvCacheDtype = _MODEL.kv_cache_dtype
+    max_model_len: Count | None = _MODEL.max_model_len
     cores: tuple[int, ...] = ()
     """CPU cores to pin to; empty leaves the scheduler free."""
-    num_threads: int = 1
-    """Compute threads, of each rank."""
-    tp: int = 1
-    """Ranks that compute together (tensor parallelism); each is a process."""
-    block_size: int = 16
+    block_size: int = HASH_BLOCK_TOKENS
     """Tokens of a KV block; a multiple of 16."""
-    kv_cache_bytes: int = 1 << 30
-    """Memory for the paged KV cache of each rank."""
-    num_blocks: int | None = None
-    """Number of KV blocks, instead of `kv_cache_bytes`."""
-    max_num_seqs: int = 256
-    """Sequences in a batch."""
-    token_budget: int = 512
-    """Tokens of one step, decodes first, prefill chunks with what is left."""
     tail_tokens: int = 0
     """A prompt that is handed over ends in a step of about as many tokens, and nothing else, behind which the KV of the
     others travels; 0 for no such step. Costs the overhead of a step, saves the stream most of the wait for its KV."""
-    step_ahead: bool = True
-    """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
-    scheduling: Scheduling = "decode_first"
-    """See `scheduler.py`."""
-    max_model_len: int | None = None
-    """Longest prompt plus answer; the checkpoint's own limit when unset."""
-    decode_reserve_tokens: int = 512
-    """Output tokens whose blocks are counted as reserved when a sequence is admitted (less if its max_tokens is
-    less)."""
-    watermark: float = 0.01
-    """Share of the blocks that admission leaves free."""
-    cached_share: float = 0.0
-    """Part of the KV blocks that the cached prefixes of each tenant keep from those of others; 0 for an equal part of
-    what is cached. See `cached_blocks.py`."""
-    cached_keep_s: float = 600.0
-    """How long a tenant keeps that without a request."""
-    swap_bytes: int = 256 << 20
+    swap_bytes: NonNegativeInt = DEFAULT_SWAP_BYTES
     """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
     transport: TransportName = "gloo"
     plaintext_kv: bool = False
     """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""
-    chunk_bytes: int = 4 << 20
-    """Largest payload of one KV message, and the size of a staging slot."""
-    staging_bytes: int = 64 << 20
-    """Most staging memory of a pair, on each side; slots are allocated when first used."""
-    max_pairs: int = 32
-    """Pairs that a worker keeps: beyond them the one that was not used for longest is closed, as soon as none of its
-    attempts is left."""
+    transfer: TransferLimits = TransferLimits()
     pair_idle_s: float = 90.0
     """A pair that no attempt used for so long is closed, unless a gateway asked for it ahead of time. Longer than the
     gateways' `pair_idle_s`, after which they no longer count on it."""
-    lease_timeout_s: float = 5.0
-    """A reservation on D ends when P was silent for this long."""
-    transfer_timeout_s: float = 30.0
-    """How long a peer that beats may owe an answer or bytes before it counts as stuck."""
-    heartbeat_s: float = 0.5
     failpoints: bool = False
     """Whether the failpoints of the environment are on; see `faulty.py`."""
     token_interval_s: float = 0.0
@@ -109,19 +161,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Whether it runs the deterministic model without weights."""
         return self.model_path == "fake"
 
-    @property
-    def num_places(self) -> int:
-        """Sequences in a batch: never more than a step has tokens, so that every decode gets its token in each."""
-        return min(self.max_num_seqs, self.token_budget)
 
-    def watermark_blocks(self, num_blocks: int) -> int:
-        """Of so many blocks those that admission leaves free."""
-        return int(num_blocks * self.watermark)
+def check_transfer(limits: TransferLimits, path: str = "transfer.") -> None:
+    """Refuse limits that contradict each other. `path` leads to the section in the user's file.
 
-    @property
-    def num_staging_slots(self) -> int:
-        """Staging slots of a pair on each side; on the decode side they are the pair's credits."""
-        return max(1, self.staging_bytes // self.chunk_bytes)
+    Raises:
+        ConfigError: if a chunk does not fit into the staging memory, or leases end between two heartbeats.
+    """
+    if limits.chunk_bytes > limits.staging_bytes:
+        raise ConfigError(
+            f"{path}chunk_bytes: {limits.chunk_bytes} is larger than {path}staging_bytes ({limits.staging_bytes})"
+        )
+    if limits.heartbeat_s * 2 > limits.lease_timeout_s:
+        raise ConfigError(
+            f"{path}heartbeat_s: {limits.heartbeat_s} must be at most half of {path}lease_timeout_s "
+            f"({limits.lease_timeout_s}), or leases run out between heartbeats"
+        )
 
 
 def check_quantization(

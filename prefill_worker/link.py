@@ -169,18 +169,18 @@ class DecodeLink(PairLink):
             lambda: form_pair(end, lambda name: connect(name, end.store_address), self._context.followers)
         )
         self._peer_tp = welcome.tp
-        self._slot_bytes = min(config.chunk_bytes, welcome.max_chunk_bytes)
+        self._slot_bytes = min(config.transfer.chunk_bytes, welcome.max_chunk_bytes)
         now = self._context.now()
         self._half = Sender(
             now,
             bytes_per_token=end.plan.bytes_per_token,
             max_chunk_bytes=self._slot_bytes,
             credits=welcome.credits,
-            num_slots=config.num_staging_slots,
+            num_slots=config.transfer.num_slots,
             promises=welcome.transport != "nccl",  # whose receives keep the GPU busy from when they are posted
-            lease_timeout_s=config.lease_timeout_s,
-            heartbeat_s=config.heartbeat_s,
-            transfer_timeout_s=config.transfer_timeout_s,
+            lease_timeout_s=config.transfer.lease_timeout_s,
+            heartbeat_s=config.transfer.heartbeat_s,
+            transfer_timeout_s=config.transfer.timeout_s,
         )
         logger.info("pair with %s: formed over %s", self.peer.worker_id, welcome.transport)
         self._expire_waiting(now)

@@ -92,7 +92,7 @@ class PrefillRole:
 
     def connect(self, peer: PeerRef) -> None:
         """Form the pair with a decode worker, unless it is there, or this worker has as many as it keeps."""
-        if peer in self._links or len(self._links) < self._context.config.max_pairs:
+        if peer in self._links or len(self._links) < self._context.config.transfer.max_pairs:
             self._warm.add(peer)
             self._link_to(peer)
 
@@ -114,7 +114,7 @@ class PrefillRole:
     def _make_room(self) -> None:
         """Close pairs for one more, those first that were not used for longest. Where all are in use there are more for
         a while."""
-        most = self._context.config.max_pairs
+        most = self._context.config.transfer.max_pairs
         for link in surplus_links(self._links.values(), most):
             link.retire(f"this worker keeps {most}")
 

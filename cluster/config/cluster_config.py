@@ -1,6 +1,9 @@
 """The cluster's configuration: a YAML file, or nothing at all, becomes frozen structs.
 
-    load_config(file) -> override (command line) -> layout.py makes the configs of workers, router and gateway
+    load_config(file) -> override (command line) -> `control/plan.py` makes the configurations of the processes
+
+Limits stand beside what applies them, with their defaults and bounds, and are sections here as they are or with keys
+that only a user needs: `engine/config.py`, `router/config.py`, `router/gateway/config.py`, `system/logs.py`.
 
 Every key has a default, so that an empty file is a working cluster: one prefill and one decode worker on this
 machine's CPU. Any mistake is a `ConfigError` that names the key's path and what is allowed there.
@@ -18,58 +21,39 @@ import yaml
 
 from disagg.cluster.config.reader import parse_yaml, read_struct
 from disagg.cluster.models.catalog import DEFAULT_MODEL
+from disagg.cluster.system.logs import LoggingConfig
 from disagg.engine.config import (
-    Dtype,
-    KvCacheDtype,
-    Quantization,
-    Scheduling,
+    EngineLimits,
+    ModelOptions,
+    TransferLimits,
     TransportName,
     check_quantization,
     check_share_weights,
+    check_transfer,
 )
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.config import MAX_PORT, Count, Millis, Name, NonNegativeInt, Port, Seconds
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
-from disagg.router.config import PolicyName
-from disagg.router.gateway.config import TlsFiles, is_loopback
+from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions
+from disagg.router.gateway.config import GatewayOptions, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
 
 GPU_BLOCK_TOKENS = 64
 """What `block_size: auto` is there."""
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = Annotated[int, msgspec.Meta(ge=1)]
-Millis = Annotated[float, msgspec.Meta(gt=0, le=86_400_000)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-MAX_PORT = 65_535
-Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
-Core = Annotated[int, msgspec.Meta(ge=0)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`model`: what is served."""
+class ModelSection(ModelOptions, frozen=True, kw_only=True):
+    """`model`: what is served, and in which form."""
 
     name: Name | None = None
     """The name that requests use and, without `path`, the model's name in the cache (`disagg model list`). Left out,
     it is the default model's or, with `path`, the folder's."""
     path: Name | None = None
     """A checkpoint folder; `fake` runs the deterministic model without weights."""
-    dtype: Dtype = "bfloat16"
-    """Of weights, activations and KV."""
-    quantization: Quantization = "none"
-    """`int8` keeps the weights of linear layers in 8 bits: faster decoding on CPU, for dtype bfloat16; `fp8` on GPU."""
-    share_weights: bool = False
-    """Keep the packed weights once for all workers of a host, in a file of the cache folder that they map: less memory,
-    and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small
-    pages on most systems. For dtype bfloat16 and workers of one rank on CPU."""
-    kv_cache_dtype: KvCacheDtype = "auto"
-    """`auto` is `dtype`; `fp8` keeps KV in 8-bit floats, on GPU."""
-    max_model_len: Count | None = None
-    """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
 
     @property
     def served_name(self) -> str:
@@ -79,40 +63,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return DEFAULT_MODEL if self.path is None else Path(self.path).name
 
 
-class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
+class GatewaySection(GatewayOptions, frozen=True, kw_only=True):
     """`gateway`: where clients come in."""
 
-    host: Name = "127.0.0.1"
-    """The address to bind. Anything but loopback needs `tls`, and `api_keys` or `tls.client_ca`; or `insecure: true`.
-    """
     port: Port = 8470
     """Of gRPC. 0 takes any free port."""
     http_port: Port | Literal["auto"] | None = "auto"
     """Of the OpenAI-compatible HTTP server and of `/metrics`. `auto` is the one after `port`, or any free one where
     `port` is 0; 0 takes any free port; `null` serves no HTTP."""
-    api_keys: Name | None = None
-    """File of the keys that are let in, one list of `{tenant, sha256 or key, admin, limits}`; others must not be able
-    to read it. `disagg key new` makes keys. A path in this file is relative to its folder."""
-    tls: TlsFiles | None = None
-    """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS."""
-    allowed_hosts: tuple[Name, ...] = ()
-    """Names, without a port, under which a gateway without keys may be called over HTTP, beside those of loopback. Off
-    loopback the name is looked at only where some are given here, and IP addresses are taken, too."""
-    allowed_origins: tuple[Name, ...] = ()
-    """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys."""
-    max_connections: Count = 4096
-    """HTTP connections at a time. A further one takes the place of the one that has been without a request for
-    longest."""
-    max_grpc_connections: Count = 16_384
-    """gRPC connections at a time; a further one is closed at once. The process needs as many open files beside those of
-    HTTP: `ulimit -n`."""
-    max_queued: Count = 1024
+    max_queued: Count = MAX_QUEUED
     """Requests that wait for a worker; one more is refused as overload."""
     token_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     """Tokens of an answer that come within this time are sent together, the first one at once; 0 sends each at once.
     Some milliseconds spare processor time where gateway, clients and workers share cores and steps are short."""
     insecure: bool = False
-    """Let others reach `host` without TLS, or without keys and client certificates. Without keys they may ask
+    """Let others reach `host` without TLS, or without keys and client certificates. Without keys they may read
     everything and change nothing."""
 
     @property
@@ -123,50 +88,21 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True):
         return self.port + 1 if self.port else 0
 
 
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+class PoolConfig(EngineLimits, frozen=True, kw_only=True):
     """`pools.<name>`: workers of one kind."""
 
     size: Count = 1
     """Workers."""
-    tp: Count = 1
-    """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
-    together. Pools may differ. It must divide the model's heads and the size of its MLP."""
-    num_threads: Count = 1
-    """Compute threads of each rank."""
-    cores: Literal["auto", "none"] | tuple[Core, ...] = "auto"
+    cores: Literal["auto", "none"] | tuple[NonNegativeInt, ...] = "auto"
     """CPU cores to pin each worker to: `auto` gives each rank its own, `none` does not pin, a list is divided among the
     ranks of each worker."""
-    kv_cache_bytes: Bytes = 1 << 30
-    """Memory of each rank's KV cache."""
-    num_blocks: Count | None = None
-    """Number of KV blocks, instead of `kv_cache_bytes`."""
     block_size: Count | Literal["auto"] = "auto"
     """Tokens of a KV block; a multiple of 16. `auto` is 16, and 64 on a GPU, whose prefill kernel fetches rows of a
     block together if there are 64 of them."""
-    token_budget: Count = 512
-    """Tokens of one step."""
-    scheduling: Scheduling = "decode_first"
-    """What a step takes first: `decode_first` (chunked prefill), or, to compare with, `prefill_first` or `static`."""
-    step_ahead: bool = True
-    """On a GPU, whether a decode step is queued before the last one's tokens were read."""
-    max_num_seqs: Count = 256
-    """Sequences in a batch."""
-    decode_reserve_tokens: Count = 512
-    """Output tokens counted as reserved when a sequence is admitted."""
-    watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
-    """Share of the blocks that admission leaves free."""
-    cached_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Share of a worker's blocks that the cached prefixes of each tenant keep from those of others; 0 is an equal part
-    of what is cached. Without API keys there is one tenant."""
-    cached_keep_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
-    """How long a tenant keeps that without a request."""
-    swap_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    swap_bytes: NonNegativeInt | None = None
     """Host memory of each worker for the KV of preempted sequences; what does not fit there is computed again. Unset,
     it is 256 MiB; on a GPU nothing, because it would be the GPU's own memory."""
-    device: Name = "cpu"
-    """`cpu`, `cuda` or `cuda:<index>`. Without Ray the ranks of a worker take the devices from there on; with Ray each
-    rank has the one that Ray gives it."""
-    node_labels: dict[Name, Name] = {}
+    node_labels: dict[Name, Name] = msgspec.field(default_factory=dict)
     """Ray nodes that this pool's workers may run on: those with all of these labels, such as
     `disagg.role: prefill`."""
 
@@ -184,19 +120,6 @@ class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     colocated: PoolConfig = PoolConfig()
-
-
-class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`placement`: how the router chooses workers."""
-
-    local_prefill: Literal["auto", "never"] = "auto"
-    """`auto`: a decode worker computes an uncached suffix itself where that is cheaper. `never`: every prompt goes
-    through a prefill worker, but for an answer that has begun and outgrew all of them: a decode worker continues it
-    alone."""
-    policy: PolicyName = "joint"
-    """`joint` takes the pair of least cost in milliseconds; the others are there to be compared with."""
-    admission: bool = True
-    """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
 
 
 class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,40 +158,24 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker that leaves may finish its sequences; what still runs then goes on elsewhere."""
 
 
-class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TransferSection(TransferLimits, frozen=True, kw_only=True):
     """`transfer`: the hand-over of KV from prefill to decode workers."""
 
     transport: TransportName | Literal["auto"] = "auto"
     """`auto` is nccl on CUDA; on CPU shm with `network.bind: loopback`, else gloo. `shm` is memory that processes of
     one user share: faster than gloo, and no other user of the host can join; for workers on one host."""
-    chunk_bytes: Bytes = 4 << 20
-    """Largest payload of one KV message, and the size of a staging slot."""
-    staging_bytes: Bytes = 64 << 20
-    """Most staging memory of each pair of workers, on each side."""
-    max_pairs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
-    """Connections to workers of the other pool that a worker keeps; beyond them the one that was not used for longest
-    is closed. Each takes a few threads and up to 14 descriptors on both sides."""
-    lease_timeout_s: Seconds = 5.0
-    """A reservation on a decode worker ends when its prefill worker was silent for this long."""
-    heartbeat_s: Seconds = 0.5
-    timeout_s: Seconds = 30.0
-    """How long a worker that answers may owe its peer a message or bytes before it counts as stuck."""
 
 
-class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`recovery`: when a process counts as hung, though its connections stand. `null` is never."""
+class RecoveryConfig(FailureTimeouts, frozen=True, kw_only=True):
+    """`recovery`: when a process counts as unresponsive, though its connections stand. `null` is never."""
 
-    suspect_after_s: Seconds | None = 2.5
-    """A worker was silent for so long: gateways continue elsewhere what it had."""
     kill_after_s: Seconds | None = 4.0
     """A worker or the gateway was silent for so long: it is killed, and started again."""
-    stuck_after_s: Seconds | None = 30.0
-    """A worker's engine has been in one step for so long: both. Must be longer than the longest honest step."""
-    failpoints: bool = False
-    """Whether workers fail on purpose where their environment says so (`DISAGG_FAILPOINTS`): for tests only."""
     gateway_stuck_after_s: Seconds | None = 30.0
     """A gateway's event loop has been in one turn for so long, though its process shows that it lives: it is killed,
     and started again. A loop that is held for less is busy, not hung."""
+    failpoints: bool = False
+    """Whether workers fail on purpose where their environment says so (`DISAGG_FAILPOINTS`): for tests only."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,40 +189,22 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     unset."""
 
 
-class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`metrics`: what `/metrics` and `disagg explain` know."""
-
-    vllm_aliases: bool = True
-    """Show the numbers under the names of vLLM too, for dashboards that read these."""
-    num_traces: Count = 1000
-    """Ended requests that can still be explained."""
-
-
-class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`logging`: of workers, gateway and controller, on standard error. Prompts and answers are never logged."""
-
-    format: Literal["text", "json"] = "text"
-    """`json`: one object a line."""
-    level: Literal["debug", "info", "warning", "error"] = "warning"
-    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request."""
-
-
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelSection = ModelSection()
     gateway: GatewaySection = GatewaySection()
     mode: Mode = "disaggregated"
     """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers with both roles."""
     pools: PoolsConfig = PoolsConfig()
-    placement: PlacementConfig = PlacementConfig()
+    placement: PlacementOptions = PlacementOptions()
     slo: SloConfig = SloConfig()
     network: NetworkConfig = NetworkConfig()
     controller: ControllerConfig = ControllerConfig()
-    transfer: TransferConfig = TransferConfig()
+    transfer: TransferSection = TransferSection()
     recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()
-    metrics: MetricsConfig = MetricsConfig()
+    metrics: MetricsOptions = MetricsOptions()
     logging: LoggingConfig = LoggingConfig()
 
 
@@ -408,16 +297,7 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
         )
-    if transfer.chunk_bytes > transfer.staging_bytes:
-        raise ConfigError(
-            f"transfer.chunk_bytes: {transfer.chunk_bytes} is larger than transfer.staging_bytes "
-            f"({transfer.staging_bytes})"
-        )
-    if transfer.heartbeat_s * 2 > transfer.lease_timeout_s:
-        raise ConfigError(
-            f"transfer.heartbeat_s: {transfer.heartbeat_s} must be at most half of transfer.lease_timeout_s "
-            f"({transfer.lease_timeout_s}), or leases run out between heartbeats"
-        )
+    check_transfer(transfer)
     _check_ports(config.gateway)
     _check_exposure(config.gateway)
 

@@ -7,6 +7,7 @@ Keys that end in `_bytes` may be written as `64MiB`; everything else is taken as
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -62,7 +63,7 @@ def read_struct(kind: type[T], raw: object, path: str = "") -> T:
         raw = {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path or 'the configuration'}: expected a mapping of keys to values; got {raw!r}")
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _keys(kind)
     values: dict[str, Any] = {}
     for key, value in raw.items():
         here = f"{path}.{key}" if path else str(key)
@@ -73,6 +74,14 @@ def read_struct(kind: type[T], raw: object, path: str = "") -> T:
         if field.required and field.name not in values:
             raise ConfigError(f"{path}.{field.name}: must be set where {path} is")
     return kind(**values)
+
+
+def _keys(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Key -> its type with bounds; a section's own keys, then those that it shares with the configuration of a
+    process."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = (name for part in kind.__mro__ for name in inspect.get_annotations(part) if name in hints)
+    return {name: hints[name] for name in names}
 
 
 def unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:

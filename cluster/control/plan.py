@@ -13,6 +13,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -23,24 +24,30 @@ from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
-from disagg.engine.config import TransportName, WorkerConfig
+from disagg.engine.config import (
+    DEFAULT_SWAP_BYTES,
+    EngineLimits,
+    ModelOptions,
+    TransferLimits,
+    TransportName,
+    WorkerConfig,
+)
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
+from disagg.proto.config import KvReserve
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import RoleName, WorkerInfo
-from disagg.router.config import RouterConfig
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.config import PlacementOptions, RouterConfig
+from disagg.router.gateway.config import GatewayConfig, GatewayOptions
 
 ROLES: dict[PoolName, tuple[RoleName, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "colocated": ("prefill", "decode"),
 }
-
-DEFAULT_SWAP_BYTES = 256 << 20
 
 TAIL_TOKENS = 32
 """See `WorkerConfig.tail_tokens`. On a CPU; not measured on GPUs, and off there."""
@@ -106,44 +113,27 @@ def worker_config(
 ) -> WorkerConfig:
     """What a worker process is told. `model_path` is the resolved checkpoint folder, or `fake`."""
     pool = dict(active_pools(config))[name]
-    transfer = config.transfer
     return WorkerConfig(
+        **_fields(ModelOptions, config.model),
+        **_fields(EngineLimits, pool),
+        transfer=TransferLimits(**_fields(TransferLimits, config.transfer)),
         worker_id=worker_id(name, index),
         roles=ROLES[name],
         model_path=model_path,
-        device=pool.device,
-        dtype=config.model.dtype,
-        quantization=config.model.quantization,
-        share_weights=config.model.share_weights,
-        kv_cache_dtype=config.model.kv_cache_dtype,
         cores=worker_cores(config, name, index, available),
-        num_threads=pool.num_threads,
-        tp=pool.tp,
         block_size=pool.tokens_per_block,
-        kv_cache_bytes=pool.kv_cache_bytes,
-        num_blocks=pool.num_blocks,
-        max_num_seqs=pool.max_num_seqs,
-        token_budget=pool.token_budget,
-        step_ahead=pool.step_ahead,
-        scheduling=pool.scheduling,
         tail_tokens=TAIL_TOKENS if pool.device == "cpu" else 0,
-        max_model_len=config.model.max_model_len,
-        decode_reserve_tokens=pool.decode_reserve_tokens,
-        watermark=pool.watermark,
-        cached_share=pool.cached_share,
-        cached_keep_s=pool.cached_keep_s,
         swap_bytes=swap_bytes(pool),
         transport=transport_name(config),
         plaintext_kv=config.network.plaintext_kv,
-        chunk_bytes=transfer.chunk_bytes,
-        staging_bytes=transfer.staging_bytes,
-        max_pairs=transfer.max_pairs,
-        lease_timeout_s=transfer.lease_timeout_s,
-        heartbeat_s=transfer.heartbeat_s,
-        transfer_timeout_s=transfer.timeout_s,
         failpoints=config.recovery.failpoints,
         token_interval_s=config.gateway.token_interval_ms / 1000,
     )
+
+
+def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, Any]:
+    """The values that a section of the YAML inherits from `base`, to be used as they are."""
+    return {name: getattr(section, name) for name in base.__struct_fields__}
 
 
 def swap_bytes(pool: PoolConfig) -> int:
@@ -178,18 +168,12 @@ def transport_name(config: ClusterConfig) -> TransportName:
 def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo]) -> GatewayConfig:
     """What the gateway is told. `infos` are the workers, which must all have the same fingerprint."""
     return GatewayConfig(
+        **_fields(GatewayOptions, config.gateway),
         model_name=config.model.served_name,
         model_path=model_path,
         fingerprint=infos[0].fingerprint,
-        host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.chosen_http_port,
-        api_keys=config.gateway.api_keys,
-        tls=config.gateway.tls,
-        allowed_hosts=config.gateway.allowed_hosts,
-        allowed_origins=config.gateway.allowed_origins,
-        max_connections=config.gateway.max_connections,
-        max_grpc_connections=config.gateway.max_grpc_connections,
         max_model_len=min(info.max_model_len for info in infos),
         vllm_aliases=config.metrics.vllm_aliases,
     )
@@ -199,16 +183,13 @@ def router_config(config: ClusterConfig) -> RouterConfig:
     """What the router is told."""
     decode_pool = active_pools(config)[-1][1]
     return RouterConfig(
-        local_prefill=config.placement.local_prefill,
-        policy=config.placement.policy,
-        admission=config.placement.admission,
+        **_fields(PlacementOptions, config.placement),
+        **_fields(KvReserve, decode_pool),
         ttft_slo_s=seconds(config.slo.ttft_ms),
         tpot_slo_s=seconds(config.slo.tpot_ms),
         max_queued=config.gateway.max_queued,
         silent_after_s=config.recovery.suspect_after_s,
         stuck_after_s=config.recovery.stuck_after_s,
-        decode_reserve_tokens=decode_pool.decode_reserve_tokens,
-        watermark=decode_pool.watermark,
         num_traces=config.metrics.num_traces,
     )
 

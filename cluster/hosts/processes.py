@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, LoggingConfig
+from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
 from disagg.cluster.control.gateways import GATEWAY
@@ -36,7 +36,7 @@ from disagg.cluster.system.children import (
     spawn,
     with_log,
 )
-from disagg.cluster.system.logs import log_environment
+from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.cluster_secret import ClusterSecret

@@ -10,15 +10,27 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 LEVEL_VARIABLE = "DISAGG_LOG"
 FORMAT_VARIABLE = "DISAGG_LOG_FORMAT"
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-DEFAULT_LEVEL = "warning"
 _IDS = ("request_id", "trace_id")
 """What a record may carry besides its message."""
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`logging`: of workers, gateway and controller, on standard error. Prompts and answers are never logged."""
+
+    format: Literal["text", "json"] = "text"
+    """`json`: one object a line."""
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request."""
+
+
+DEFAULT_LEVEL = LoggingConfig().level
 
 
 class JsonFormatter(logging.Formatter):

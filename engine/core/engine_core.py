@@ -52,6 +52,7 @@ from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.steps import Steps, failed
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load
 
@@ -69,19 +70,7 @@ class EngineCore:
     """
 
     def __init__(self, runner: ModelRunner, *, config: WorkerConfig) -> None:
-        if config.max_num_seqs < 1 or config.token_budget < 1:
-            raise ValueError(
-                f"max_num_seqs and token_budget must be positive, not {config.max_num_seqs} and {config.token_budget}"
-            )
-        if not 0.0 <= config.watermark < 1.0:
-            raise ValueError(f"watermark is a share of the blocks in [0, 1), not {config.watermark}")
-        if not (0.0 <= config.cached_share <= 1.0 and config.cached_keep_s >= 0.0):
-            raise ValueError(
-                f"cached_share is a share of the blocks in [0, 1] and cached_keep_s not negative, "
-                f"not {config.cached_share} and {config.cached_keep_s}"
-            )
-        if config.swap_bytes < 0:
-            raise ValueError(f"swap_bytes must not be negative, not {config.swap_bytes}")
+        check_bounds(config, "worker")
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
         self._swapper = Swapper(runner, swap.slot_tokens)

@@ -47,7 +47,7 @@ class PairLink:
         self._peer_id = peer_id
         self._half: PairHalf[Any, Any, Any] | None = None
         self._transport: PairTransport | None = None
-        self._slot_bytes = context.config.chunk_bytes
+        self._slot_bytes = context.config.transfer.chunk_bytes
         self._buffers: dict[int, Buffer] = {}
         self._copies: dict[tuple[AttemptKey, int], int] = {}
         """(attempt, chunk) -> bytes that the engine still copies into or out of a staging slot."""

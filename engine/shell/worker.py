@@ -239,7 +239,7 @@ class Worker:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(self.config.heartbeat_s)
+            await asyncio.sleep(self.config.transfer.heartbeat_s)
             self._call_and_flush(self._tick, ())
 
     def _tick(self) -> None:

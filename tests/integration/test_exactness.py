@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disagg.cluster.models.catalog import resolve_model
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.kernels.dispatch import packing_name
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support import reference
@@ -64,8 +64,7 @@ def _config(worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per
         max_model_len=1024,
         token_budget=CHUNK,
         decode_reserve_tokens=64,
-        chunk_bytes=40 * bytes_per_token,
-        staging_bytes=120 * bytes_per_token,
+        transfer=TransferLimits(chunk_bytes=40 * bytes_per_token, staging_bytes=120 * bytes_per_token),
     )
 
 

@@ -18,7 +18,7 @@ from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.ids import AttemptKey, RequestId
@@ -150,7 +150,7 @@ def worker_config(worker_id: str, port: int) -> WorkerConfig:
         model_path="fake",
         port=port,
         num_blocks=256,
-        heartbeat_s=0.1,
+        transfer=TransferLimits(heartbeat_s=0.1),
         failpoints=True,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.runner.fake import fake_generate, fake_logprobs
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support.workers import GatewayStub, open_gateway, running_workers
@@ -24,9 +24,8 @@ def _config(role: RoleName) -> WorkerConfig:
         model_path="fake",
         num_blocks=256,
         token_budget=CHUNK,
-        chunk_bytes=40 * 8,  # 40 tokens of the fake: a payload that ends inside a block
-        staging_bytes=2 * 40 * 8,
-        heartbeat_s=0.1,
+        # 40 tokens of the fake: a payload that ends inside a block
+        transfer=TransferLimits(chunk_bytes=40 * 8, staging_bytes=2 * 40 * 8, heartbeat_s=0.1),
     )
 
 

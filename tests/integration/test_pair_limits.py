@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.workers import GatewayStub, running_workers, wait_until_workers_idle
@@ -25,7 +25,7 @@ def config(worker_id: str, role: RoleName) -> WorkerConfig:
         model_path="fake",
         num_blocks=64,
         max_model_len=256,
-        max_pairs=MAX_PAIRS,
+        transfer=TransferLimits(max_pairs=MAX_PAIRS),
         transport="gloo",
     )
 

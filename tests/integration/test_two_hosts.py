@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.integration.hosts import TwoHosts, two_hosts, why_not_here, workers_on
@@ -43,10 +43,9 @@ def config(role: str, address: str) -> WorkerConfig:
         "num_blocks": 8192,
         "max_model_len": 70_000,
         "token_budget": 256,
-        "chunk_bytes": 40 * 8,
-        "staging_bytes": 2 * 40 * 8,
-        "heartbeat_s": HEARTBEAT_S,
-        "lease_timeout_s": LEASE_S,
+        "transfer": TransferLimits(
+            chunk_bytes=40 * 8, staging_bytes=2 * 40 * 8, heartbeat_s=HEARTBEAT_S, lease_timeout_s=LEASE_S
+        ),
     }
     return WorkerConfig(worker_id=f"{role}-0", roles=(cast(RoleName, role),), model_path="fake", **values)
 

@@ -19,7 +19,7 @@ import pytest
 
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.commands import Release
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.kv_transfer.transports.transport import SET_UP_TIMEOUT_S
 from disagg.engine.runner.fake import fake_generate
 from disagg.engine.shell.role import RoleContext
@@ -35,6 +35,7 @@ from tests.support.workers import Answer, GatewayStub, audit, running_workers, w
 MANY_TOKENS = 60_000
 """An answer that takes far longer than any of these tests."""
 PROMPT_TOKENS = 4000
+LIMITS = TransferLimits(chunk_bytes=40 * 8, staging_bytes=2 * 40 * 8, heartbeat_s=0.1)
 _starts = itertools.count(1)
 
 
@@ -45,9 +46,7 @@ def config(worker_id: str, **values: Any) -> WorkerConfig:
         "num_blocks": 8192,
         "max_model_len": 70_000,
         "token_budget": 256,
-        "chunk_bytes": 40 * 8,
-        "staging_bytes": 2 * 40 * 8,
-        "heartbeat_s": 0.1,
+        "transfer": LIMITS,
     }
     return WorkerConfig(worker_id=worker_id, roles=(role,), model_path="fake", **{**defaults, **values})
 
@@ -134,7 +133,10 @@ async def until_not_receiving(decode: WorkerInfo) -> None:
 
 async def test_a_decode_worker_hangs_in_mid_transfer() -> None:
     """It is silent, but its sockets stand: the lease ends the attempts, and then the pair."""
-    configs = [config(name, lease_timeout_s=0.5) for name in ("prefill-0", "decode-0", "decode-1")]
+    configs = [
+        config(name, transfer=msgspec.structs.replace(LIMITS, lease_timeout_s=0.5))
+        for name in ("prefill-0", "decode-0", "decode-1")
+    ]
     with running_workers(*configs) as (prefill, hung, other):
         async with gateway_to(prefill, hung, other) as gateway:
             answers = await stop_in_mid_transfer(gateway, hung, prefill, "sending_chunks")

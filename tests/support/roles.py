@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from disagg.engine.commands import Command
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.parallel.interfaces import Followers, NoFollowers
 from disagg.engine.plan import Buffer
@@ -88,8 +88,7 @@ class PlayedContext:
             roles=(role,),
             model_path="fake",
             transport="local",
-            chunk_bytes=10 * BYTES_PER_TOKEN,
-            staging_bytes=2 * 10 * BYTES_PER_TOKEN,
+            transfer=TransferLimits(chunk_bytes=10 * BYTES_PER_TOKEN, staging_bytes=2 * 10 * BYTES_PER_TOKEN),
         )
         self.cluster_secret = SECRET
         self.outbox = Outbox()

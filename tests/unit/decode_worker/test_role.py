@@ -165,7 +165,8 @@ async def chunk(it: Bench, peer: Peer, seq: int) -> Scatter:
 
 async def test_idle_pairs_are_to_make_room_for_one_more() -> None:
     async with bench() as it:
-        it.context.config = msgspec.structs.replace(it.context.config, max_pairs=2)
+        transfer = msgspec.structs.replace(it.context.config.transfer, max_pairs=2)
+        it.context.config = msgspec.structs.replace(it.context.config, transfer=transfer)
         first, second = it.peer("p-0"), it.peer("p-1")
         await first.connect()
         it.context.time += 1.0

@@ -399,7 +399,7 @@ class TestCore:
         assert len(core._swapper._buffers) == num_buffers <= 3
 
     def test_a_negative_size_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="swap_bytes must not be negative, not -1"):
+        with pytest.raises(ValueError, match=r"^worker\.swap_bytes: must not be negative, not -1$"):
             make_core(swap_bytes=-1)
 
 

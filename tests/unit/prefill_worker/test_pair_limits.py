@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from disagg.engine.config import TransferLimits
 from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.messages import Dispatch, PeerRef
@@ -27,7 +28,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
 @asynccontextmanager
 async def role_with(max_pairs: int) -> AsyncIterator[tuple[PrefillRole, PlayedContext]]:
     context = PlayedContext("p", "prefill")
-    context.config = msgspec.structs.replace(context.config, max_pairs=max_pairs, pair_idle_s=60.0)
+    context.config = msgspec.structs.replace(
+        context.config, transfer=TransferLimits(max_pairs=max_pairs), pair_idle_s=60.0
+    )
     role = PrefillRole(context)
     await role.start()
     yield role, context

@@ -12,8 +12,8 @@ from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
-    "size, tp, num_threads, cores, kv_cache_bytes, num_blocks, block_size, token_budget, scheduling, step_ahead, "
-    "max_num_seqs, decode_reserve_tokens, watermark, cached_share, cached_keep_s, swap_bytes, device, node_labels"
+    "size, cores, block_size, swap_bytes, node_labels, tp, num_threads, kv_cache_bytes, num_blocks, token_budget, "
+    "scheduling, step_ahead, max_num_seqs, cached_share, cached_keep_s, device, decode_reserve_tokens, watermark"
 )
 SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
 
@@ -180,6 +180,17 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("transfer: {lease_timeout_s: .nan}", "transfer.lease_timeout_s: expected float > 0.0; got nan"),
         ("transfer: {lease_timeout_s: .inf}", "transfer.lease_timeout_s: expected float <= 86400.0; got inf"),
         ("gateway: {port: 70000}", "gateway.port: expected int <= 65535; got 70000"),
+        ("gateway: {max_unfinished_bytes: 0}", "gateway.max_unfinished_bytes: expected int >= 1; got 0"),
+        (
+            "gateway: {max_unfinished_bytes: 2TiB}",
+            "gateway.max_unfinished_bytes: expected int <= 1099511627776; got 2199023255552",
+        ),
+        ("gateway: {max_keyless_watches: 0}", "gateway.max_keyless_watches: expected int >= 1; got 0"),
+        ("gateway: {max_keyless_watches: 65537}", "gateway.max_keyless_watches: expected int <= 65536; got 65537"),
+        (
+            "pools: {decode: {decode_reserve_tokens: -1}}",
+            "pools.decode.decode_reserve_tokens: expected int >= 0; got -1",
+        ),
         (
             "gateway: {host: 0.0.0.0}",
             "gateway.host: 0.0.0.0 can be reached by others; "

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.config.reader import read_struct
 from disagg.cluster.control.cores import CorePlan, plan_cores
 from disagg.cluster.control.plan import (
     ClusterPlan,
@@ -12,6 +16,7 @@ from disagg.cluster.control.plan import (
     transport_name,
     worker_config,
 )
+from disagg.engine.config import EngineLimits, ModelOptions, TransferLimits
 from disagg.proto.control import PoolName
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
@@ -85,8 +90,32 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
     assert (workers[2].token_budget, workers[2].block_size) == (33, 32)
     for worker in workers:
         assert (worker.model_path, worker.dtype, worker.max_model_len) == ("/m", "float32", 50)
-        assert (worker.chunk_bytes, worker.staging_bytes, worker.lease_timeout_s) == (1024, 4096, 2.0)
+        assert worker.transfer == TransferLimits(chunk_bytes=1024, staging_bytes=4096, lease_timeout_s=2.0)
         assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "shm")
+
+
+def other_value(field: msgspec.structs.FieldInfo) -> Any:
+    """A value that the field's default is not."""
+    words = {"dtype": "float16", "quantization": "int8", "kv_cache_dtype": "fp8", "scheduling": "static"}
+    named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11}
+    if field.name in named:
+        return named[field.name]
+    return not field.default if isinstance(field.default, bool) else type(field.default)(field.default / 2 + 1)
+
+
+def test_each_limit_of_the_yaml_reaches_the_worker() -> None:
+    """Whatever a shared struct has is a key of its section and a value of the process, without a list in between."""
+    sections = {
+        kind: {field.name: other_value(field) for field in msgspec.structs.fields(kind)}
+        for kind in (ModelOptions, EngineLimits, TransferLimits)
+    }
+    model, pool, transfer = sections.values()
+    raw = {"mode": "colocated", "model": model, "pools": {"colocated": pool}, "transfer": transfer}
+    config = read_struct(ClusterConfig, raw)  # unchecked: the values need not go together
+    worker = worker_config(config, "colocated", 0, "/m", (0,))
+    for kind, values in sections.items():
+        source = worker.transfer if kind is TransferLimits else worker
+        assert {name: getattr(source, name) for name in values} == values
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -145,6 +174,8 @@ def test_router_and_gateway_configs() -> None:
                 "max_queued": 6,
                 "max_connections": 7,
                 "max_grpc_connections": 9,
+                "max_unfinished_bytes": "3MiB",
+                "max_keyless_watches": 11,
                 "api_keys": "/a",
                 "tls": {"cert": "/c", "key": "/k"},
             },
@@ -159,6 +190,7 @@ def test_router_and_gateway_configs() -> None:
     assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
     assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
     assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
+    assert (gateway.max_unfinished_bytes, gateway.max_keyless_watches) == (3 << 20, 11)
     assert gateway.tls == TlsFiles(cert="/c", key="/k")
 
 
