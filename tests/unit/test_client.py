@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_status import rpc_status
 
-from disagg.client import Answer, Delta, Finished, Options, Prompt, Targets, TokenLogprob, Usage, error_of, make_request
+from disagg.client import (
+    Answer,
+    AsyncClient,
+    Client,
+    Delta,
+    Finished,
+    Options,
+    Prompt,
+    Targets,
+    TokenLogprob,
+    Usage,
+    error_of,
+    make_request,
+)
+from disagg.client.calls import Calls, Flow, Metadata
+from disagg.client.credentials import Credentials
 from disagg.client.wire import answer_of, delta_of, target_metadata
 from disagg.proto.errors import (
     ContextLengthError,
@@ -230,3 +246,85 @@ def test_a_status_that_is_not_ours(
 ) -> None:
     found = error_of(FailedCall(code, "", trailing))
     assert (type(found), found.code, found.grpc_code, found.message) == (kind, reason, code.name, code.name)
+
+
+# ---------------------------------------------------------------- the calls of both clients
+
+
+class PlayedStub:
+    """Notes the calls that are begun, and answers them from a list."""
+
+    def __init__(self, *responses: Any) -> None:
+        self.responses = list(responses)
+        self.begun: list[tuple[Any, float | None, Metadata]] = []
+
+    def call(self, request: Any, timeout: float | None, metadata: Metadata) -> Any:
+        self.begun.append((request, timeout, metadata))
+        return self.responses.pop(0)
+
+    def unary_unary(self, *_: object, **__: object) -> Any:
+        return self.call
+
+    unary_stream = unary_unary
+
+
+def finish(flow: Flow[Any]) -> Any:
+    """Make the calls of a flow as the blocking client does."""
+    try:
+        call = next(flow)
+        while True:
+            call = flow.send(call.begin())
+    except StopIteration as end:
+        return end.value
+
+
+MODELS = pb.ListModelsResponse(models=[pb.Model(name="first"), pb.Model(name="second")])
+KEY = (("authorization", "Bearer k"),)
+
+
+def test_the_first_model_is_asked_for_once_and_within_the_deadline() -> None:
+    once = pb.GenerateOnceResponse(text="a", finished=WRITTEN_END)
+    stub = PlayedStub(MODELS, once, pb.TokenizeResponse(token_ids=[3, 4]), once)
+    calls = Calls(stub, Credentials(api_key="k"))
+    assert finish(calls.generate("x", {}, None, 2.5, Targets(ttft_ms=9))).text == "a"
+    assert finish(calls.tokenize("y", None)) == [3, 4]
+    assert finish(calls.generate("z", {"n": 2}, "second", None, None)).request_id == "r"
+    assert stub.begun == [
+        (pb.ListModelsRequest(), 2.5, KEY),
+        (
+            pb.GenerateOnceRequest(request=pb.GenerateRequest(model="first", text="x")),
+            2.5,
+            (*KEY, ("x-slo-ttft-ms", "9.0")),
+        ),
+        (pb.TokenizeRequest(model="first", text="y"), None, KEY),
+        (pb.GenerateOnceRequest(request=pb.GenerateRequest(model="second", text="z", n=2)), None, KEY),
+    ]
+
+
+def test_a_stream_s_prompt_is_checked_before_its_first_call() -> None:
+    calls = Calls(PlayedStub(), Credentials(api_key=""))
+    with pytest.raises(TypeError, match="no option 'x'"):
+        calls.stream("x", cast(Options, {"x": 1}), "m", None, None)
+    call = finish(calls.stream([1], {}, "m", 1.0, None))
+    assert (call.request, call.timeout_s, call.metadata) == (
+        pb.GenerateRequest(model="m", token_ids=pb.TokenIds(ids=[1])),
+        1.0,
+        (),
+    )
+
+
+def test_a_gateway_without_a_model() -> None:
+    calls = Calls(PlayedStub(pb.ListModelsResponse()), Credentials(api_key=""))
+    with pytest.raises(UnavailableError, match="the gateway serves no model"):
+        finish(calls.detokenize([1], None))
+
+
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
+    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
+        return {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    assert methods(Client) == methods(AsyncClient)

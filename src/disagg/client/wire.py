@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from disagg.client.types import Answer, Delta, Finished, Message, Options, Prompt, Targets, TokenLogprob, Usage
+from disagg.client.types import (
+    Answer,
+    ClusterState,
+    Delta,
+    Finished,
+    Message,
+    Options,
+    Prompt,
+    Targets,
+    TokenLogprob,
+    Usage,
+)
 from disagg.proto.errors import UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
@@ -85,6 +96,11 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         return Delta("", (), _finished(response.finished), (), response.finished.answer_index)
     delta = response.delta
     return Delta(delta.text, tuple(delta.token_ids), None, _logprobs(delta.logprobs), delta.answer_index)
+
+
+def state_of(response: pb.WatchClusterStateResponse) -> ClusterState:
+    """One message of `watch`."""
+    return response.state
 
 
 def answer_of(response: pb.GenerateOnceResponse) -> Answer:

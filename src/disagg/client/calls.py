@@ -1,0 +1,194 @@
+"""What both clients share, without I/O: which call a method makes, with which request, and what is made of the answer.
+
+    flow = calls.generate(...)      a generator: yields each `Call`, is sent its response, returns the result
+    Client       _run(flow)         makes the calls and blocks
+    AsyncClient  await _run(flow)   makes the calls and awaits
+
+The calls of a stream are the exception: a flow returns the `Call` to begin, and the client reads its responses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+
+from disagg.client.credentials import Credentials
+from disagg.client.types import Answer, ClusterState, Explanation, Message, Model, Options, Probe, Prompt, Targets
+from disagg.client.wire import answer_of, first_name, make_request, sizes_request, target_metadata, tokenize_request
+from disagg.v1 import inference_pb2 as pb
+from disagg.v1 import inference_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that is to be made."""
+
+    method: Callable[..., Any]
+    """Of a stub, blocking or asyncio."""
+    request: ProtoMessage
+    timeout_s: float | None
+    metadata: Metadata
+
+    def begin(self) -> Any:
+        """What gRPC returns: a response, an awaitable of one, or a stream of them."""
+        return self.method(self.request, timeout=self.timeout_s, metadata=self.metadata)
+
+
+Flow = Generator[Call, Any, T]
+
+
+class Calls:
+    """The calls of one client.
+
+    Args:
+        channel: of gRPC, blocking or asyncio.
+        credentials: sent with each call.
+    """
+
+    def __init__(self, channel: Any, credentials: Credentials) -> None:
+        self._inference = pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._admin = pb_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._credentials = credentials.metadata
+        self._default_model: str | None = None
+        """The first one of `models`, once it was needed."""
+
+    def stream(
+        self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
+    ) -> Flow[Call]:
+        """The call whose responses are the deltas. Raises at once what `make_request` raises."""
+        return self._stream(make_request(prompt, options), model, timeout_s, targets)
+
+    def _stream(
+        self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None, targets: Targets | None
+    ) -> Flow[Call]:
+        request.model = yield from self._model(model, timeout_s)
+        return self._call(self._inference.Generate, request, timeout_s, target_metadata(targets))
+
+    def generate(
+        self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
+    ) -> Flow[Answer]:
+        """A whole answer."""
+        request = make_request(prompt, options)
+        request.model = yield from self._model(model, timeout_s)
+        once = pb.GenerateOnceRequest(request=request)
+        response = yield self._call(self._inference.GenerateOnce, once, timeout_s, target_metadata(targets))
+        return answer_of(response)
+
+    def models(self) -> Flow[list[Model]]:
+        """The models of the gateway."""
+        response = yield self._call(self._inference.ListModels, pb.ListModelsRequest())
+        return list(response.models)
+
+    def tokenize(self, prompt: str | Sequence[Message], model: str | None) -> Flow[list[int]]:
+        """The token ids of a text or a chat."""
+        request = tokenize_request(prompt, (yield from self._model(model)))
+        response = yield self._call(self._inference.Tokenize, request)
+        return list(response.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], model: str | None) -> Flow[str]:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(model=(yield from self._model(model)), token_ids=token_ids)
+        response = yield self._call(self._inference.Detokenize, request)
+        return str(response.text)
+
+    def cluster_state(self) -> Flow[ClusterState]:
+        """The pools, and the workers with their load."""
+        response: ClusterState = yield self._call(self._admin.GetClusterState, pb.GetClusterStateRequest())
+        return response
+
+    def scale(self, sizes: Mapping[str, int]) -> Flow[None]:
+        """New sizes of pools."""
+        yield self._call(self._admin.SetPoolSizes, sizes_request(sizes))
+
+    def drain(self, worker_id: str) -> Flow[None]:
+        """A worker that is to be replaced."""
+        yield self._call(self._admin.DrainWorker, pb.DrainWorkerRequest(worker_id=worker_id))
+
+    def explain(self, request_id: str) -> Flow[Explanation]:
+        """The record of one request."""
+        response: Explanation = yield self._call(
+            self._admin.ExplainRequest, pb.ExplainRequestRequest(request_id=request_id)
+        )
+        return response
+
+    def requests(self, limit: int) -> Flow[list[Explanation]]:
+        """The records of the latest requests."""
+        response = yield self._call(self._admin.ListRequests, pb.ListRequestsRequest(limit=limit))
+        return list(response.requests)
+
+    def watch(self, interval_s: float) -> Flow[Call]:
+        """The call whose responses are states."""
+        yield from ()  # no call comes before it
+        request = pb.WatchClusterStateRequest(interval_ms=round(interval_s * 1000))
+        return self._call(self._admin.WatchClusterState, request)
+
+    def probe(self, prefill_worker: str, decode_worker: str) -> Flow[Probe]:
+        """One short prompt through a pair of workers."""
+        request = pb.ProbePairRequest(prefill_worker=prefill_worker, decode_worker=decode_worker)
+        response: Probe = yield self._call(self._admin.ProbePair, request)
+        return response
+
+    def _model(self, model: str | None, timeout_s: float | None = None) -> Flow[str]:
+        if model is None and self._default_model is None:
+            response = yield self._call(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)
+            self._default_model = first_name(response)
+        return model or self._default_model or ""
+
+    def _call(
+        self,
+        method: Callable[..., Any],
+        request: ProtoMessage,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> Call:
+        return Call(method, request, timeout_s, (*self._credentials, *metadata))
+
+
+class ClientBase(ABC):
+    """A client's connection to a gateway, and its calls."""
+
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        ca_cert: str | None = None,
+        client_cert: str | None = None,
+        client_key: str | None = None,
+        *,
+        allow_plaintext_key: bool = False,
+    ) -> None:
+        """Make a connection when the first call needs it.
+
+        Args:
+            address: host:port of a gateway.
+            api_key: sent with each call. This and the next three: `None` takes `DISAGG_API_KEY` and so on from the
+                environment, see `disagg.client.credentials`.
+            ca_cert: PEM file of the CA that signed the gateway's certificate, or `system` for the public ones. Turns on
+                TLS.
+            client_cert, client_key: PEM files, for a gateway that asks for a client certificate.
+            allow_plaintext_key: send the key to other machines without TLS, too.
+
+        Raises:
+            ConfigError: if a file cannot be read, or the key would travel in clear text.
+        """
+        credentials = Credentials(
+            api_key=api_key,
+            ca_cert=ca_cert,
+            client_cert=client_cert,
+            client_key=client_key,
+            allow_plaintext_key=allow_plaintext_key,
+        )
+        self._channel = self._open_channel(address, credentials.channel(address))
+        self._calls = Calls(self._channel, credentials)
+
+    @abstractmethod
+    def _open_channel(self, address: str, tls: grpc.ChannelCredentials | None) -> Any:
+        """Of gRPC, blocking or asyncio; in clear text without `tls`."""
