@@ -134,7 +134,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     bind: Literal["loopback", "node"] = "loopback"
     """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must
-    not be open to strangers."""
+    not be reachable from other networks."""
     encryption: Literal["auto", "on", "off"] = "auto"
     """TLS with certificates at both ends for the gRPC connections between workers, gateway and controller, made from
     the cluster's secret. `auto`: on with `bind: node`. KV goes over channels of its own, see `plaintext_kv`."""
@@ -172,10 +172,10 @@ class RecoveryConfig(FailureTimeouts, frozen=True, kw_only=True):
     kill_after_s: Seconds | None = 4.0
     """A worker or the gateway was silent for so long: it is killed, and started again."""
     gateway_stuck_after_s: Seconds | None = 30.0
-    """A gateway's event loop has been in one turn for so long, though its process shows that it lives: it is killed,
+    """A gateway's event loop has been in one step for so long, though its process sends heartbeats: it is killed,
     and started again. A loop that is held for less is busy, not hung."""
     failpoints: bool = False
-    """Whether workers fail on purpose where their environment says so (`DISAGG_FAILPOINTS`): for tests only."""
+    """Whether workers fail on purpose as their environment (`DISAGG_FAILPOINTS`) lists: for tests only."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +212,7 @@ def load_config(file: Path | None) -> ClusterConfig:
     """Read and check a configuration file; the defaults without one.
 
     Raises:
-        ConfigError: if the file cannot be read, is no YAML, or says something that cannot work.
+        ConfigError: if the file cannot be read, is no YAML, or has a value that cannot work.
     """
     if file is None:
         return ClusterConfig()
@@ -272,7 +272,7 @@ def active_pools(config: ClusterConfig) -> list[tuple[PoolName, PoolConfig]]:
 
 
 def check(config: ClusterConfig) -> None:
-    """What no single key can tell; raises `ConfigError`."""
+    """Values that contradict each other; raises `ConfigError`."""
     model = config.model
     for name, pool in active_pools(config):
         _check_pool(f"pools.{name}", pool)

@@ -124,7 +124,7 @@ def _section(hint: Any) -> type[msgspec.Struct] | None:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The words that a type allows, when words are all the strings that it allows."""
+    """The strings that a type allows, where it lists them all."""
     if get_origin(hint) is Literal:
         return [str(choice) for choice in get_args(hint)]
     arguments = get_args(hint)
@@ -134,8 +134,8 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _expectation(text: str, choices: Sequence[str]) -> str:
-    """`Expected `int`, got `str` - at `$[0]`` without what the path and the value say anyway, and with the words that
-    are allowed in place of `str`."""
+    """`Expected `int`, got `str` - at `$[0]`` without what the message has anyway (path and value), and with the
+    strings that are allowed in place of `str`."""
     text = re.sub(r", got `.*?`| - at `.*`", "", text).replace("`", "")
     if choices:
         text = re.sub(r"\bstr\b", " | ".join(choices), text)

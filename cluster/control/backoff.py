@@ -31,8 +31,8 @@ def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
 
 
 def backoff_s(num_faults: int) -> float:
-    """The pause after so many faults in a row, 1, 2, 4, 8, 16, 30 s, where no life before the last fault was fine; see
-    `next_start`: a row that ends a life that was fine begins with `FIRST_PAUSE_S`, and so waits 0.5, 2, 4 .. 30 s."""
+    """The pause after so many faults in a row, 1, 2, 4, 8, 16, 30 s. After a process that had been healthy the first
+    pause is `FIRST_PAUSE_S` instead (see `next_start`), so that the pauses are 0.5, 2, 4 .. 30 s."""
     return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
 
 
@@ -47,10 +47,10 @@ def faults_in_a_row(num_before: int, ready_for_s: float | None) -> int:
 
 
 class Starts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of the lives of one process."""
+    """The record of the starts of one process."""
 
     count: int = 0
-    """Starts in a row that each followed a short life."""
+    """Starts in a row that each followed a short run."""
     last: float = 0.0
     """When the last one began, after its pause; seconds of the wall clock, which outlives processes."""
 

@@ -43,7 +43,7 @@ class Cluster(ABC):
         self._progress = progress
         self._start_timeout_s = start_timeout_s
         self._started: list[str] = []
-        """Names of processes that progress was told of, and `stop` is to tell of."""
+        """Names of processes that were reported as starting; `stop` reports their end."""
 
     @property
     def plan(self) -> ClusterPlan:
@@ -67,7 +67,7 @@ class Cluster(ABC):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Dangers that a user should know of before it starts."""
+        """Dangers to show to the user before it starts."""
         return ()
 
     def start(self, check_stop: CheckStop = never_stop) -> None:
@@ -88,7 +88,7 @@ class Cluster(ABC):
         while True:
             check_stop()
             state = self.state()
-            self._tell(state_diff.diff(before, state))
+            self._report(state_diff.diff(before, state))
             if failure := state_diff.first_failure(state):
                 raise LaunchError(failure)
             if state.is_settled:
@@ -98,8 +98,8 @@ class Cluster(ABC):
             before = state
             time.sleep(CHECK_STOP_INTERVAL_S)
 
-    def _tell(self, news: Sequence[state_diff.Change]) -> None:
-        for change in news:
+    def _report(self, changes: Sequence[state_diff.Change]) -> None:
+        for change in changes:
             if change.what == "starting":
                 self._started.append(change.name)
             if change.what in ("starting", "ready"):
@@ -111,16 +111,16 @@ class Cluster(ABC):
 
     @abstractmethod
     def state(self) -> ControlState:
-        """The cluster as its controller knows it; the last that was known while the controller is away. An empty one
+        """The controller's observed state; the latest one while the controller is away. An empty one
         before the start. Raises `LaunchError` when the controller is gone for good."""
 
     @abstractmethod
     def control(self, request: ControlRequest) -> ControlReply:
-        """Ask the controller. Raises `LaunchError` when it does not answer."""
+        """Call the controller. Raises `LaunchError` when it does not answer."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Gateway first, then workers, then the rest; tells progress. Idempotent."""
+        """Gateway first, then workers, then the rest; reports progress. Idempotent."""
 
     def __enter__(self) -> Self:
         self.start()

@@ -1,10 +1,11 @@
-"""A worker process's connection to the controller: registers, registers again whenever it breaks, sends heartbeats, and
-learns when the worker is rejected.
+"""A process's connection to the controller: a worker registers, again whenever the connection breaks, and sends
+heartbeats; the controller may reject it. And one blocking call, for operators' programs and for launchers.
 
     start(info) ──Register──> welcome, heartbeats ... ──break──> pause ──> resolve() ──Register──> ...
-                              rejected ──> on_unwanted()
+                              rejected ──> on_rejected()
 
-Losing the controller ends nothing: the worker goes on serving, and the connection is tried again for ever.
+Without the controller the worker serves on, and tries to connect for ever. The connection has a thread of its own with
+blocking calls, so that the worker's event loop stays the only one of its process.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ class RegisterLink(BlockingStream):
     Args:
         resolve: called before every try, because the controller may have moved.
         secret: of the cluster.
-        on_unwanted: called on the link's thread when the worker is to end, once; must not block.
-        turn_s: for how long the worker's engine has been in its present turn; called on a thread of gRPC.
+        on_rejected: called once, on the link's thread, when the worker is to end; must not block.
+        turn_s: for how long the worker's engine has been in its present step; called on a thread of gRPC.
     """
 
     def __init__(
         self,
         resolve: Resolve,
         secret: ClusterSecret,
-        on_unwanted: Callable[[], None],
+        on_rejected: Callable[[], None],
         turn_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(REGISTER, resolve, secret)
         self._turn_s = turn_s
-        self._on_unwanted = on_unwanted
+        self._on_rejected = on_rejected
 
     def start(self, info: WorkerInfo) -> None:
         """Begin to register this incarnation of the worker; returns at once."""
@@ -73,13 +74,15 @@ class RegisterLink(BlockingStream):
                     reply = decode(frame)
                     welcome = True
                     if isinstance(reply, WorkerRejected):
-                        logger.warning("%s: rejected by the controller (%s); stopping", info.worker_id, reply.reason)
-                        self._on_unwanted()
+                        logger.warning("%s: the controller rejected it: %s; stopping", info.worker_id, reply.reason)
+                        self._on_rejected()
                         return
             except (grpc.RpcError, msgspec.MsgspecError) as error:
-                logger.info("%s: connection to the controller broke: %s", info.worker_id, _describe(error))
+                logger.info(
+                    "%s: the connection to the controller broke: %s; reconnecting", info.worker_id, _describe(error)
+                )
             except Exception as error:  # of `resolve`
-                logger.info("%s: the controller cannot be found: %r", info.worker_id, error)
+                logger.info("%s: the controller cannot be found: %r; trying again", info.worker_id, error)
             pause_s = MIN_PAUSE_S if welcome else min(2 * pause_s, MAX_PAUSE_S)
             self._stopped.wait(pause_s)
 
@@ -106,7 +109,7 @@ def report_failure(
             for _ in register(iter((message,)), timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
                 pass
     except Exception as failure:  # of `resolve` or gRPC
-        logger.warning("%s: cannot report the failed start to the controller: %r", worker_id, failure)
+        logger.warning("%s: the failed start could not be reported to the controller: %r", worker_id, failure)
         return False
     return True
 

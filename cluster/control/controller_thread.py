@@ -47,7 +47,7 @@ class ControllerThread:
         return self._controller.state()
 
     def control(self, request: ControlRequest) -> ControlReply:
-        """What the controller answers."""
+        """The controller's reply."""
         return self._call(self._controller.control(request))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -1,17 +1,16 @@
-"""The controller's core: compares what is there with what is wanted, and says what to do. Pure: (event, now) ->
-commands.
+"""The controller's core: reconciles the observed with the desired state. Pure: (event, now) -> commands.
 
     Scale ──> desired sizes ─┐
                              ├─ reconcile ──> start, stop, restart after a pause, drain
     registered, left, ... ───┘       └──────> membership ──Publish──> gateways ──WorkerEmpty──> drained: stop
 
-The worker with the highest index leaves first. A worker that is wanted again while it drains finishes draining, and is
-then started anew. Nothing is drained for longer than `drain_timeout_s`: then it leaves the membership, and gateways
-continue what ran there elsewhere.
+The worker with the highest index leaves first. A worker that becomes desired again while it drains finishes draining,
+and is then started again. Nothing is drained for longer than `drain_timeout_s`: then it leaves the membership, and
+gateways continue what ran there elsewhere.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
-until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they know. A gateway says which
-workers it drains when it joins: an operator's drain goes on under the next controller.
+until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A gateway that joins
+reports which workers it drains: an operator's drain goes on under the next controller.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Settings:
 
     drain_timeout_s: float
     lost_grace_s: float
-    """How long a process that left, and is not known to have ended, may take to come back."""
+    """How long a process that left, and of which no end was reported, may take to come back."""
 
 
 class ControlCore:
@@ -60,16 +59,16 @@ class ControlCore:
     Args:
         sizes: desired size of each pool; their order is the order in which workers are shown.
         running: names of processes that an earlier controller started.
-        life: of this controller; no other has the same.
+        controller_id: part of the ids of its starts; no other controller has the same.
     """
 
     def __init__(
-        self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = (), life: str = ""
+        self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = (), controller_id: str = ""
     ) -> None:
         self._sizes = dict(sizes)
         self._settings = settings
         self._running = frozenset(running)
-        self._life = life
+        self._controller_id = controller_id
         self._num_starts = 0
         self._workers: dict[WorkerId, Worker] = {}
         self._followers: dict[GatewayId, Follower] = {}
@@ -78,13 +77,13 @@ class ControlCore:
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
         """Since when there is a ready worker in each pool."""
-        self._published = MembershipLog(life)
+        self._published = MembershipLog(controller_id)
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
-        """Lives that are to drain, as gateways reported, and that have not registered here."""
+        """Processes that gateways reported as draining, and that have not registered here."""
         self._out: list[Command] = []
         self._to_stop: list[WorkerId] = []
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ observed state
 
     @property
     def sizes(self) -> dict[PoolName, int]:
@@ -115,11 +114,11 @@ class ControlCore:
         )
 
     def membership(self) -> Membership:
-        """The workers that gateways know, as it was published last."""
+        """The workers that gateways route to, as it was published last."""
         return self._published.snapshot()
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
-        """Why a request cannot be followed; None if it can."""
+        """Why a request is refused; None if it is not."""
         if isinstance(request, ScaleRequest):
             return self._scale_refusal(request)
         if isinstance(request, DrainRequest):
@@ -213,18 +212,18 @@ class ControlCore:
                 self._followers.pop(gateway_id, None)
                 if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
                     gateway.enter("lost", due=now + self._settings.lost_grace_s)
-                    gateway.detail = "its line to the controller broke"
+                    gateway.detail = "its connection to the controller broke"
             case events.GatewayStopped():
                 gateway.enter(None)
             case events.MembershipMissed(gateway_id=gateway_id):
                 if gateway_id in self._followers:
-                    self._followers[gateway_id].needs_whole = True
+                    self._followers[gateway_id].needs_snapshot = True
             case events.WorkerEmpty(gateway_id=gateway_id, worker_id=name, incarnation=incarnation):
                 if gateway_id in self._followers:
                     self._followers[gateway_id].empty.add((name, incarnation))
 
     def _begin(self, now: float) -> None:
-        """Count on what an earlier controller started, and end what is not wanted of it."""
+        """Adopt the desired processes that an earlier controller started, and stop the others."""
         grace_end = now + self._settings.lost_grace_s
         for pool, size in self._sizes.items():
             for index in range(size):
@@ -245,18 +244,18 @@ class ControlCore:
         name, incarnation = info.worker_id, info.incarnation
         worker = self._workers.get(name)
         if worker is None or worker.phase == "stopping":
-            reason = f"nobody asked for {name}" if worker is None else "it was told to stop"
-            self._out.append(events.Dismiss(name, incarnation, reason))
-        elif not worker.is_start(info.start_id):
-            self._out.append(events.Dismiss(name, incarnation, "it is of an earlier start, which was to end"))
-        elif worker.phase == "draining" and not worker.is_life(incarnation):
-            self._out.append(events.Dismiss(name, incarnation, "its earlier life was to leave"))
+            reason = f"{name} is not in the desired state" if worker is None else "it is being stopped"
+            self._out.append(events.Reject(name, incarnation, reason))
+        elif not worker.is_latest_start(info.start_id):
+            self._out.append(events.Reject(name, incarnation, "it is of an earlier start, which was replaced"))
+        elif worker.phase == "draining" and not worker.is_current(incarnation):
+            self._out.append(events.Reject(name, incarnation, "the process that it replaces was draining"))
             self._stop(worker)
         elif (misfit := self._misfit(info)) is not None:
-            self._out.append(events.Dismiss(name, incarnation, misfit))
+            self._out.append(events.Reject(name, incarnation, misfit))
             worker.fault("failed", misfit, now)
         else:
-            self._out.append(events.Welcome(name, incarnation))
+            self._out.append(events.Accept(name, incarnation))
             if worker.phase != "draining":
                 worker.ready(info, now)
                 self._resume_drains(now)
@@ -273,25 +272,25 @@ class ControlCore:
 
     def _on_start_failed(self, name: WorkerId, error: str, start_id: str, now: float) -> None:
         worker = self._workers.get(name)
-        if worker is not None and worker.phase in ("starting", "lost", "failed") and worker.is_start(start_id):
+        if worker is not None and worker.phase in ("starting", "lost", "failed") and worker.is_latest_start(start_id):
             worker.fault("failed", error, now)
 
     def _on_left(self, event: events.WorkerLeft, now: float) -> None:
         worker = self._workers.get(event.worker_id)
-        if worker is not None and worker.phase == "ready" and worker.is_life(event.incarnation):
+        if worker is not None and worker.phase == "ready" and worker.is_current(event.incarnation):
             worker.enter("lost", due=now + self._settings.lost_grace_s)
-            worker.detail = "its line to the controller broke"
+            worker.detail = "its connection to the controller broke"
 
     def _on_hung(self, event: events.WorkerHung, now: float) -> None:
         worker = self._workers.get(event.worker_id)
-        if worker is None or not worker.is_life(event.incarnation):
+        if worker is None or not worker.is_current(event.incarnation):
             return
         if worker.phase == "ready":
             worker.enter("lost", due=now + self._settings.lost_grace_s)
         worker.detail, worker.was_killed = f"it {event.why} and was killed", True
 
     def _on_stopped(self, name: WorkerId) -> None:
-        """Gone: started anew if it is wanted. What an earlier controller left of another pool has no record."""
+        """Gone: started again if it is desired. What an earlier controller left of another pool has no record."""
         worker = self._workers.get(name)
         if worker is None:
             return
@@ -356,16 +355,20 @@ class ControlCore:
             worker.enter("starting")
         worker.num_starts += 1
         self._num_starts += 1
-        worker.start_id = f"{self._life}.{self._num_starts}"
+        worker.start_id = f"{self._controller_id}.{self._num_starts}"
         self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id))
 
     def _resume_drains(self, now: float) -> None:
-        """Go on with what an earlier controller began. A life that is neither here nor expected is forgotten."""
+        """Go on with the drains of an earlier controller. A process that is neither here nor expected is forgotten."""
         for name, incarnation in sorted(self._drains):
             worker = self._workers.get(name)
-            if worker is not None and worker.phase == "ready" and worker.is_life(incarnation):
+            if worker is not None and worker.phase == "ready" and worker.is_current(incarnation):
                 self._drain(worker, now)
-            elif worker is not None and worker.phase == "lost" and (worker.info is None or worker.is_life(incarnation)):
+            elif (
+                worker is not None
+                and worker.phase == "lost"
+                and (worker.info is None or worker.is_current(incarnation))
+            ):
                 continue  # it may register yet
             self._drains.discard((name, incarnation))
 
@@ -376,14 +379,14 @@ class ControlCore:
         worker.enter("stopping")
         self._to_stop.append(worker.worker_id)
         for follower in self._followers.values():
-            follower.empty = {life for life in follower.empty if life[0] != worker.worker_id}
+            follower.empty = {key for key in follower.empty if key[0] != worker.worker_id}
 
     def _is_empty(self, worker: Worker) -> bool:
-        """Whether no gateway has anything there. One that cannot be asked may have."""
+        """Whether no gateway has requests there. One that is not connected may have."""
         if worker.info is None:
             return True
-        life = (worker.worker_id, worker.info.incarnation)
-        return self._gateway.phase != "lost" and all(life in f.empty for f in self._followers.values())
+        key = (worker.worker_id, worker.info.incarnation)
+        return self._gateway.phase != "lost" and all(key in f.empty for f in self._followers.values())
 
     def _reconcile_gateway(self, now: float) -> None:
         if self._gateway.phase is not None:
@@ -410,9 +413,9 @@ class ControlCore:
                 if worker.is_member and worker.info is not None
             ]
         )
-        behind = [follower for follower in self._followers.values() if follower.needs_whole]
+        behind = [follower for follower in self._followers.values() if follower.needs_snapshot]
         for follower in behind:
-            follower.needs_whole = False
+            follower.needs_snapshot = False
         if change is not None or behind:
             self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
 

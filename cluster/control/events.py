@@ -1,5 +1,5 @@
-"""What the controller's core is told, and what it answers. Plain frozen data: the server makes the events and executes
-the commands, in order."""
+"""Events that go into the controller's core, and commands that come out. Plain frozen data: the server makes the events
+and executes the commands, in order."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from disagg.proto.messages import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An operator wants pools this large; checked by `ControlCore.refusal` before."""
+    """An operator sets the desired sizes; checked by `ControlCore.refusal` before."""
 
     sizes: Mapping[PoolName, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator wants a new life of this worker; checked by `ControlCore.refusal` before."""
+    """An operator has this worker replaced by a new process; checked by `ControlCore.refusal` before."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRegistered:
-    """A worker listens. Answered with `Welcome` or `Dismiss`."""
+    """A worker listens. Answered with `Accept` or `Reject`."""
 
     info: WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStartFailed:
-    """A worker could not start: its own words, or the launcher's."""
+    """A worker could not start, as itself or the launcher reported."""
 
     worker_id: WorkerId
     error: str
     start_id: str = ""
-    """Of the start that failed, as in `StartWorker`; empty where nobody knows, and then it is the latest."""
+    """Of the start that failed, as in `StartWorker`; empty where that is unknown: then it is the latest."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """The line to that life of a worker broke; its process may live."""
+    """The connection to that process of a worker broke; the process may run."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -52,7 +52,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHung:
-    """That life of a worker shows no life, on a line that stands; it is being killed."""
+    """That process of a worker sends no heartbeats on a connection that stands; it is being killed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -91,19 +91,19 @@ class GatewayJoined:
     pid: int
     http_address: str = ""
     draining: tuple[tuple[WorkerId, Incarnation], ...] = ()
-    """What it drains, as an earlier controller wanted."""
+    """What it drains, as an earlier controller published."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStartFailed:
-    """The gateway could not start: its own words, or the launcher's."""
+    """The gateway could not start, as itself or the launcher reported."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLeft:
-    """The line to a gateway broke; its process may live."""
+    """The connection to a gateway broke; its process may run."""
 
     gateway_id: GatewayId
 
@@ -167,7 +167,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """End these processes, then say `WorkersStopped`."""
+    """End these processes; followed by `WorkersStopped`."""
 
     worker_ids: tuple[WorkerId, ...]
 
@@ -178,27 +178,27 @@ class StartGateway:
 
     workers: tuple[WorkerInfo, ...]
     address: str
-    """Where clients know it from an earlier life; empty the first time."""
+    """Where an earlier process of it listened; empty the first time."""
     http_address: str = ""
     """The same of HTTP; empty the first time, and where it serves none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopGateway:
-    """End the gateway's process, then say `GatewayStopped`."""
+    """End the gateway's process; followed by `GatewayStopped`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """Tell that life of a worker that it belongs."""
+class Accept:
+    """Confirm the registration of that process of a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Tell that life of a worker to end."""
+class Reject:
+    """Refuse that process of a worker, which then ends."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -207,12 +207,12 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Send gateways what is new in the membership."""
+    """Send the change of the membership to gateways."""
 
     change: MembershipChange | None
-    """For every gateway that is not in `whole_for`; None where nothing changed."""
-    whole_for: tuple[GatewayId, ...] = ()
+    """For every gateway that is not in `snapshot_for`; None where nothing changed."""
+    snapshot_for: tuple[GatewayId, ...] = ()
     """Gateways that joined, or missed a change: they get all of it, `ControlCore.membership()`."""
 
 
-Command = StartWorker | StopWorkers | StartGateway | StopGateway | Welcome | Dismiss | Publish
+Command = StartWorker | StopWorkers | StartGateway | StopGateway | Accept | Reject | Publish

@@ -1,4 +1,4 @@
-"""The gateways in the controller's eyes: the one that it starts, and all that follow. Pure.
+"""The gateways in the observed state: the one that the controller starts, and all that follow. Pure.
 
 absent ──StartGateway──> starting ──joined──> ready ──left, exited──> lost ──due──> stopping ──> absent
                             └──> failed ──due──────────────────────────────────────────^
@@ -38,8 +38,8 @@ class Follower:
     pid: int
     http_address: str = ""
     empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
-    """Draining workers on which it has nothing any more."""
-    needs_whole: bool = True
+    """Draining workers on which none of its requests runs any more."""
+    needs_snapshot: bool = True
     """Whether it is to get the whole membership: it got none yet, or missed a change."""
 
     def record(self) -> GatewayRecord:
@@ -56,7 +56,7 @@ class OwnGateway:
     phase: GatewayPhase | None = None
     gateway_id: GatewayId = _NOT_KNOWN
     address: str = ""
-    """Kept after its end: the next life is to listen there."""
+    """Kept after its end: the next process listens there."""
     http_address: str = ""
     """As `address`."""
     pid: int = 0
@@ -68,7 +68,7 @@ class OwnGateway:
     ready_since: float = 0.0
 
     def enter(self, phase: GatewayPhase | None, *, due: float | None = None) -> None:
-        """Go over to `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
+        """Enter `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
         if phase not in TRANSITIONS[self.phase]:
             raise ValueError(f"gateway: {self.phase} -> {phase}")
         self.phase, self.due = phase, due
@@ -81,7 +81,7 @@ class OwnGateway:
         self.ready_since = now
 
     def fault(self, phase: GatewayPhase, why: str, now: float) -> None:
-        """Its process is of no use any more; it is started anew after a pause."""
+        """Its process failed; it is started again after a pause."""
         ready_for_s = now - self.ready_since if self.phase in ("ready", "lost") else None
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)

@@ -30,14 +30,14 @@ class Launcher(Protocol):
     the other. The name of a worker's process is its id, that of the gateway's is `launch.GATEWAY`."""
 
     restarts: bool
-    """Whether a process that ends by itself is started again without being asked (Ray does that)."""
+    """Whether the launcher restarts a process that ends by itself (Ray does that)."""
 
     def running(self) -> frozenset[str]:
         """The names of processes that an earlier controller of this cluster left running. Called once, first."""
         ...
 
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
-        """Begin to start a worker, which registers with the controller by itself, or says there why it cannot start.
+        """Begin to start a worker, which registers with the controller by itself, or reports there why it cannot start.
 
         Raises:
             LaunchError: if not even that can be begun.
@@ -49,8 +49,8 @@ class Launcher(Protocol):
         processes that ended already are fine."""
         ...
 
-    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None:
-        """Begin to start the gateway, which follows the controller by itself, or says there why it cannot start. Raises
+    def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
+        """Begin to start the gateway, which follows the controller by itself, or reports there why it cannot. Raises
         `LaunchError`."""
         ...
 
@@ -59,7 +59,7 @@ class Launcher(Protocol):
         ...
 
     def kill(self, name: str, pid: int) -> None:
-        """End a process that hangs, at once and by force, if its present life still has that process id; else do
+        """End a process that hangs, at once and by force, if its name still has that process id; else do
         nothing. Unlike the others it is called on any thread, at any time."""
         ...
 
@@ -102,15 +102,15 @@ class LauncherThread:
         """Execute it after those before."""
         self._executor.submit(self._execute, command)
 
-    async def look(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What exited, and what is pending."""
-        return await self._loop.run_in_executor(self._executor, self._look)
+    async def poll(self) -> tuple[dict[str, str], dict[str, str]]:
+        """`Launcher.exited` and `Launcher.pending`."""
+        return await self._loop.run_in_executor(self._executor, self._poll)
 
-    def _look(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _poll(self) -> tuple[dict[str, str], dict[str, str]]:
         try:
             return self._launcher.exited(), self._launcher.pending()
         except Exception:  # as in `_execute`
-            logger.exception("the launcher cannot say what happened")
+            logger.exception("the launcher could not be polled; trying again")
             return {}, {}
 
     async def stop(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -128,7 +128,7 @@ class LauncherThread:
             # The barrier: whatever a launcher meets must not end the controller. Starts are tried again; what could
             # not be stopped is counted as gone, so that its place can be taken.
             if not isinstance(error, LaunchError):
-                logger.exception("the launcher failed at %s", command)
+                logger.exception("the launcher could not execute %s", command)
             done = self._failed(command, str(error) if isinstance(error, LaunchError) else describe(error))
         if done is not None:
             self._loop.call_soon_threadsafe(self._on_event, done)
@@ -142,8 +142,8 @@ class LauncherThread:
                 self._launcher.stop_workers(worker_ids)
                 return events.WorkersStopped(worker_ids)
             case events.StartGateway(workers=workers, address=address, http_address=http_address):
-                launch = self._plan.gateway(workers, port_of(address), port_of(http_address))
-                self._launcher.start_gateway(launch, self._address)
+                spec = self._plan.gateway(workers, port_of(address), port_of(http_address))
+                self._launcher.start_gateway(spec, self._address)
             case events.StopGateway():
                 self._launcher.stop_gateway()
                 return events.GatewayStopped()

@@ -1,7 +1,7 @@
 """From the cluster's configuration to the configuration of each process.
 
 worker_config, router_config, gateway_config    the three derivations, pure
-ClusterPlan                                     all of a cluster that is known before its first process starts
+ClusterPlan                                     all of a cluster that is fixed before its first process starts
 plan_cluster, check_gateway                     find mistakes before a model is loaded
 """
 
@@ -54,7 +54,7 @@ TAIL_TOKENS = 32
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a gateway process is told at start."""
+    """All that a gateway process needs at its start."""
 
     gateway: GatewayConfig
     router: RouterConfig
@@ -66,7 +66,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Everything that is known before the first process starts."""
+    """Everything that is fixed before the first process starts."""
 
     config: ClusterConfig
     model_path: str
@@ -96,8 +96,8 @@ class ClusterPlan:
     def gateway(
         self, infos: Sequence[WorkerInfo], port: int | None = None, http_port: int | None = None
     ) -> GatewaySpec:
-        """What the gateway is told when these workers are there, all of one model. `port`, `http_port`: where an
-        earlier life of it listened."""
+        """The gateway's specification once these workers are there, all of one model. `port`, `http_port`: where an
+        earlier process of it listened."""
         config = gateway_config(self.config, self.model_path, infos)
         return GatewaySpec(
             gateway=with_ports(config, port, http_port),
@@ -111,7 +111,7 @@ class ClusterPlan:
 def worker_config(
     config: ClusterConfig, name: PoolName, index: int, model_path: str, available: Sequence[int]
 ) -> WorkerConfig:
-    """What a worker process is told. `model_path` is the resolved checkpoint folder, or `fake`."""
+    """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`."""
     pool = dict(active_pools(config))[name]
     return WorkerConfig(
         **_fields(ModelOptions, config.model),
@@ -137,7 +137,7 @@ def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, An
 
 
 def swap_bytes(pool: PoolConfig) -> int:
-    """What was asked for, or the default of the device."""
+    """The configured size, or the default of the device."""
     if pool.swap_bytes is not None:
         return pool.swap_bytes
     return DEFAULT_SWAP_BYTES if pool.device == "cpu" else 0
@@ -157,7 +157,7 @@ def check_ranks(config: ClusterConfig, model: ModelConfig) -> None:
 
 
 def transport_name(config: ClusterConfig) -> TransportName:
-    """The transport that `auto` stands for, or the one asked for."""
+    """The configured transport, or the one that `auto` stands for."""
     if config.transfer.transport != "auto":
         return config.transfer.transport
     if active_pools(config)[0][1].device != "cpu":
@@ -166,7 +166,7 @@ def transport_name(config: ClusterConfig) -> TransportName:
 
 
 def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo]) -> GatewayConfig:
-    """What the gateway is told. `infos` are the workers, which must all have the same fingerprint."""
+    """The configuration of the gateway. `infos` are the workers, which must all have the same fingerprint."""
     return GatewayConfig(
         **_fields(GatewayOptions, config.gateway),
         model_name=config.model.served_name,
@@ -180,7 +180,7 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
 
 
 def router_config(config: ClusterConfig) -> RouterConfig:
-    """What the router is told."""
+    """The configuration of the router."""
     decode_pool = active_pools(config)[-1][1]
     return RouterConfig(
         **_fields(PlacementOptions, config.placement),
@@ -201,8 +201,8 @@ def seconds(millis: float | None) -> float | None:
 
 def with_ports(config: GatewayConfig, port: int | None, http_port: int | None) -> GatewayConfig:
     """The same gateway at the ports that are given."""
-    known = {"port": port, "http_port": http_port}
-    return msgspec.structs.replace(config, **{name: value for name, value in known.items() if value is not None})
+    ports = {"port": port, "http_port": http_port}
+    return msgspec.structs.replace(config, **{name: value for name, value in ports.items() if value is not None})
 
 
 def port_of(address: str) -> int | None:
@@ -243,5 +243,5 @@ def _check_port(host: str, port: int, advice: str) -> None:
 
 
 def new_secret(network: NetworkConfig) -> ClusterSecret:
-    """What the processes of a new cluster know each other by, and whether they encrypt what they say."""
+    """The secret by which the processes of a new cluster authenticate each other, and whether they encrypt."""
     return ClusterSecret(secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted)

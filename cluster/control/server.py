@@ -3,10 +3,10 @@
     Register, Follow, Control ──┐                    ┌──> replies to workers, membership to gateways
     launcher: exited, pending ──┼──> ControlCore ────┤
     time ───────────────────────┘                    └──> launcher: start, stop (one thread, in order)
-    beats on Register, Follow ─────> Supervisor ────────> launcher: kill
+    heartbeats on Register, Follow ──> Supervisor ──────> launcher: kill
 
-Everything but the launcher runs on one event loop. Losing the controller costs nothing but this: processes serve on,
-and come back when it does.
+Everything but the launcher runs on one event loop. While the controller is away the processes serve on, unchanged; they
+reconnect when it is back.
 """
 
 from __future__ import annotations
@@ -83,19 +83,20 @@ _OPTIONS = (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_Life = tuple[WorkerId, Incarnation]
+_WorkerKey = tuple[WorkerId, Incarnation]
 
 
 class Controller:
-    """Lives on one event loop, that of `start`. Owner of the core, its server and the launcher's thread.
+    """Runs on one event loop, that of `start`. Owner of the core, its server and the launcher's thread.
 
     Args:
         plan: of the cluster.
         launcher: starts and ends the processes; called on one thread.
-        secret: of the cluster; who does not bring it is refused.
+        secret: of the cluster; calls without it are refused.
         host, port: where to listen; port 0 takes any.
-        sizes: desired sizes that an earlier controller had noted; the plan's without.
-        on_scaled: told the desired sizes whenever they change, on the launcher's thread, before the change is made.
+        sizes: desired sizes that an earlier controller saved; the plan's without.
+        on_scaled: called with the desired sizes whenever they change, on the launcher's thread, before the change is
+        made.
     """
 
     def __init__(
@@ -120,17 +121,17 @@ class Controller:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
         self._core: ControlCore | None = None
-        self._launching: LauncherThread | None = None
+        self._launcher_thread: LauncherThread | None = None
         self._server: grpc.aio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
         self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
         self._timer: asyncio.TimerHandle | None = None
-        self._workers: dict[_Life, asyncio.Queue[ControllerToWorker]] = {}
+        self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
         """Encoded, so that what goes to several is encoded once."""
         self._stopping = False
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and stop
 
     async def start(self) -> str:
         """Listen, and begin to start the cluster; returns host:port at once. How that goes: see `state`.
@@ -142,15 +143,15 @@ class Controller:
         running = await loop.run_in_executor(self._executor, self._launcher.running)
         grace_s = RESTART_GRACE_S if self._launcher.restarts else LOST_GRACE_S
         settings = Settings(drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=grace_s)
-        self._core = ControlCore(self._sizes, settings, running, life=uuid.uuid4().hex[:8])
+        self._core = ControlCore(self._sizes, settings, running, controller_id=uuid.uuid4().hex[:8])
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
         await server.start()
         self._server = server
-        self._launching = LauncherThread(self._plan, self._launcher, self._executor, address, self._handle)
+        self._launcher_thread = LauncherThread(self._plan, self._launcher, self._executor, address, self._handle)
         self._handle(events.Tick())
-        self._poller = asyncio.create_task(self._poll(self._launching), name="launcher-poll")
+        self._poller = asyncio.create_task(self._poll(self._launcher_thread), name="launcher-poll")
         self._supervisor.start()
         return address
 
@@ -164,8 +165,8 @@ class Controller:
             await asyncio.gather(self._poller, return_exceptions=True)
             self._poller = None
         await self._supervisor.stop()
-        if self._launching is not None and self._core is not None:
-            await self._launching.stop(self._core.worker_ids)
+        if self._launcher_thread is not None and self._core is not None:
+            await self._launcher_thread.stop(self._core.worker_ids)
         if self._server is not None:
             await self._server.stop(CLOSE_GRACE_S)
             self._server = None
@@ -176,7 +177,7 @@ class Controller:
         return self._state
 
     async def control(self, request: ControlRequest) -> ControlReply:
-        """What CONTROL answers."""
+        """The reply to one `Control` call."""
         assert self._core is not None, "the controller has not started"
         if (refused := self._core.refusal(request)) is not None:
             return refused
@@ -198,9 +199,9 @@ class Controller:
         try:
             commands = self._core.handle(event, time.monotonic())
         except Exception:
-            # A fault of ours. This is the barrier: one event is lost, and what it was about is seen again when time
-            # passes or the process speaks again.
-            logger.exception("the controller failed at %s", event)
+            # A fault of ours. This is the barrier: one event is lost; what it was about shows again with time, or with
+            # the next message of the process.
+            logger.exception("the controller could not handle %s; the event is dropped", event)
             commands = []
         self._state = self._core.state()
         for command in commands:
@@ -209,24 +210,24 @@ class Controller:
 
     def _execute(self, command: events.Command, core: ControlCore) -> None:
         match command:
-            case events.Welcome(worker_id=worker_id, incarnation=incarnation):
+            case events.Accept(worker_id=worker_id, incarnation=incarnation):
                 self._reply(worker_id, incarnation, WorkerWelcome())
-            case events.Dismiss(worker_id=worker_id, incarnation=incarnation, reason=reason):
-                logger.warning("%s is not taken in: %s", worker_id, reason)
+            case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):
+                logger.warning("%s (incarnation %s) is rejected and will stop: %s", worker_id, incarnation, reason)
                 self._reply(worker_id, incarnation, WorkerRejected(reason=reason))
-            case events.Publish(change=change, whole_for=whole_for):
-                self._publish(change, whole_for, core)
+            case events.Publish(change=change, snapshot_for=snapshot_for):
+                self._publish(change, snapshot_for, core)
             case _:
-                assert self._launching is not None, "the controller has not started"
-                self._launching.put(command)
+                assert self._launcher_thread is not None, "the controller has not started"
+                self._launcher_thread.put(command)
 
-    def _publish(self, change: MembershipChange | None, whole_for: Collection[GatewayId], core: ControlCore) -> None:
-        """Where too many changes wait for a gateway it gets the whole membership instead of them."""
+    def _publish(self, change: MembershipChange | None, snapshot_for: Collection[GatewayId], core: ControlCore) -> None:
+        """A gateway for which too many changes wait gets a snapshot of the membership instead."""
         frame = None if change is None else encode(change)
         whole: bytes | None = None
         for gateway_id, frames in self._followers.items():
             is_late = frames.qsize() >= MAX_CHANGES_WAITING
-            if gateway_id in whole_for or is_late:
+            if gateway_id in snapshot_for or is_late:
                 while not frames.empty():
                     frames.get_nowait()
                 whole = whole or encode(core.membership())
@@ -238,9 +239,9 @@ class Controller:
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
             replies.put_nowait(reply)
 
-    def _on_hung(self, life: ProcessIncarnation, why: str) -> None:
-        if life.name != GATEWAY:  # whose end is enough to know
-            self._handle(events.WorkerHung(WorkerId(life.name), Incarnation(life.incarnation), why))
+    def _on_hung(self, process: ProcessIncarnation, why: str) -> None:
+        if process.name != GATEWAY:  # its end is reported anyway
+            self._handle(events.WorkerHung(WorkerId(process.name), Incarnation(process.incarnation), why))
 
     def _set_timer(self, due: float | None) -> None:
         if self._timer is not None:
@@ -250,14 +251,14 @@ class Controller:
             delay_s = max(0.0, due - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, events.Tick())
 
-    async def _poll(self, launching: LauncherThread) -> None:
-        """Ask the launcher what happened by itself, for as long as the controller lives."""
+    async def _poll(self, launcher_thread: LauncherThread) -> None:
+        """Poll the launcher for what happened by itself, until the controller stops."""
         pending: Mapping[str, str] = {}
         while True:
             await asyncio.sleep(LAUNCHER_POLL_S)
-            exited, now_pending = await launching.look()
+            exited, now_pending = await launcher_thread.poll()
             for name, why in exited.items():
-                logger.warning("%s: %s", name, why)
+                logger.warning("%s ended by itself: %s", name, why)
                 self._handle(events.ProcessExited(name, why))
             if now_pending != pending:
                 pending = now_pending
@@ -281,11 +282,11 @@ class Controller:
         if not isinstance(message, WorkerHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker begins with WorkerHello")
         info = message.info
-        life = (info.worker_id, info.incarnation)
-        replies = self._workers[life] = asyncio.Queue[ControllerToWorker]()
+        key = (info.worker_id, info.incarnation)
+        replies = self._workers[key] = asyncio.Queue[ControllerToWorker]()
         watched = ProcessIncarnation(info.worker_id, info.incarnation, info.pid)
         self._supervisor.watch(watched)
-        reader = asyncio.create_task(self._read_beats(requests, watched), name=f"beats-{info.worker_id}")
+        reader = asyncio.create_task(self._read_heartbeats(requests, watched), name=f"heartbeats-{info.worker_id}")
         try:
             self._handle(events.WorkerRegistered(info))
             while True:
@@ -295,15 +296,15 @@ class Controller:
                     return
         finally:
             reader.cancel()
-            if self._workers.get(life) is replies:  # not a later stream of the same life
-                del self._workers[life]
+            if self._workers.get(key) is replies:  # not a later stream of the same life
+                del self._workers[key]
                 self._supervisor.forget(watched)
-                self._handle(events.WorkerLeft(*life))
+                self._handle(events.WorkerLeft(*key))
 
-    async def _read_beats(self, requests: AsyncIterator[bytes], life: ProcessIncarnation) -> None:
-        async for message in _messages(requests, WorkerToController, life.name):
+    async def _read_heartbeats(self, requests: AsyncIterator[bytes], process: ProcessIncarnation) -> None:
+        async for message in _messages(requests, WorkerToController, process.name):
             if isinstance(message, WorkerHeartbeat):
-                self._supervisor.heard(life, message.turn_s)
+                self._supervisor.heartbeat(process, message.turn_s)
 
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         hello = await _decode(await anext(requests, b""), GatewayToController, context)
@@ -311,7 +312,7 @@ class Controller:
             self._handle(events.GatewayStartFailed(hello.error))
             return
         if isinstance(hello, GatewayHeartbeat):
-            await self._read_gateway_beats(hello, requests)
+            await self._read_gateway_heartbeats(hello, requests)
             return
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
@@ -320,7 +321,7 @@ class Controller:
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
         try:
-            draining = tuple((life.worker_id, life.incarnation) for life in hello.draining)
+            draining = tuple((member.worker_id, member.incarnation) for member in hello.draining)
             self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address, draining))
             while True:
                 yield await frames.get()
@@ -332,24 +333,24 @@ class Controller:
                 self._handle(events.GatewayLeft(hello.gateway_id))
 
     async def _read_follower(
-        self, requests: AsyncIterator[bytes], hello: GatewayHello, life: ProcessIncarnation
+        self, requests: AsyncIterator[bytes], hello: GatewayHello, process: ProcessIncarnation
     ) -> None:
         async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):
-                self._supervisor.heard(life)
+                self._supervisor.heartbeat(process)
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
             elif isinstance(message, MembershipRequest):
-                logger.info("gateway %s missed a change of the membership: it gets the whole", hello.gateway_id)
+                logger.info("gateway %s missed a change of the membership: sending a snapshot", hello.gateway_id)
                 self._handle(events.MembershipMissed(hello.gateway_id))
 
-    async def _read_gateway_beats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
-        """Beats of a gateway's thread; they count while its other stream stands."""
-        life = ProcessIncarnation(GATEWAY, first.gateway_id, first.pid)
-        self._supervisor.heard(life, first.turn_s, first.doing)
+    async def _read_gateway_heartbeats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
+        """Heartbeats of a gateway's thread; they count while its other stream stands."""
+        process = ProcessIncarnation(GATEWAY, first.gateway_id, first.pid)
+        self._supervisor.heartbeat(process, first.turn_s, first.doing)
         async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):
-                self._supervisor.heard(life, message.turn_s, message.doing)
+                self._supervisor.heartbeat(process, message.turn_s, message.doing)
 
     async def _control(self, frame: bytes, context: Context) -> bytes:
         return encode(await self.control(await _decode(frame, ControlRequest, context)))
@@ -364,12 +365,12 @@ async def _decode(frame: bytes, kind: Any, context: Context) -> Any:
 
 
 async def _messages(requests: AsyncIterator[bytes], kind: Any, name: str) -> AsyncIterator[Any]:
-    """What comes on a line, until it breaks or brings what nobody can read."""
+    """The messages of a stream, until it breaks or a frame cannot be decoded."""
     decode = decoder(kind).decode
     try:
         async for frame in requests:
             yield decode(frame)
     except msgspec.MsgspecError as error:
-        logger.warning("%s sent a bad frame: %s", name, error)
+        logger.warning("%s sent a frame that cannot be decoded: %s; its later messages are ignored", name, error)
     except grpc.RpcError as error:
-        logger.debug("the line of %s broke: %s", name, error)
+        logger.debug("the connection of %s broke: %s", name, error)

@@ -1,4 +1,5 @@
-"""What happened between two states of a cluster, for people: progress of a start, news of a running one. Pure."""
+"""The difference of two observed states of a cluster, for people: progress of a start, changes of a running one.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ EMPTY_STATE = ControlState(pools=(), workers=(), gateways=())
 
 
 class Change(NamedTuple):
-    """One process went over to something else."""
+    """One process entered another phase."""
 
     name: str
     what: What
@@ -24,26 +25,26 @@ class Change(NamedTuple):
 
 class _Process(NamedTuple):
     phase: WorkerPhase | GatewayPhase
-    life: str
-    """Differs between two lives of one name."""
+    incarnation: str
+    """Differs between two processes of one name."""
     detail: str
 
 
 def diff(before: ControlState | None, after: ControlState) -> list[Change]:
     """What changed, workers in the order of their pools, then the gateway. Without a `before`, all is new.
 
-    A process that was away and is back between the two looks is both `starting` and `ready`.
+    A process that was lost and is back between the two states is both `starting` and `ready`.
     """
     old, new = _processes(before or EMPTY_STATE), _processes(after)
-    news: list[Change] = []
+    changes: list[Change] = []
     for name, process in new.items():
         earlier = old.get(name)
-        if earlier is not None and (earlier.phase, earlier.life) == (process.phase, process.life):
+        if earlier is not None and (earlier.phase, earlier.incarnation) == (process.phase, process.incarnation):
             continue
         if process.phase == "ready" and (earlier is None or earlier.phase == "ready"):
-            news.append(Change(name, "starting"))
-        news.append(Change(name, process.phase, process.detail if process.phase in ("lost", "failed") else ""))
-    return news + [Change(name, "gone") for name in old if name not in new]
+            changes.append(Change(name, "starting"))
+        changes.append(Change(name, process.phase, process.detail if process.phase in ("lost", "failed") else ""))
+    return changes + [Change(name, "gone") for name in old if name not in new]
 
 
 def _processes(state: ControlState) -> dict[str, _Process]:

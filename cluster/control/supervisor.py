@@ -1,13 +1,13 @@
-"""Has processes killed that hang: of the launcher's own, and no others.
+"""Liveness of the launcher's processes, by their heartbeats: one that hangs is killed.
 
-    watch(name, life, pid) ──> heard(life), heard(life), ... ──silence, or one step for too long──> on_hung, then kill
-                                                                                          forget(life) <── line broke
+    watch(process) ──> heartbeat(process), ... ──silence, or one step for too long──> on_hung, then kill
+                                └──> forget(process), when its connection breaks
 
-A process that was stopped keeps its connections, and nobody else would ever end it: Ray reports a process only when it
-is gone. Killing takes a thread of its own, so that it waits for no start or stop of another process. What a kill leaves
-behind is seen as any other end of a process.
+A suspended process keeps its connections, and Ray reports a process only when it is gone: without this it would never
+end. Killing has a thread of its own, so that it does not wait for the start or stop of another process. The launcher
+then reports the end of the process like any other.
 
-Owner: the controller's server; lives on its event loop.
+Owner: the controller's server; runs on its event loop.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessIncarnation(NamedTuple):
-    """One life of a process."""
+    """One run of a process: its name, and what tells it from earlier ones."""
 
     name: str
-    """As the launcher knows it."""
+    """Among the launcher's processes."""
     incarnation: str
     pid: int
 
@@ -41,7 +41,7 @@ class Supervisor:
 
     Args:
         launcher: `kill` is called on a thread of the supervisor's own.
-        on_hung: told before the kill, with why; called on the loop.
+        on_hung: called with the reason before the kill, on the loop.
     """
 
     def __init__(
@@ -57,45 +57,47 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to check."""
         self._task = asyncio.create_task(self._run(), name="supervisor")
 
     async def stop(self) -> None:
-        """Look no longer; returns when no kill is under way. Idempotent."""
+        """Stop checking; returns when no kill is under way. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await asyncio.to_thread(self._executor.shutdown)
 
-    def watch(self, life: ProcessIncarnation) -> None:
-        """This life has a line to the controller."""
-        self._detector.watch(life, self._gateway_stuck_after_s if life.name == GATEWAY else None)
+    def watch(self, process: ProcessIncarnation) -> None:
+        """It has connected to the controller."""
+        self._detector.watch(process, self._gateway_stuck_after_s if process.name == GATEWAY else None)
 
-    def heard(self, life: ProcessIncarnation, turn_s: float | None = None, doing: str = "") -> None:
-        """It spoke, and its engine or event loop has been in its present turn for so long."""
-        self._detector.heartbeat(life, turn_s, doing)
+    def heartbeat(self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "") -> None:
+        """It sent something; `turn_s` is how long its engine or event loop has been in its present step."""
+        self._detector.heartbeat(process, turn_s, doing)
 
-    def forget(self, life: ProcessIncarnation) -> None:
-        """Its line broke. That it ended, or not, is seen otherwise."""
-        self._detector.forget(life)
+    def forget(self, process: ProcessIncarnation) -> None:
+        """Its connection broke. Whether it ended, the launcher reports."""
+        self._detector.forget(process)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for life, why in self._detector.sweep(time.monotonic()):
-                logger.warning("%s (process %d) %s: killing it", life.name, life.pid, why)
-                self._on_hung(life, why)
-                loop.run_in_executor(self._executor, self._kill, loop, life)
+            for process, why in self._detector.sweep(time.monotonic()):
+                logger.warning(
+                    "%s (process %d) %s: killing it; a new process replaces it", process.name, process.pid, why
+                )
+                self._on_hung(process, why)
+                loop.run_in_executor(self._executor, self._kill, loop, process)
             await asyncio.sleep(SWEEP_S)
 
-    def _kill(self, loop: asyncio.AbstractEventLoop, life: ProcessIncarnation) -> None:
+    def _kill(self, loop: asyncio.AbstractEventLoop, process: ProcessIncarnation) -> None:
         try:
-            self._launcher.kill(life.name, life.pid)
+            self._launcher.kill(process.name, process.pid)
         except Exception:  # whatever a launcher met must not end the controller
-            logger.exception("%s (process %d) could not be killed; that is tried again", life.name, life.pid)
-            loop.call_soon_threadsafe(self._watch_again, life)
+            logger.exception("%s (process %d) could not be killed; trying again later", process.name, process.pid)
+            loop.call_soon_threadsafe(self._watch_again, process)
 
-    def _watch_again(self, life: ProcessIncarnation) -> None:
-        if life in self._detector:
-            self.watch(life)
+    def _watch_again(self, process: ProcessIncarnation) -> None:
+        if process in self._detector:
+            self.watch(process)

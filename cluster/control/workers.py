@@ -1,4 +1,4 @@
-"""One worker in the controller's eyes: its phases, and which may follow which. Pure.
+"""One worker in the observed state: its phases, and which may follow which. Pure.
 
              registered            Scale, Drain             empty or late
 starting ───────────────> ready ───────────────> draining ───────────────> stopping ──> gone, or starting again
@@ -6,7 +6,7 @@ starting ───────────────> ready ──────
    │  └── retry ──┐  left │   │ registered                                   │
    v              │       v   │                                              │
  failed ──────────┼──>   lost ───────────────────────────────────────────────┘
-                  └── by way of `stopping`, so that nothing of the earlier life is left
+                  └── by way of `stopping`, so that nothing of the earlier process is left
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def worker_id(pool: PoolName, index: int) -> WorkerId:
 def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
     """Pool and index of a name that `worker_id` made; no pool for any other name."""
     text, _, index = name.rpartition("-")
-    pool: PoolName | None = next((known for known in get_args(PoolName) if known == text), None)
+    pool: PoolName | None = next((name for name in get_args(PoolName) if name == text), None)
     return (pool, int(index)) if pool is not None and index.isdecimal() else (None, 0)
 
 
@@ -51,7 +51,7 @@ class Worker:
     index: int
     phase: WorkerPhase = "starting"
     info: WorkerInfo | None = None
-    """Of its present life, until its process is known to be gone."""
+    """Of its present process, until that is gone."""
     start_id: str = ""
     """Of the latest start; empty where an earlier controller started it and it has not registered here."""
     num_starts: int = 0
@@ -68,21 +68,21 @@ class Worker:
     """Because it hung; `detail` says how."""
 
     def enter(self, phase: WorkerPhase, *, due: float | None = None) -> None:
-        """Go over to `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
+        """Enter `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
         if phase not in TRANSITIONS[self.phase]:
             raise ValueError(f"{self.worker_id}: {self.phase} -> {phase}")
         self.phase, self.due = phase, due
 
     def ready(self, info: WorkerInfo, now: float) -> None:
-        """That life of it can be used."""
-        if self.phase != "starting" and not self.is_life(info.incarnation):
+        """That process of it can be used."""
+        if self.phase != "starting" and not self.is_current(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
         self.info, self.ready_since, self.was_killed = info, now, False
         self.start_id = info.start_id
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
-        """Its process is of no use any more; it is started anew after a pause."""
+        """Its process failed; it is started again after a pause."""
         ready_for_s = None if self.info is None else now - self.ready_since
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)
@@ -90,15 +90,15 @@ class Worker:
 
     @property
     def is_member(self) -> bool:
-        """Whether gateways should know it. A lost one may live: its own sessions tell them better than we can."""
+        """Whether it is in the gateways' membership. A lost one may run: gateways detect that by their own sessions."""
         return self.info is not None and self.phase in ("ready", "lost", "draining")
 
-    def is_life(self, incarnation: Incarnation) -> bool:
-        """Whether that is its present life."""
+    def is_current(self, incarnation: Incarnation) -> bool:
+        """Whether that is its present process."""
         return self.info is not None and self.info.incarnation == incarnation
 
-    def is_start(self, start_id: str) -> bool:
-        """Whether that is its latest start, as far as anybody knows."""
+    def is_latest_start(self, start_id: str) -> bool:
+        """Whether that is its latest start; true where one of the two is unknown."""
         return not (start_id and self.start_id) or start_id == self.start_id
 
     def record(self) -> WorkerRecord:

@@ -1,8 +1,8 @@
-"""The gateway in this process: the composition of the public server with the router and the line to the controller, on
-one asyncio loop in a thread.
+"""The gateway in this process: the composition of the public server with the router and the connection to the
+controller, on one asyncio loop in a thread.
 
-    router connects to the workers it was told of -> server listens -> hello to the controller, whose membership it
-    follows from then on
+    router connects to the workers of its specification -> server listens -> hello to the controller, whose membership
+    it follows from then on
 
 Imports nothing of the engine: a gateway process loads neither torch nor transformers.
 """
@@ -31,20 +31,20 @@ from disagg.router.shell.server import RouterServer
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
-"""How long the workers, which listen already, may take to greet the router. What is missing then is followed further:
-the controller knows whether it comes back."""
+"""How long the workers, which listen already, may take to connect to the router. It goes on connecting to those that
+are missing then, until the controller takes them out of the membership."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that renders or tokenizes may keep the interpreter from the event loop, which asks for it after
-each look at its sockets. With the five milliseconds of Python, a token that passes several turns waits for each."""
+"""How long a thread that renders or tokenizes may keep the interpreter from the event loop, which needs it after
+each poll of its sockets. With the five milliseconds of Python, a token that passes several turns waits for each."""
 
 
 class GatewayHost:
     """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
     finds."""
 
-    def __init__(self, launch: GatewaySpec, resolve: Resolve, secret: ClusterSecret) -> None:
-        self._launch = launch
+    def __init__(self, spec: GatewaySpec, resolve: Resolve, secret: ClusterSecret) -> None:
+        self._spec = spec
         self._resolve = resolve
         self._secret = secret
         self._ready = threading.Event()
@@ -57,12 +57,12 @@ class GatewayHost:
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.crashed = threading.Event()
-        self.unwanted = threading.Event()
-        """Set when the controller wants no such gateway: the process should end."""
+        self.rejected = threading.Event()
+        """Set when the controller rejected it: the process should end."""
 
     def start(self) -> None:
-        """Connect to the workers, listen, tell the controller; see `Host`."""
-        pin_process(self._launch.cores)
+        """Connect to the workers, listen, register with the controller; see `Host`."""
+        pin_process(self._spec.cores)
         allow_open_files()
         self._thread.start()
         self._ready.wait()
@@ -86,7 +86,7 @@ class GatewayHost:
                 runner.run(self._main(selector.times))
         except BaseException as error:
             if self._ready.is_set():
-                logger.exception("the gateway died")
+                logger.exception("the gateway crashed; its process ends and is started again")
                 self.crashed.set()
             else:
                 self._error = error
@@ -94,11 +94,11 @@ class GatewayHost:
             self._ready.set()
 
     async def _main(self, times: LoopTimes) -> None:
-        launch, watch = self._launch, LoopWatch(times)
+        spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        router = RouterServer(launch.router, launch.gateway_id, list(launch.workers), self._secret)
-        link = ControllerLink(launch.gateway_id, self._resolve, router, self._secret, launch.workers)
-        beats = HeartbeatConnection(launch.gateway_id, self._resolve, self._secret, watch.state)
+        router = RouterServer(spec.router, spec.gateway_id, list(spec.workers), self._secret)
+        link = ControllerLink(spec.gateway_id, self._resolve, router, self._secret, spec.workers)
+        heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state)
         try:
             gateway = await self._open(router, link, times)
         except Exception as error:
@@ -112,18 +112,18 @@ class GatewayHost:
             times.forget()
             watch.start()
             link.start(gateway.address, os.getpid(), self.http_address)
-            beats.start()
+            heartbeats.start()
             self._ready.set()
             await self._stop.wait()
         finally:
             await gateway.stop()
-            await asyncio.to_thread(beats.stop)
+            await asyncio.to_thread(heartbeats.stop)
             await link.stop()
             watch.stop()
             await router.stop()
 
     async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
-        gateway = GatewayServer(self._launch.gateway, router, control=link.call, loop_times=times)
+        gateway = GatewayServer(self._spec.gateway, router, control=link.call, loop_times=times)
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)

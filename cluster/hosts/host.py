@@ -1,14 +1,14 @@
-"""What a process of a cluster holds, a worker (`worker_host.py`) or the gateway (`gateway_host.py`), and its life as a
-child process of the launcher without Ray.
+"""What a process of a cluster holds, a worker (`worker_host.py`) or the gateway (`gateway_host.py`), and how it
+runs as a child process of the launcher without Ray.
 
     host = WorkerHost(config, resolve, secret) or GatewayHost(spec, resolve, secret)
-    host.start();  ...  host.crashed or host.unwanted?  ...;  host.stop()
+    host.start();  ...  host.crashed or host.rejected?  ...;  host.stop()
 
     child process: configuration on standard input -> host.start() -> SIGTERM or the parent's end -> host.stop()
 
 Both launchers use hosts: the child processes of `processes.py` and the actors of `on_ray/host_actor.py`. A host reports
 to the controller by itself, also when it cannot start; `resolve` returns where the controller is now. Exit status of a
-child process: 0 after a stop, or when the controller has no use for it; 1 when the start failed; 3 when the running
+child process: 0 after a stop, or when the controller rejected it; 1 when the start failed; 3 when the running
 process broke.
 """
 
@@ -32,11 +32,11 @@ from disagg.proto.connections.blocking_stream import Resolve
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-"""What running work gets to end when a process is told to stop."""
+"""How long running work may take to end when a process is stopped."""
 
 
 class StartError(RuntimeError):
-    """A host could not start. Its log has the reason with its traceback, and the controller was told."""
+    """A host could not start. Its log has the reason with its traceback, and it was reported to the controller."""
 
 
 class Host(Protocol):
@@ -44,8 +44,8 @@ class Host(Protocol):
 
     crashed: threading.Event
     """Set when it can no longer work: the process should end, with a fault."""
-    unwanted: threading.Event
-    """Set when the controller has no use for it: the process should end."""
+    rejected: threading.Event
+    """Set when the controller rejected it: the process should end."""
 
     def start(self) -> None:
         """Blocks until it can be used. Raises `StartError`; then nothing is left but the process, which should end."""
@@ -75,12 +75,12 @@ class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_
 
 def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Host]) -> int:
     """Be a child process with this configuration type and content; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     stop = StopFlag(signal.SIGTERM)
     setup_logging(os.environ)
     try:
         with stop.interruptible():
-            config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # mypy knows no type arguments at run time
+            config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # a type argument at run time
             terminate_when_orphaned()
             host = make_host(config.content, lambda: config.controller, config.secret)
             host.start()
@@ -90,7 +90,7 @@ def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Ho
         if not isinstance(error, StartError):  # which the host has logged
             logger.exception("could not start")
         return EXIT_START_FAILED
-    while not (stop.wait(POLL_S) or host.crashed.is_set() or host.unwanted.is_set()):
+    while not (stop.wait(POLL_S) or host.crashed.is_set() or host.rejected.is_set()):
         pass
     crashed = host.crashed.is_set()
     host.stop()

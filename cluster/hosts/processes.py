@@ -61,7 +61,7 @@ class Child:
     process: Process
     log: Path
     reported: bool = False
-    """Whether it was told that it ended by itself."""
+    """Whether `exited` has returned it."""
 
     def why_ended(self) -> str:
         """How it ended, with the end of its log; waits for the end."""
@@ -109,9 +109,9 @@ class ProcessLauncher:
         self._secret = secret
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
-        """The latest life of each name, until it is stopped; guarded by the lock."""
+        """The latest process of each name, until it is stopped; guarded by the lock."""
         self.killed: list[str] = []
-        """Names of processes that did not end when told to."""
+        """Names of processes that had to be killed."""
 
     def running(self) -> frozenset[str]:
         """See `Launcher`: children end with their parent."""
@@ -121,9 +121,9 @@ class ProcessLauncher:
         """See `Launcher`."""
         self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
 
-    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None:
+    def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
         """See `Launcher`."""
-        self._start(GATEWAY, GATEWAY_MODULE, launch, controller_address, 1)
+        self._start(GATEWAY, GATEWAY_MODULE, spec, controller_address, 1)
 
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
         """See `Launcher`."""
@@ -153,7 +153,7 @@ class ProcessLauncher:
         return {}
 
     def pid(self, name: str) -> int:
-        """The process id of the latest life of a name; raises `KeyError`."""
+        """The id of the latest process of a name; raises `KeyError`."""
         with self._lock:
             return self._children[name].process.pid
 
@@ -196,7 +196,7 @@ class ProcessCluster(Cluster):
     ) -> None:
         super().__init__(config, progress, start_timeout_s)
         self.secret = new_secret(config.network)
-        """What its processes know each other by."""
+        """By which its processes authenticate each other."""
         self._keep_logs = log_dir is not None
         self._log_dir = log_dir
         self._launcher: ProcessLauncher | None = None
@@ -204,7 +204,7 @@ class ProcessCluster(Cluster):
 
     @property
     def killed(self) -> list[str]:
-        """Processes that did not end when told to."""
+        """Names of processes that had to be killed."""
         return self._launcher.killed if self._launcher is not None else []
 
     def pid(self, name: str) -> int:
@@ -227,17 +227,17 @@ class ProcessCluster(Cluster):
         return self._log_dir
 
     def state(self) -> ControlState:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         return self._controller.state() if self._controller is not None else state_diff.EMPTY_STATE
 
     def control(self, request: ControlRequest) -> ControlReply:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         if self._controller is None:
             raise LaunchError("the cluster was not started")
         return self._controller.control(request)
 
     def stop(self) -> None:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.stop()

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "disagg.cluster.hosts.rank_process"
 LEAVE_TIMEOUT_S = 2.0
-"""What followers get to end by themselves: rank 0 has told them, or is gone."""
+"""How long followers may take to end by themselves once rank 0 has stopped them, or is gone."""
 STOP_TIMEOUT_S = 2.0
 """What they get after SIGTERM, before SIGKILL."""
 EXPECTED = (0, -signal.SIGTERM)
@@ -81,13 +81,13 @@ def die_with_parent() -> None:
 
 
 class RankProcesses:
-    """Implements `link.Ranks`. Owner of the processes."""
+    """Implements `interfaces.Ranks`. Owner of the processes."""
 
     def __init__(self, processes: Mapping[str, Process]) -> None:
         self._processes = dict(processes)
 
     def stop(self) -> None:
-        """See `link.Ranks`. Tells the log how those ended that were not told to."""
+        """See `interfaces.Ranks`. Logs how those ended that were not stopped."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         for process in self._processes.values():
             try:
@@ -97,14 +97,14 @@ class RankProcesses:
         end(list(self._processes.values()), STOP_TIMEOUT_S)
         for name, process in self._processes.items():
             if process.returncode not in EXPECTED:
-                logger.error("%s: %s", name, describe_exit(process.returncode))
+                logger.error("%s ended: %s", name, describe_exit(process.returncode))
         self._processes.clear()
 
 
 def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
     """What starts the followers of a worker with this configuration, the whole worker's, as children of this process.
 
-    To be called on a thread that lives as long as the worker: they die with it.
+    To be called on a thread that runs as long as the worker: they end with it.
     """
 
     def start(leader_address: str) -> RankProcesses:
@@ -124,7 +124,7 @@ def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
 
 def main() -> int:
     """The process; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which tells the worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops the worker
     setup_logging(os.environ)
     try:
         start = read_config(RankStart)

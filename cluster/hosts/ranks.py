@@ -1,7 +1,7 @@
 """The ranks of one worker, as whoever starts them sees them. Pure.
 
-A worker of `tp` ranks is `tp` processes. Rank 0 is the worker for everybody else, and has its name; the others are its
-followers. `WorkerConfig` is one for all of them; `rank_config` is what of it differs.
+A worker of `tp` ranks is `tp` processes. Rank 0 is the worker for all other processes, and has its name; the others are
+its followers. `WorkerConfig` is one for all of them; `rank_config` is what of it differs.
 """
 
 from __future__ import annotations

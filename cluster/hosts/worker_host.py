@@ -49,8 +49,8 @@ class WorkerHost:
         roles = [ROLE_FACTORIES[role] for role in config.roles]
         self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
         self.crashed = self._worker.crashed
-        self.unwanted = threading.Event()
-        self._link = RegisterLink(resolve, secret, self.unwanted.set, self._worker.turn_s)
+        self.rejected = threading.Event()
+        self._link = RegisterLink(resolve, secret, self.rejected.set, self._worker.turn_s)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""

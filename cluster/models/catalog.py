@@ -57,7 +57,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 
 Progress = Callable[[str], None]
-"""Told, in a few words, what is being done."""
+"""Called with a short text for each step."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def resolve_model(name_or_path: str, cache: Path | None = None) -> Path:
     """The folder of an imported model, or of a checkpoint folder given by path.
 
     Raises:
-        ConfigError: if there is none, where it says how to import it, or if a file has changed since its import.
+        ConfigError: if there is none (the message has the import command), or if a file has changed since its import.
     """
     folder = _find_model(name_or_path, cache or cache_dir())
     check_files(folder)
@@ -288,7 +288,7 @@ def copy_checkpoint(source: Path, staging: Path) -> None:
     for name in (*_CONFIG_FILES, *_TOKENIZER_FILES, "model.safetensors.index.json"):
         if (source / name).is_file():
             if name.endswith(".json"):
-                _read_json(source / name)  # an error names the file that the user knows
+                _read_json(source / name)  # an error names the user's own file
             shutil.copyfile(source / name, staging / name)
     _complete(staging)
 

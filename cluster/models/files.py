@@ -1,4 +1,5 @@
-"""The files of an imported model: `manifest.json` says what an import wrote, and what is there can be held against it.
+"""The files of an imported model: `manifest.json` lists what an import wrote, and what is there can be compared with
+it.
 
 write_manifest    SHA-256, size and time of each file
 check_files       at a start: sizes and times, which costs nothing; what has another time is hashed
@@ -28,7 +29,7 @@ _FICLONE: Final = 0x40049409
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file system said of a file when its content was known to be right."""
+    """The file system's attributes of a file when its content was verified."""
 
     size: int
     mtime_ns: int
@@ -38,7 +39,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What an import wrote."""
 
     source: str
-    """Where the model came from, as the user said it."""
+    """Where the model came from, as the user named it."""
     sha256: dict[str, str]
     """File name -> SHA-256 of its bytes."""
     stamps: dict[str, Stamp] = {}
@@ -85,7 +86,11 @@ def check_files(folder: Path) -> None:
         try:
             _write(folder, msgspec.structs.replace(manifest, stamps=stamps))
         except OSError as error:  # a cache that only others may write: it is hashed again the next time
-            logger.warning("%s: the times of its files cannot be noted (%s)", folder, error.strerror)
+            logger.warning(
+                "%s: the times of its files cannot be saved (%s); the next start reads them again",
+                folder,
+                error.strerror,
+            )
 
 
 def changed_files(folder: Path) -> list[str]:

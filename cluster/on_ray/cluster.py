@@ -4,7 +4,7 @@ token and no KV byte goes through it.
     start()   private Ray (or join one) -> controller actor -> it starts workers, then the gateway -> all of them ready
     stop()    controller: gateway stops, workers stop -> Ray goes -> its folder goes
 
-The controller is asked over gRPC, like everybody does; Ray starts it again where it dies, and the rest serves on.
+The controller is called over gRPC; Ray starts it again when it crashes, and the rest serves on.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class RayCluster(Cluster):
             else JoinedSession(config.ray.address)
         )
         self._controller: Any | None = None
-        self._line = ""
+        self._controller_address = ""
         """host:port of the controller, where it was last."""
         self._secret: ClusterSecret | None = None
         self._state: ControlState = state_diff.EMPTY_STATE
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         return auth_warnings(os.environ) if self._is_private else ()
 
     def _open(self, check_stop: CheckStop) -> None:
@@ -72,29 +72,29 @@ class RayCluster(Cluster):
         settings = ControllerSettings(config=self._plan.config, cores=cores, is_private=self._is_private)
         self._controller = create_controller(settings, detached=False)
         self._secret = ray_store.cluster_secret()
-        self._line = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
+        self._controller_address = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
 
     def state(self) -> ControlState:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         if self._controller is None:
             return self._state
         try:
-            reply = self._ask(StateRequest())
+            reply = self._call(StateRequest())
         except UnavailableError:
             return self._state
-        assert isinstance(reply, ControlState), f"a state was asked for; got {reply}"
+        assert isinstance(reply, ControlState), f"the controller replied to a StateRequest with {reply}"
         self._state = reply
         return reply
 
     def control(self, request: ControlRequest) -> ControlReply:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         try:
-            return self._ask(request)
+            return self._call(request)
         except UnavailableError as error:
             raise LaunchError(str(error)) from None
 
-    def _ask(self, request: ControlRequest) -> ControlReply:
-        """What the controller answers. Ray is asked only where it does not: it may have moved, or be gone.
+    def _call(self, request: ControlRequest) -> ControlReply:
+        """The controller's reply. Only without one it is looked up in Ray: it may have moved, or be gone.
 
         Raises:
             UnavailableError: while it is away.
@@ -103,15 +103,15 @@ class RayCluster(Cluster):
         if self._secret is None:
             raise UnavailableError("the cluster was not started", "controller_away")
         try:
-            return call_controller(self._line, request, self._secret)
+            return call_controller(self._controller_address, request, self._secret)
         except UnavailableError:
             if find_controller() is None:
                 raise LaunchError("the controller is gone for good; Ray does not start it again") from None
-            self._line = controller_address() or self._line
+            self._controller_address = controller_address() or self._controller_address
             raise
 
     def stop(self) -> None:
-        """See `launch.Cluster`."""
+        """See `Cluster`."""
         controller, self._controller = self._controller, None
         if self._session.is_open and controller is not None and self._session.has_head:
             end_controller(controller)  # else the session ends all processes of its Ray

@@ -13,7 +13,7 @@ import msgspec
 from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.control.server import Controller
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, note_start, was_restarted
+from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, record_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
 from disagg.cluster.system.children import LaunchError
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ControllerActor:
     """The controller with its launcher, on an asyncio loop in a thread of its own.
 
-    A first life that cannot start says so in `answer` and waits to be killed. A later one has nobody to tell: it ends,
-    and Ray starts it again.
+    A first process that cannot start returns the error by `answer` and waits to be killed. A later one ends, and Ray
+    starts it again.
     """
 
     def __init__(self, settings: bytes) -> None:
@@ -60,16 +60,16 @@ class ControllerActor:
         try:
             asyncio.run(self._main())
         except Exception as error:
-            logger.exception("the controller ended")
+            logger.exception("the controller crashed; workers and gateway serve on")
             if self._answered.is_set() or was_restarted():
                 os._exit(EXIT_CRASHED)
             text = str(error) if isinstance(error, LaunchError) else describe(error)
-            self._tell(ControllerAnswer(error=text, pid=os.getpid()))
+            self._set_answer(ControllerAnswer(error=text, pid=os.getpid()))
 
     async def _main(self) -> None:
         settings = self._settings
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        await asyncio.sleep(note_start(CONTROLLER))
+        await asyncio.sleep(record_start(CONTROLLER))
         plan = plan_cluster(settings.config)
         pin_process(plan.cores.gateway if settings.is_private else ())
         controller = Controller(
@@ -84,7 +84,7 @@ class ControllerActor:
         try:
             address = await self._listen(controller)
             ray_store.save(ray_store.CONTROLLER_ADDRESS, address)
-            self._tell(ControllerAnswer(address=address, pid=os.getpid()))
+            self._set_answer(ControllerAnswer(address=address, pid=os.getpid()))
             await self._stop.wait()
         finally:
             await controller.stop()
@@ -96,6 +96,6 @@ class ControllerActor:
             port = self._settings.config.controller.port
             raise LaunchError(f"controller.port: cannot listen on {port}: {error}") from None
 
-    def _tell(self, answer: ControllerAnswer) -> None:
+    def _set_answer(self, answer: ControllerAnswer) -> None:
         self._answer = answer
         self._answered.set()

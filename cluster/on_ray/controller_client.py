@@ -1,5 +1,5 @@
-"""The controller's actor, from outside: made, found, asked, ended. Used by `disagg up`, whose controller ends with it,
-and by `disagg cluster`, whose controller stands by itself in a Ray cluster.
+"""The controller's actor, from outside: created, found, called, ended. Used by `disagg up`, whose controller ends with
+it, and by `disagg cluster`, whose controller stands by itself in a Ray cluster.
 
 All of it needs an open `ray_session.Session`.
 """
@@ -123,21 +123,21 @@ def sweep() -> None:
     ray_store.clear()
 
 
-def changed_sizes(running: ClusterConfig, asked: ClusterConfig) -> dict[PoolName, int]:
+def changed_sizes(running: ClusterConfig, requested: ClusterConfig) -> dict[PoolName, int]:
     """The pool sizes in which a configuration differs from the one that runs.
 
     Raises:
         LaunchError: naming what else differs; that cannot be changed while the cluster runs.
     """
-    other = sorted(set(_values(running).items()) ^ set(_values(asked).items()))
-    sizes = {f"pools.{name}.size": name for name, _ in active_pools(asked)}
+    other = sorted(set(_values(running).items()) ^ set(_values(requested).items()))
+    sizes = {f"pools.{name}.size": name for name, _ in active_pools(requested)}
     names = {path for path, _ in other}
     if fixed := sorted(names - set(sizes)):
         raise LaunchError(
             f"a cluster runs here with another configuration ({', '.join(fixed)} differ); end it first with "
             "`disagg cluster stop`"
         )
-    return {sizes[path]: dict(active_pools(asked))[sizes[path]].size for path in names}
+    return {sizes[path]: dict(active_pools(requested))[sizes[path]].size for path in names}
 
 
 def _values(config: ClusterConfig) -> dict[str, str]:

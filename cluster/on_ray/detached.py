@@ -38,10 +38,10 @@ from disagg.proto.errors import UnavailableError
 POLL_INTERVAL_S = 0.2
 
 
-def ray_address(config: ClusterConfig, asked: str | None) -> str:
+def ray_address(config: ClusterConfig, option: str | None) -> str:
     """The Ray cluster to join: the command line's, or the file's, where `local` means nothing."""
-    if asked is not None:
-        return asked
+    if option is not None:
+        return option
     return AUTO if config.ray.address == "local" else config.ray.address
 
 
@@ -126,7 +126,7 @@ def _state() -> ControlState:
         state = call_controller(StateRequest())
     except UnavailableError as error:
         raise LaunchError(str(error)) from None
-    assert isinstance(state, ControlState), f"a state was asked for; got {state}"
+    assert isinstance(state, ControlState), f"the controller replied to a StateRequest with {state}"
     return state
 
 

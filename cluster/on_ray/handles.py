@@ -1,6 +1,6 @@
 """Actors and placement groups of ours in Ray: found, described, stopped, killed.
 
-A process that hangs is killed by its process id, on whatever node it is: `ray.kill` asks the process itself first, and
+A process that hangs is killed by its process id, on whatever node it is: `ray.kill` calls the process itself first, and
 waits five seconds for one that cannot answer. A process id means something on its own node only: there, a process is
 killed if it is an actor of ours and has the same parent as the one that kills, which is the node's raylet. Ray sees the
 end of the process and starts the actor again.
@@ -81,7 +81,7 @@ def remove_group(name: str) -> None:
 
 
 def actor_info(actor: Any) -> dict[str, Any]:
-    """What Ray's head knows of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. One that it has forgotten
+    """Ray's record of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. One that it has forgotten
     is DEAD."""
     from ray._private.state import actors
 
@@ -102,7 +102,7 @@ def why_dead(info: dict[str, Any]) -> str:
 
 
 def unmet_needs(group: Any) -> str:
-    """What no node has for a placement group; empty if it is placed, or was asked for just now."""
+    """What no node has for a placement group; empty if it is placed, or was requested just now."""
     import ray
 
     info = ray.util.placement_group_table(group)
@@ -119,7 +119,7 @@ def kill_actor_process(info: dict[str, Any], pid: int) -> None:
     """Kill the process of an actor if it still is that one.
 
     Args:
-        info: what Ray's head knows of the actor, see `actor_info`.
+        info: Ray's record of the actor, see `actor_info`.
 
     Raises:
         RayError: if its node does not do it.

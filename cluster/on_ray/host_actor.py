@@ -1,13 +1,13 @@
 """What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`). A worker's other
 ranks are in `ranks.py`, the controller is in `controller.py`.
 
-An actor *is* the process: its content runs on threads of its own, begun when the actor is made, and no actor method is
-needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
+An actor *is* the process: its content runs on threads of its own, started when the actor is made, and no actor method
+is needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
 controller by name, and registers there.
 
-    life begins ──pause after many short ones──> host.start() ──> serves ──┬── crashed ──> exit; Ray starts it again
-                                                     │ fails               └── unwanted, or no controller any more ─┐
-                                                     └────────> told to the controller ──> leaves Ray for good <────┘
+    begins ──pause after many short runs───────> host.start() ──> serves ──┬── crashed ──> exit; Ray starts it again
+                                                     │ fails               └── rejected, or no controller any more ─┐
+                                                     └──> reported to the controller ────> leaves Ray for good <────┘
 
 Arguments and answers are JSON, so that Ray carries only bytes.
 """
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 LOOPBACK: Final = "127.0.0.1"
 POLL_S: Final = 0.2
 ORPHAN_GRACE_S: Final = 5.0
-"""How long a controller may be unknown to Ray before those who belong to it end themselves."""
+"""How long Ray may have no controller before its processes end themselves."""
 EXIT_CRASHED: Final = 3
 
 
 class ControllerFinder:
     """Where the controller is now; a `Resolve`. Ray moves it, but keeps its name while it is to live.
 
-    Nobody is left to end us when Ray knows that name no more, for instance after the program that owned the controller
-    was killed: `orphaned` is set then.
+    Once Ray has no such name any more, for instance after the program that owned the controller was killed, this
+    process would never be ended: `orphaned` is set then.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ControllerFinder:
             ray.get_actor(CONTROLLER, ray_store.NAMESPACE)
         except ValueError:
             self._on_unknown(time.monotonic())
-            raise LookupError("Ray knows no controller") from None
+            raise LookupError("Ray has no actor of a controller") from None
         self._unknown_since = None
         address = ray_store.load(ray_store.CONTROLLER_ADDRESS, str)
         if address is None:
@@ -97,7 +97,7 @@ class HostActor:
         self._host: Host | None = None
         """Once it has started."""
         self._stopping = threading.Event()
-        threading.Thread(target=self._live, args=(content,), name="life", daemon=True).start()
+        threading.Thread(target=self._run, args=(content,), name="host", daemon=True).start()
 
     def stop(self) -> None:
         """Blocks until nothing of it is left but the process. What still starts is left to be killed."""
@@ -105,15 +105,17 @@ class HostActor:
         if self._host is not None:
             self._host.stop()
 
-    def _live(self, content: bytes) -> None:
+    def _run(self, content: bytes) -> None:
         try:
-            self._stopping.wait(note_start(self._settings.name))
+            self._stopping.wait(record_start(self._settings.name))
             if self._stopping.is_set():
                 return
             host = self._begin(content)
         except Exception as error:
             logger.exception("%s: could not start", self._settings.name)
-            ray_store.save(ray_store.failure_key(self._settings.name), describe(error))  # if the host has not told it
+            ray_store.save(
+                ray_store.failure_key(self._settings.name), describe(error)
+            )  # if the host has not reported it
             self._leave()
             return
         self._host = host
@@ -123,7 +125,7 @@ class HostActor:
         while not self._stopping.wait(POLL_S):
             if host.crashed.is_set():
                 os._exit(EXIT_CRASHED)
-            if host.unwanted.is_set() or self._find.orphaned.is_set():
+            if host.rejected.is_set() or self._find.orphaned.is_set():
                 host.stop()
                 self._leave()
                 return
@@ -137,8 +139,8 @@ class HostActor:
         if self._settings.kind == "gateway":
             from disagg.cluster.hosts.gateway_host import GatewayHost
 
-            launch = as_before(msgspec.json.decode(content, type=GatewaySpec), self._find)
-            gateway = GatewayHost(launch, self._find, ray_store.cluster_secret())
+            spec = resumed_spec(msgspec.json.decode(content, type=GatewaySpec), self._find)
+            gateway = GatewayHost(spec, self._find, ray_store.cluster_secret())
             gateway.start()
             ray_store.save(ray_store.GATEWAY_PORT, port_of(gateway.address))
             if gateway.http_address:
@@ -170,22 +172,22 @@ class HostActor:
             return ()
 
 
-def as_before(launch: GatewaySpec, resolve: Resolve) -> GatewaySpec:
-    """What a later life of the gateway is told: to listen where the first one did, and the workers of now."""
+def resumed_spec(spec: GatewaySpec, resolve: Resolve) -> GatewaySpec:
+    """The specification of a restarted gateway: the ports of the first process, and the present workers."""
     port = ray_store.load(ray_store.GATEWAY_PORT, int)
     if port is None:
-        return launch
+        return spec
     http_port = ray_store.load(ray_store.GATEWAY_HTTP_PORT, int)
     return msgspec.structs.replace(
-        launch,
-        gateway=with_ports(launch.gateway, port, http_port),
+        spec,
+        gateway=with_ports(spec.gateway, port, http_port),
         gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
-        workers=present_workers(resolve) or launch.workers,
+        workers=present_workers(resolve) or spec.workers,
     )
 
 
 def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
-    """The workers that can be used now; none if the controller does not say."""
+    """The workers that can be used now; none if the controller does not answer."""
     from disagg.cluster.control.controller_link import call_controller
 
     try:
@@ -198,13 +200,15 @@ def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
     return tuple(record.info for record in state.workers if record.phase == "ready" and record.info is not None)
 
 
-def note_start(name: str) -> float:
-    """Remember that a life of this process begins; the pause that it is to make first, in seconds."""
+def record_start(name: str) -> float:
+    """Record that this process starts; the pause that it has to make first, in seconds."""
     key = ray_store.starts_key(name)
     starts, pause_s = next_actor_start(ray_store.load(key, Starts) or Starts(), time.time())
     ray_store.save(key, starts)
     if pause_s:
-        logger.warning("%s ended %d times in a row soon after its start; waiting %g s", name, starts.count - 1, pause_s)
+        logger.warning(
+            "%s ended %d times in a row soon after its start; starting in %g s", name, starts.count - 1, pause_s
+        )
     return pause_s
 
 
@@ -226,7 +230,7 @@ def was_restarted() -> bool:
 
 
 def node_address() -> str:
-    """The address by which the nodes of the cluster know this one."""
+    """This node's address in the Ray cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -2,7 +2,7 @@
 
 Ray takes a token from `RAY_AUTH_TOKEN`, from the file at `RAY_AUTH_TOKEN_PATH`, or from `~/.ray/auth_token`, in that
 order, but only where `RAY_AUTH_MODE=token` is set: with an explicit address it does not look by itself. We set the mode
-where there is a token and the user has said nothing. A cluster without authentication ignores a token (tried).
+where there is a token and the user has not set one. A cluster without authentication ignores a token (tried).
 
 A refusal costs Ray's own client 20 s of log lines and ends in "failed to connect". One call to Ray's server, made
 before, shows it at once.
@@ -31,7 +31,7 @@ _WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 
 
 class JoinedSession:
-    """A driver in somebody's Ray cluster.
+    """A driver in a Ray cluster that others keep.
 
     Args:
         address: host:port of its head, or `auto` for the one that this machine is a node of.
@@ -40,7 +40,7 @@ class JoinedSession:
     def __init__(self, address: str) -> None:
         self._asked = address
         self.is_open = False
-        self.has_head = True  # somebody else's, who keeps it
+        self.has_head = True  # not ours to end
 
     def open(self) -> None:
         """See `Session`."""
@@ -74,7 +74,7 @@ class JoinedSession:
 
 
 def find_cluster(address: str) -> str:
-    """host:port of a cluster's head. For `auto`: what `RAY_ADDRESS` says, or where this machine last became a node.
+    """host:port of a cluster's head. For `auto`: the value of `RAY_ADDRESS`, or where this machine last became a node.
     Ray's own `auto` takes any Ray process of the machine first, such as that of a private cluster.
 
     Raises:
@@ -98,10 +98,10 @@ def find_cluster(address: str) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Find out before Ray does, which tries for ten minutes, that nobody listens at a cluster's host:port.
+    """Find out before Ray does, which tries for ten minutes, that no server listens at a cluster's host:port.
 
     Raises:
-        LaunchError: if nobody does. Other forms of address are left to Ray.
+        LaunchError: if none does. Other forms of address are left to Ray.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -120,10 +120,10 @@ def prepare_token() -> None:
 
 
 def check_accepted(address: str) -> None:
-    """Ask the Ray cluster whose server is at host:port whether it takes us in.
+    """Check with one call that the Ray cluster whose server is at host:port accepts this process.
 
     Raises:
-        LaunchError: if it refuses, or does not speak as Ray does.
+        LaunchError: if it refuses, or is no server of Ray.
     """
     token = _raw_token()
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -145,7 +145,7 @@ def _why_not(address: str, has_token: bool, error: Exception) -> str:
         return f"the Ray cluster at {address} refused our token; the one in {_WHERE} must be the cluster's own"
     mode = os.environ.get("RAY_AUTH_MODE", "")
     off = f" RAY_AUTH_MODE={mode} is set, so none was sent." if mode and mode.lower() != TOKEN_MODE else ""
-    return f"the Ray cluster at {address} asks for a token.{off} Put the cluster's own into {_WHERE}"
+    return f"the Ray cluster at {address} requires a token.{off} Put the cluster's own into {_WHERE}"
 
 
 def _raw_token() -> str:

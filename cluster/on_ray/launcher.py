@@ -34,7 +34,7 @@ from disagg.cluster.on_ray.handles import (
     unmet_needs,
     why_dead,
 )
-from disagg.cluster.on_ray.rank_actors import forget_ranks
+from disagg.cluster.on_ray.rank_actors import delete_rank_records
 from disagg.cluster.on_ray.store import (
     NODE_ID_LABEL,
     NODE_SHARE,
@@ -52,7 +52,7 @@ from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
 
 LOOK_INTERVAL_S: Final = 1.0
-"""How often Ray is asked about actors and groups; each of them is a call."""
+"""How often actors and groups are looked up in Ray; each of them is a call."""
 
 Bundle = dict[str, float]
 
@@ -108,15 +108,15 @@ class RayLauncher:
         """See `launcher.Launcher`."""
         self._stop(worker_ids)
 
-    def start_gateway(self, launch: GatewaySpec, controller_address: str) -> None:
-        """See `launcher.Launcher`. It runs beside the controller, whose node clients know."""
+    def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
+        """See `launcher.Launcher`. It runs beside the controller, on the node whose address clients use."""
         import ray
 
         if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
-            launch = msgspec.structs.replace(launch, cores=())
+            spec = msgspec.structs.replace(spec, cores=())
         settings = ProcessSettings(name=GATEWAY, kind="gateway", cores=self._cores)
         here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
-        self._start(settings, launch, 1, _on_node(ray.util.get_node_ip_address()), here)
+        self._start(settings, spec, 1, _on_node(ray.util.get_node_ip_address()), here)
 
     def stop_gateway(self) -> None:
         """See `launcher.Launcher`."""
@@ -169,8 +169,8 @@ class RayLauncher:
         from disagg.cluster.on_ray.rank_actors import RankActor
 
         name = settings.name
-        self._stop([name])  # whatever there is of an earlier life
-        ray_store.forget(ray_store.failure_key(name))
+        self._stop([name])  # whatever is left of an earlier process
+        ray_store.delete(ray_store.failure_key(name))
         environment = self._environment(num_threads)
         try:
             group = self._groups[name] = ray.util.placement_group(
@@ -231,7 +231,7 @@ class RayLauncher:
             self._groups.pop(name, None)
             self._reported.discard(name)
             remove_group(name)
-            forget_ranks(name, self._tp(name))
+            delete_rank_records(name, self._tp(name))
 
     def _tp(self, name: str) -> int:
         """Ranks, and so actors, of a worker; the gateway is one."""
@@ -239,7 +239,7 @@ class RayLauncher:
 
 
 def _why_exited(name: str, info: dict[str, Any]) -> str:
-    """As the process noted it itself, or as Ray says."""
+    """As the process recorded it itself, or as Ray reports."""
     return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
 
 

@@ -4,8 +4,8 @@ Security. Ray's servers listen on every interface, whatever address they are giv
 out: a client without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
 authentication on for a new cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random
 `RAY_AUTH_TOKEN` in the environment of this process, which its children inherit: nothing is written to the user's home.
-The token is one for the life of this process, because Ray's client reads it only once: a second cluster of the same
-process has the same one. The environment is as before once the cluster has stopped. What the user has set of these
+There is one token for as long as this process runs, because Ray's client reads it only once: a second cluster of the
+same process has the same one. The environment is as before once the cluster has stopped. What the user has set of these
 variables is honoured, with a warning where it turns authentication off. The dashboard is off; two pages of Ray's own
 metrics stay readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
 """
@@ -45,7 +45,7 @@ GCS_RECONNECT_S: Final = "86400"
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Close to the least that Ray accepts: nothing of ours is stored there."""
 STOP_GRACE_S: Final = 5.0
-"""What the processes of a Ray that was told to end get before SIGKILL."""
+"""How long the processes of a Ray that is shut down may take before SIGKILL."""
 NUM_SLOTS: Final = 4096
 """Of a private Ray: its pools may grow as far as the controller lets them."""
 
@@ -90,7 +90,7 @@ def auth_mode(environ: Mapping[str, str]) -> str:
 
 
 def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What to tell a user whose environment leaves a private Ray open."""
+    """Warnings for a user whose environment leaves a private Ray open."""
     mode = auth_mode(environ)
     if mode == TOKEN_MODE:
         return ()
@@ -100,24 +100,24 @@ def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def make_temp_dir(asked: str | None) -> Path:
-    """A fresh folder that only this user can enter, in `asked` or in the system's place for temporary files. Ray's
+def make_temp_dir(parent: str | None) -> Path:
+    """A fresh folder that only this user can enter, in `parent` or in the system's place for temporary files. Ray's
     sockets and logs are to be in its subfolder `RAY_DIR`.
 
     Raises:
-        LaunchError: if `asked` is too long for Ray, or cannot be written.
+        LaunchError: if `parent` is too long for Ray, or cannot be written.
     """
-    if asked is None:
+    if parent is None:
         return Path(tempfile.mkdtemp(prefix="disagg-", dir=_short_temp_root()))
-    if len(str(Path(asked).absolute())) > MAX_TEMP_DIR_CHARS:
+    if len(str(Path(parent).absolute())) > MAX_TEMP_DIR_CHARS:
         raise LaunchError(
-            f"ray.temp_dir: {asked} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
+            f"ray.temp_dir: {parent} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
         )
     try:
-        Path(asked).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="r", dir=asked)).absolute()
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="r", dir=parent)).absolute()
     except OSError as error:
-        raise LaunchError(f"ray.temp_dir: cannot make a folder in {asked} ({error.strerror})") from None
+        raise LaunchError(f"ray.temp_dir: cannot make a folder in {parent} ({error.strerror})") from None
 
 
 def _short_temp_root() -> str | None:
@@ -138,8 +138,7 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def environment_mark(mark: str) -> Iterator[None]:
-    """What is started inside can be told from everything else on this machine, and does not get what is the operator's
-    own."""
+    """What is started inside carries a mark by which it is found, and does not get the operator's own secrets."""
     own = {name: os.environ.pop(name) for name in NOT_FOR_CHILDREN if name in os.environ}
     os.environ[MARK] = mark
     try:

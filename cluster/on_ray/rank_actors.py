@@ -1,11 +1,11 @@
 """The followers of a worker under Ray: one actor each, in the worker's placement group, beside rank 0's.
 
-    rank 0      each life notes where it waits for its followers, with a name of that life
-    follower    finds the note in Ray's store, notes whom it follows, joins, does what rank 0 says
-                rank 0 lost ──> ends; Ray starts it again ──> waits for the note of another life
+    rank 0      each process records where it waits for its followers, with a new incarnation
+    follower    reads that in Ray's store, records which incarnation it follows, joins, serves rank 0
+                rank 0 lost ──> ends; Ray starts it again ──> waits for another incarnation
 
-So it never goes back to a life of rank 0 that it has followed already. Whoever is still there of an earlier life when
-rank 0 begins again is frozen, and is killed then. A follower whose rank 0 Ray has given up leaves Ray.
+So it never joins an incarnation of rank 0 again that it has followed already. A process that still follows an earlier
+incarnation when rank 0 begins again hangs, and is killed then. A follower whose rank 0 Ray has given up leaves Ray.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2
 ORPHAN_GRACE_S: Final = 5.0
-"""How long rank 0 may be unknown to Ray before a follower ends itself."""
+"""How long Ray may have no rank 0 before a follower ends itself."""
 LEAVE_TIMEOUT_S: Final = 2.0
-"""What the followers of an earlier life get to see that it is over."""
+"""How long the followers of an earlier incarnation may take to end."""
 EXIT_LOST: Final = 3
 
 
 class Leader(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a life of rank 0 waits for its followers."""
+    """Where a process of rank 0 waits for its followers."""
 
-    life: str
-    """Another one in each life."""
+    incarnation: str
+    """Another one in each process."""
     address: str
     """host:port."""
     config: WorkerConfig
@@ -52,9 +52,9 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
-    """A follower's process, and the life of rank 0 that it follows."""
+    """A follower's process, and the incarnation of rank 0 that it follows."""
 
-    life: str
+    incarnation: str
     node_id: str
     pid: int
     start_ticks: int
@@ -62,45 +62,45 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankActors:
-    """Implements `link.Ranks`: Ray starts and ends the processes, so this only ends the search for rank 0."""
+    """Implements `interfaces.Ranks`: Ray starts and ends the processes, so this only ends the search for rank 0."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
 
     def stop(self) -> None:
-        """See `link.Ranks`; followers that still run are ended with the worker's place in Ray."""
-        ray_store.forget(ray_store.leader_key(self._worker))
+        """See `interfaces.Ranks`; followers that still run are ended with the worker's place in Ray."""
+        ray_store.delete(ray_store.leader_key(self._worker))
 
 
 def rank_actors(config: WorkerConfig) -> StartRanks:
-    """What lets the followers of a worker find this life of its rank 0. `config` is the whole worker's."""
+    """Lets the followers of a worker find this process of its rank 0. `config` is the whole worker's."""
 
     def start(leader_address: str) -> RankActors:
-        life = uuid.uuid4().hex
-        end_processes(_frozen(config), LEAVE_TIMEOUT_S)
-        note = Leader(life=life, address=leader_address, config=config)
-        ray_store.save(ray_store.leader_key(config.worker_id), note)
+        incarnation = uuid.uuid4().hex
+        end_processes(_stale_followers(config), LEAVE_TIMEOUT_S)
+        record = Leader(incarnation=incarnation, address=leader_address, config=config)
+        ray_store.save(ray_store.leader_key(config.worker_id), record)
         return RankActors(config.worker_id)
 
     return start
 
 
-def _frozen(config: WorkerConfig) -> list[ProcessRef]:
-    """The processes on this node that follow an earlier life of rank 0: no other one has begun yet."""
-    notes = [_following(rank_name(config.worker_id, rank)) for rank in range(1, config.tp)]
-    return [ProcessRef(note.pid, note.start_ticks) for note in notes if note and note.node_id == _node_id()]
+def _stale_followers(config: WorkerConfig) -> list[ProcessRef]:
+    """The processes on this node that follow an earlier incarnation of rank 0: of this one none has begun yet."""
+    records = [_following(rank_name(config.worker_id, rank)) for rank in range(1, config.tp)]
+    return [ProcessRef(one.pid, one.start_ticks) for one in records if one and one.node_id == _node_id()]
 
 
 def _following(process: str) -> Following | None:
     return ray_store.load(ray_store.following_key(process), Following)
 
 
-def forget_ranks(worker: str, tp: int) -> None:
-    """Remove what the ranks of a worker have noted."""
+def delete_rank_records(worker: str, tp: int) -> None:
+    """Delete what the ranks of a worker have recorded."""
     if tp > 1:
-        ray_store.forget(ray_store.leader_key(worker))
+        ray_store.delete(ray_store.leader_key(worker))
     for rank in range(1, tp):
-        ray_store.forget(ray_store.following_key(rank_name(worker, rank)))
+        ray_store.delete(ray_store.following_key(rank_name(worker, rank)))
 
 
 def end_followers(worker: str, tp: int) -> None:
@@ -122,20 +122,20 @@ class RankActor:
         self._name = rank_name(self._settings.worker, self._settings.rank)
         pin_process(self._settings.cores)
         self._stopping = threading.Event()
-        threading.Thread(target=self._live, name="life", daemon=True).start()
+        threading.Thread(target=self._run, name="rank", daemon=True).start()
 
     def stop(self) -> None:
-        """Follow nobody from now on. Whom it follows now tells it to end, or is ended itself."""
+        """Follow no further rank 0. The present one stops this process, or is ended itself."""
         self._stopping.set()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
             leader = self._find_leader()
             if leader is None:
                 return
             status = self._follow(leader)
         except Exception:
-            logger.exception("%s broke", self._name)
+            logger.exception("%s crashed; Ray starts it again", self._name)
             os._exit(EXIT_LOST)
         if status != 0:
             os._exit(status)
@@ -143,12 +143,12 @@ class RankActor:
         self._find_leader()
 
     def _find_leader(self) -> Leader | None:
-        """The life of rank 0 that is to be followed next; None when this process is to end."""
+        """The rank 0 that is to be followed next; None when this process is to end."""
         unknown_since: float | None = None
         while not self._stopping.is_set():
             following = _following(self._name)
             leader = ray_store.load(ray_store.leader_key(self._settings.worker), Leader)
-            if leader is not None and (following is None or leader.life != following.life):
+            if leader is not None and (following is None or leader.incarnation != following.incarnation):
                 return leader
             if ray_store.find_actor(self._settings.worker) is not None:
                 unknown_since = None
@@ -168,8 +168,10 @@ class RankActor:
 
         rank = self._settings.rank
         mine = ProcessRef.of(os.getpid())
-        note = Following(life=leader.life, node_id=_node_id(), pid=mine.pid, start_ticks=mine.start_ticks)
-        ray_store.save(ray_store.following_key(self._name), note)
+        record = Following(
+            incarnation=leader.incarnation, node_id=_node_id(), pid=mine.pid, start_ticks=mine.start_ticks
+        )
+        ray_store.save(ray_store.following_key(self._name), record)
         config = rank_config(leader.config, rank, sees_all_devices=False)
         secret = ray_store.cluster_secret()
         return be_rank(RankStart(config=config, rank=rank, leader_address=leader.address, secret=secret))

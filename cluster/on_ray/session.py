@@ -27,7 +27,7 @@ class Session(Protocol):
     """A connection to Ray."""
 
     def open(self) -> None:
-        """Connect; blocks, without being told of signals. Raises `LaunchError`."""
+        """Connect; blocks, also where a signal comes. Raises `LaunchError`."""
         ...
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Session(Protocol):
 
     @property
     def has_head(self) -> bool:
-        """Whether Ray's head can do what it is asked. Calls to one whose store was killed wait for it, for a day."""
+        """Whether Ray's head can be called. Calls to one whose store was killed wait for it, for a day."""
         ...
 
 
@@ -54,8 +54,8 @@ def refuse_if_connected() -> None:
 
 
 def be_quiet() -> None:
-    """Do not print what Ray's nodes publish, such as a page about each process that died: the controller says it. For
-    the life of this process; there is no public way."""
+    """Do not print what Ray's nodes publish, such as a page about each process that died: the controller reports it.
+    For as long as this process runs; there is no public way."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *arguments, **options: None
@@ -67,7 +67,7 @@ def signals_stay_ours() -> Iterator[None]:
 
     By itself it exits in the middle of what it does at a SIGTERM, leaves a handler behind that prints a stack, and
     starts its servers in our process group, where `timeout` or a service manager ends them under our hands: Ray's
-    client then aborts this process. There is no public way to tell it not to.
+    client then aborts this process. There is no public way to prevent that.
     """
     import ray
 

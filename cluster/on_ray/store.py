@@ -38,7 +38,7 @@ SECRET: Final = "secret"
 SIZES: Final = "sizes"
 """Pool name -> desired size, after the first `scale`."""
 CONTROLLER_ADDRESS: Final = "controller"
-"""host:port of the controller's present life."""
+"""host:port of the controller's present process."""
 GATEWAY_PORT: Final = "gateway-port"
 """Where the gateway listened first, and so listens again."""
 GATEWAY_HTTP_PORT: Final = "gateway-http-port"
@@ -62,7 +62,7 @@ def process_name(name: str) -> str | None:
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor needs to know of its place."""
+    """What an actor of a worker or the gateway gets when it is made."""
 
     name: str
     """Of the process: a worker's id, or `gateway`."""
@@ -79,7 +79,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the actor of a follower needs to know; the rest it finds where rank 0 noted it."""
+    """What the actor of a follower gets when it is made; the rest is what rank 0 has saved."""
 
     worker: str
     """The worker's id."""
@@ -89,7 +89,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller's actor is told."""
+    """What the controller's actor gets when it is made."""
 
     config: ClusterConfig
     cores: tuple[int, ...]
@@ -134,7 +134,8 @@ def load(key: str, kind: type[T]) -> T | None:
 
 
 def cluster_secret() -> ClusterSecret:
-    """What the cluster's processes know each other by. Raises `LaunchError` where there is no cluster of ours."""
+    """By which the cluster's processes authenticate each other. Raises `LaunchError` where there is no cluster of
+    ours."""
     secret = load(SECRET, ClusterSecret)
     if secret is None:
         raise LaunchError("there is no cluster of ours in that Ray")
@@ -146,13 +147,13 @@ def save(key: str, value: object) -> None:
     _kv()._internal_kv_put(key, msgspec.json.encode(value), overwrite=True, namespace=NAMESPACE)
 
 
-def forget(key: str) -> None:
+def delete(key: str) -> None:
     """Remove a value, if there is one."""
     _kv()._internal_kv_del(key, namespace=NAMESPACE)
 
 
 def clear() -> None:
-    """Forget everything."""
+    """Delete everything."""
     kv = _kv()
     for key in kv._internal_kv_list("", namespace=NAMESPACE):
         kv._internal_kv_del(key, namespace=NAMESPACE)

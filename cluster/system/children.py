@@ -60,13 +60,13 @@ def spawn(
         stdout=output,
         stderr=output,
         env={**child_environment(os.environ), **(environment or {})},
-        start_new_session=True,  # a Ctrl-C in the terminal is ours; we tell the children in order
+        start_new_session=True,  # a Ctrl-C in the terminal is for this process, which stops the children in order
     )
     try:
         pipe = _pipe(process)
         pipe.write(msgspec.json.encode(message) + b"\n")
         pipe.flush()
-    except BrokenPipeError:  # it ended already; its exit status and log say why
+    except BrokenPipeError:  # it ended already; its exit status and log show why
         pass
     return process
 

@@ -1,6 +1,6 @@
 """Logs of a cluster's processes: on standard error, as text or as one JSON object a line.
 
-The launcher tells its children by environment (`log_environment`), so that everybody logs alike; `DISAGG_LOG`, set by
+The launcher sets its children's environment (`log_environment`), so that all processes log alike; `DISAGG_LOG`, set by
 hand, goes before the configured level.
 """
 
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(environ: Mapping[str, str]) -> None:
-    """Log to standard error as the environment says: warnings and up, as text, where it says nothing. Does nothing
+    """Log to standard error as the environment sets it: warnings and up, as text, by default. Does nothing
     where logging is set up already."""
     handler = logging.StreamHandler(sys.stderr)
     as_json = environ.get(FORMAT_VARIABLE) == "json"

@@ -161,7 +161,7 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRef:
-    """One life of a process id: a reused id is another process."""
+    """A process id and its start time: a reused id is another process."""
 
     pid: int
     start_ticks: int
@@ -199,7 +199,7 @@ class ProcessRef:
 
 
 def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:
-    """Wait for processes that were told to end, kill what is still there after `grace_s`, and see it go."""
+    """Wait for processes that are ending, kill what is still there after `grace_s`, and see it go."""
     if not _wait_gone(processes, grace_s):
         for process in processes:
             process.kill()

@@ -88,7 +88,7 @@ def test_nodes_are_taken_from_the_pool_of_their_type(tmp_path: Path) -> None:
 
 def test_more_nodes_than_hosts_are_refused_as_a_whole(tmp_path: Path) -> None:
     provider, _ = launching(tmp_path)
-    with pytest.raises(NodeLaunchException, match="3 nodes of type decode are wanted, and 2 hosts are free"):
+    with pytest.raises(NodeLaunchException, match="3 nodes of type decode are requested, and 2 hosts are free"):
         provider.create_node({}, tags("decode"), 3)
     assert provider.non_terminated_nodes(WORKER_KIND) == []
 

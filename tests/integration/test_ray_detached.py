@@ -104,7 +104,7 @@ def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
         refusal = f"error: ray.address: the Ray cluster at {nodes.address} "
         assert cluster_command(nodes, "status", without="RAY_AUTH_TOKEN", RAY_AUTH_MODE="disabled") == (
             1,
-            f"{refusal}asks for a token. RAY_AUTH_MODE=disabled is set, so none was sent. Put the cluster's own into "
+            f"{refusal}requires a token. RAY_AUTH_MODE=disabled is set, so none was sent. Put the cluster's own into "
             "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token\n",
         )
         status, output = cluster_command(nodes, "status", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -39,12 +39,12 @@ def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int 
 
 class Driver:
     """A core, its clock, and short names for what happens to it. Commands are given back as short lines:
-    `start prefill-0`, `stop prefill-0 decode-0`, `welcome x`, `dismiss x: why`, `gateway prefill-0 decode-0`,
+    `start prefill-0`, `stop prefill-0 decode-0`, `accept x`, `reject x: why`, `gateway prefill-0 decode-0`,
     `stop gateway`, `publish prefill-0 decode-0(draining)`."""
 
     def __init__(self, sizes: Mapping[PoolName, int], running: Collection[str] = ()) -> None:
         settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S)
-        self.core = ControlCore(sizes, settings, running, life="c1")
+        self.core = ControlCore(sizes, settings, running, controller_id="c1")
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
         """Of the latest start of each worker."""
@@ -111,18 +111,18 @@ class Driver:
                 return f"start {name}"
             case events.StopWorkers(worker_ids=names):
                 return f"stop {' '.join(names)}"
-            case events.Welcome(worker_id=name):
-                return f"welcome {name}"
-            case events.Dismiss(worker_id=name, reason=reason):
-                return f"dismiss {name}: {reason}"
+            case events.Accept(worker_id=name):
+                return f"accept {name}"
+            case events.Reject(worker_id=name, reason=reason):
+                return f"reject {name}: {reason}"
             case events.StartGateway(workers=workers, address=address):
                 return f"gateway {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
             case events.StopGateway():
                 return "stop gateway"
-            case events.Publish(change=change, whole_for=whole_for):
+            case events.Publish(change=change, snapshot_for=snapshot_for):
                 members = self.core.membership().members
                 shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]
-                assert change is not None or whole_for, "nothing to publish"
+                assert change is not None or snapshot_for, "nothing to publish"
                 return f"publish {' '.join(shown)}".rstrip()
 
 

@@ -8,7 +8,7 @@ different machines. As over ssh, nothing of the caller's Ray environment gets th
     DISAGG_HEAD_PORT    of Ray's head (`ray start --head --port=$DISAGG_HEAD_PORT`)
     DISAGG_NODE_IP      the node's own address, one of 127.0.0.0/8
     RAY_ADDRESS         of this cluster, so that `auto` finds no other one of this machine
-    RAY_AUTH_MODE       `token`, unless the caller has said otherwise
+    RAY_AUTH_MODE       `token`, unless the caller has set another
     PATH                with this Python's folder first
     DISAGG_RAY_NODE     the mark by which the node's processes are found
 """

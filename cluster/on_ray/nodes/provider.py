@@ -6,10 +6,10 @@
 
 Ray's own provider for machines that are there already refuses node types, and so labels and pools. These two are named
 in a cluster file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray
-calls their methods from several threads and from both machines; what they know is in a file (`state.py`).
+calls their methods from several threads and from both machines; their state is in a file (`state.py`).
 
 `StaticSshProvider` (hosts by node type in `provider.hosts`): a node is a host with a running Ray. The launching machine
-knows the head only; so `ray down` ends Ray on every host of the pools, used or not: the hosts belong to the cluster.
+has the head only; so `ray down` ends Ray on every host of the pools, used or not: the hosts belong to the cluster.
 
 `LoopbackProvider`: a node is a set of processes on this machine, with a home folder of its own, found by a mark in
 their environment. It never runs `ray stop`, which ends every Ray of this machine, other people's included.
@@ -49,7 +49,7 @@ Config = dict[str, Any]
 """A parsed cluster file, or a section of it."""
 
 LOOPBACK_HOSTS: Final = tuple(f"127.0.0.{number}" for number in range(2, 255))
-"""Addresses of this machine that nobody else reaches, one for each node: Ray replaces 127.0.0.1 by a public one."""
+"""Addresses that only this machine reaches, one for each node: Ray replaces 127.0.0.1 by a public one."""
 STOP_GRACE_S: Final = 3.0
 STOP_CONNECT_TIMEOUT_S: Final = 10
 MAX_PARALLEL_STOPS: Final = 16
@@ -110,7 +110,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
         hosts = self.free_hosts(table, node_type)
         if len(hosts) < count:
             raise NodeLaunchException(
-                "NoFreeHost", f"{count} nodes of type {node_type} are wanted, and {len(hosts)} hosts are free", None
+                "NoFreeHost", f"{count} nodes of type {node_type} are requested, and {len(hosts)} hosts are free", None
             )
         for host in hosts[:count]:
             table, _ = table.add(node_type, host, tags)
@@ -121,11 +121,11 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
         """Hosts on which a node of this type can be created."""
 
     def prepare_for_head_node(self, cluster_config: Config) -> Config:
-        """What the autoscaler on the head cannot know: the head itself, and which generation this is."""
+        """What the autoscaler on the head has no record of: the head itself, and which generation this is."""
         table = self._table.read()
         (head,) = table.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
-        known = {"generation": table.generation, "id": head, "tags": table.nodes[head].tags}
-        cluster_config["provider"] = {**cluster_config["provider"], "head": known}
+        head_record = {"generation": table.generation, "id": head, "tags": table.nodes[head].tags}
+        cluster_config["provider"] = {**cluster_config["provider"], "head": head_record}
         return cluster_config
 
     def terminate_node(self, node_id: str) -> None:
@@ -156,12 +156,12 @@ class StaticSshProvider(TableProvider):
         return table.free(self._hosts.get(node_type, []))
 
     def nodes_for_teardown(self, tag_filters: Mapping[str, str]) -> list[str]:
-        """The nodes that are known and, for workers, also every other host of the pools that was not ended yet: only
-        the head knows which of them are nodes."""
+        """The nodes in the table and, for workers, also every other host of the pools that was not ended yet: only
+        the head's table has all nodes."""
         table = self._table.read()
-        known = table.matching(tag_filters)
+        listed = table.matching(tag_filters)
         if tag_filters.get(TAG_RAY_NODE_KIND) != NODE_KIND_WORKER or not table.generation:
-            return known
+            return listed
         head_type = self.provider_config.get("head_node_type")
         others = (
             make_node_id(node_type, 0, host)
@@ -169,7 +169,7 @@ class StaticSshProvider(TableProvider):
             for host in table.free(hosts)
             if node_type != head_type and host not in table.ended_hosts
         )
-        return [*known, *others]
+        return [*listed, *others]
 
     def terminate_nodes(self, node_ids: list[str]) -> None:
         """End Ray on these hosts. One that cannot be reached is given up, with a warning."""
@@ -194,7 +194,7 @@ class StaticSshProvider(TableProvider):
 
     @staticmethod
     def bootstrap_config(cluster_config: Config) -> Config:
-        """Check `provider.hosts`, and note what `terminate_nodes` will need; raises `ConfigError`."""
+        """Check `provider.hosts`, and record what `terminate_nodes` will need; raises `ConfigError`."""
         provider = {**cluster_config["provider"], "head_node_type": cluster_config["head_node_type"]}
         provider["auth"] = dict(cluster_config["auth"])
         if "ssh_user" not in provider["auth"]:
@@ -270,7 +270,7 @@ class LoopbackProvider(TableProvider):
             shutil.rmtree(self.folder(), ignore_errors=True)
 
     def _end_processes(self, marks: list[str]) -> None:
-        """Ask them to end, and after a while make them; the last look is for what was being started meanwhile."""
+        """SIGTERM, and SIGKILL after a while; checked once more at the end for what was started meanwhile."""
         family = [process for mark in marks for process in ProcessRef.family(mark)]
         for process in family:
             if process.is_alive():

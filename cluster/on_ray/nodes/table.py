@@ -6,7 +6,7 @@
     a node is terminated  remove()  its host is free again
 
 Kept in a file by `state.py`. The machine that runs `ray up` and the head each have such a table: the first one
-knows the head, the second one knows all nodes.
+has the head, the second one has all nodes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, nodes={**self.nodes, node_id: updated})
 
     def remove(self, *node_ids: str) -> NodeTable:
-        """Without these nodes, known or not; their hosts count as ended."""
+        """Without these nodes, listed or not; their hosts count as ended."""
         nodes = {other: node for other, node in self.nodes.items() if other not in node_ids}
         ended = dict.fromkeys((*self.ended_hosts, *map(host_of, node_ids)))
         return msgspec.structs.replace(self, nodes=nodes, ended_hosts=tuple(ended))

@@ -20,10 +20,10 @@ from tests.support.control import ADDRESS, DRAIN_TIMEOUT_S, GATEWAY_ID, LOST_GRA
 def test_a_cluster_comes_up_workers_first() -> None:
     control = Driver({"prefill": 1, "decode": 2})
     assert control.tick() == ["start prefill-0", "start decode-0", "start decode-1"]
-    assert control.register("decode-1") == ["welcome decode-1", "publish decode-1"]
-    assert control.register("prefill-0") == ["welcome prefill-0", "publish prefill-0 decode-1"]
+    assert control.register("decode-1") == ["accept decode-1", "publish decode-1"]
+    assert control.register("prefill-0") == ["accept prefill-0", "publish prefill-0 decode-1"]
     assert control.register("decode-0") == [
-        "welcome decode-0",
+        "accept decode-0",
         "gateway prefill-0 decode-0 decode-1",
         "publish prefill-0 decode-0 decode-1",
     ]
@@ -53,7 +53,7 @@ def test_a_failed_start_is_told_and_tried_again() -> None:
     assert control.core.next_wakeup() == control.now + 1
     assert control.tick(1) == ["stop colocated-0"]
     assert control.stopped("colocated-0") == ["start colocated-0"]
-    assert control.register("colocated-0", 2)[0] == "welcome colocated-0"
+    assert control.register("colocated-0", 2)[0] == "accept colocated-0"
     assert control.record("colocated-0").num_starts == 2
 
 
@@ -77,14 +77,14 @@ def test_a_worker_that_runs_another_model_is_refused() -> None:
     control.tick()
     control.register("prefill-0", fingerprint="a")
     why = "it runs another model (b) than prefill-0 (a)"
-    assert control.register("decode-0", fingerprint="b") == [f"dismiss decode-0: {why}"]
+    assert control.register("decode-0", fingerprint="b") == [f"reject decode-0: {why}"]
     assert (control.record("decode-0").phase, control.record("decode-0").detail) == ("failed", why)
     assert control.exited("decode-0", "exit status 0") == []
     assert control.record("decode-0").detail == why
     control.tick(1)
     control.stopped("decode-0")
     (line,) = control.register("decode-0", fingerprint="a", num_layers=2)
-    assert line.startswith("dismiss decode-0: its KV layout (")
+    assert line.startswith("reject decode-0: its KV layout (")
 
 
 def test_the_model_of_workers_that_are_gone_binds_nobody() -> None:
@@ -92,11 +92,11 @@ def test_the_model_of_workers_that_are_gone_binds_nobody() -> None:
     control.tick()
     control.register("prefill-0", fingerprint="a")
     control.exited("prefill-0")
-    assert control.register("decode-0", fingerprint="b")[0] == "welcome decode-0"
+    assert control.register("decode-0", fingerprint="b")[0] == "accept decode-0"
     control.tick(FIRST_PAUSE_S)
     control.stopped("prefill-0")
-    assert control.register("prefill-0", 2, fingerprint="a")[0].startswith("dismiss prefill-0: it runs another model")
-    assert control.register("decode-0", 2, fingerprint="c")[0] == "welcome decode-0"
+    assert control.register("prefill-0", 2, fingerprint="a")[0].startswith("reject prefill-0: it runs another model")
+    assert control.register("decode-0", 2, fingerprint="c")[0] == "accept decode-0"
 
 
 def test_the_failure_of_an_earlier_start_is_not_that_of_the_next() -> None:
@@ -123,13 +123,13 @@ def test_a_process_that_could_not_be_stopped_is_not_taken_for_the_next() -> None
     control.hung("colocated-0")
     control.tick(LOST_GRACE_S)
     assert control.stopped("colocated-0") == ["start colocated-0"]
-    why = "it is of an earlier start, which was to end"
-    assert control.register("colocated-0", 1, start_id=first) == [f"dismiss colocated-0: {why}"]
+    why = "it is of an earlier start, which was replaced"
+    assert control.register("colocated-0", 1, start_id=first) == [f"reject colocated-0: {why}"]
     assert control.left("colocated-0", 1) == []
     assert control.record("colocated-0").phase == "starting"
     second = control.start_ids["colocated-0"]
-    assert control.register("colocated-0", 2, start_id=second)[0] == "welcome colocated-0"
-    assert control.register("colocated-0", 1, start_id=first) == [f"dismiss colocated-0: {why}"]
+    assert control.register("colocated-0", 2, start_id=second)[0] == "accept colocated-0"
+    assert control.register("colocated-0", 1, start_id=first) == [f"reject colocated-0: {why}"]
     assert control.core.membership().members[0].info.incarnation == "colocated-0.2"
 
 
@@ -137,14 +137,14 @@ def test_a_launcher_that_restarts_by_itself_keeps_the_start() -> None:
     control = Driver({"colocated": 1})
     control.tick()
     for life in (1, 2):
-        assert control.register("colocated-0", life, start_id="c1.1")[0] == "welcome colocated-0"
+        assert control.register("colocated-0", life, start_id="c1.1")[0] == "accept colocated-0"
 
 
 def test_what_an_earlier_controller_started_is_taken_as_it_is() -> None:
     control = Driver({"decode": 1}, running={"decode-0"})
     control.tick()
-    assert control.register("decode-0", start_id="c0.7")[0] == "welcome decode-0"
-    assert control.register("decode-0", 2, start_id="c0.6")[0].startswith("dismiss decode-0: it is of an earlier start")
+    assert control.register("decode-0", start_id="c0.7")[0] == "accept decode-0"
+    assert control.register("decode-0", 2, start_id="c0.6")[0].startswith("reject decode-0: it is of an earlier start")
 
 
 def test_what_a_start_waits_for_is_shown_and_is_no_failure() -> None:
@@ -159,8 +159,8 @@ def test_what_a_start_waits_for_is_shown_and_is_no_failure() -> None:
 
 def test_strangers_are_sent_away() -> None:
     control = settled({"colocated": 1})
-    assert control.register("colocated-1") == ["dismiss colocated-1: nobody asked for colocated-1"]
-    assert control.register("x") == ["dismiss x: nobody asked for x"]
+    assert control.register("colocated-1") == ["reject colocated-1: colocated-1 is not in the desired state"]
+    assert control.register("x") == ["reject x: x is not in the desired state"]
 
 
 # ---------------------------------------------------------------- scale
@@ -170,8 +170,8 @@ def test_scaling_up_starts_and_publishes() -> None:
     control = settled({"prefill": 1, "decode": 1})
     assert control.scale(decode=3, prefill=1) == ["start decode-1", "start decode-2"]
     assert not control.core.state().is_settled
-    assert control.register("decode-2") == ["welcome decode-2", "publish prefill-0 decode-0 decode-2"]
-    assert control.register("decode-1") == ["welcome decode-1", "publish prefill-0 decode-0 decode-1 decode-2"]
+    assert control.register("decode-2") == ["accept decode-2", "publish prefill-0 decode-0 decode-2"]
+    assert control.register("decode-1") == ["accept decode-1", "publish prefill-0 decode-0 decode-1 decode-2"]
     assert control.core.state().is_settled
     assert control.core.sizes == {"prefill": 1, "decode": 3}
 
@@ -215,7 +215,7 @@ def test_a_worker_that_is_wanted_again_while_it_drains_comes_back_as_a_new_life(
     assert control.record("decode-1").phase == "draining"
     assert control.empty("decode-1") == ["publish decode-0", "stop decode-1"]
     assert control.stopped("decode-1") == ["start decode-1"]
-    assert control.register("decode-1", 2) == ["welcome decode-1", "publish decode-0 decode-1"]
+    assert control.register("decode-1", 2) == ["accept decode-1", "publish decode-0 decode-1"]
 
 
 def test_a_worker_that_is_wanted_again_while_it_stops_is_started_again() -> None:
@@ -231,7 +231,7 @@ def test_a_worker_that_does_not_run_is_not_drained() -> None:
     control.scale(decode=3)
     control.failed("decode-2")
     assert control.scale(decode=1) == ["stop decode-2 decode-1"]
-    assert control.register("decode-1") == ["dismiss decode-1: it was told to stop"]
+    assert control.register("decode-1") == ["reject decode-1: it is being stopped"]
     assert control.stopped("decode-2", "decode-1") == []
     assert control.phases() == {"decode-0": "ready", "gateway": "ready"}
 
@@ -255,10 +255,10 @@ def test_a_draining_worker_whose_line_broke_drains_on() -> None:
     control = settled({"decode": 2})
     control.scale(decode=1)
     control.left("decode-1")
-    assert control.register("decode-1") == ["welcome decode-1"]
+    assert control.register("decode-1") == ["accept decode-1"]
     assert control.record("decode-1").phase == "draining"
     assert control.register("decode-1", 2) == [
-        "dismiss decode-1: its earlier life was to leave",
+        "reject decode-1: the process that it replaces was draining",
         "publish decode-0",
         "stop decode-1",
     ]
@@ -309,7 +309,7 @@ def test_a_worker_that_dies_leaves_the_membership_and_is_started_again() -> None
     assert (record.phase, record.detail) == ("lost", "killed by SIGKILL")
     assert control.tick(1) == ["stop decode-0"]
     assert control.stopped("decode-0") == ["start decode-0"]
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish prefill-0 decode-0"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish prefill-0 decode-0"]
     assert control.core.state().is_settled
 
 
@@ -317,7 +317,7 @@ def test_a_worker_whose_line_broke_stays_a_member_and_may_come_back() -> None:
     control = settled({"decode": 1})
     assert control.left("decode-0") == []
     assert control.record("decode-0").phase == "lost"
-    assert control.register("decode-0") == ["welcome decode-0"]
+    assert control.register("decode-0") == ["accept decode-0"]
     assert control.record("decode-0").num_starts == 1
     assert control.core.next_wakeup() is None
 
@@ -332,7 +332,7 @@ def test_a_worker_that_does_not_come_back_is_stopped_and_started_anew() -> None:
 def test_a_life_that_the_launcher_started_replaces_the_lost_one() -> None:
     control = settled({"decode": 1})
     control.left("decode-0")
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish decode-0"]
     assert control.record("decode-0").num_starts == 2
     assert control.left("decode-0", 1) == []
     assert control.record("decode-0").phase == "ready"
@@ -340,7 +340,7 @@ def test_a_life_that_the_launcher_started_replaces_the_lost_one() -> None:
 
 def test_a_new_life_may_be_seen_before_the_end_of_the_old_one() -> None:
     control = settled({"decode": 1})
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish decode-0"]
     assert control.left("decode-0", 1) == []
     assert control.core.state().is_settled
 
@@ -425,10 +425,10 @@ def test_running_processes_are_adopted_and_gateways_keep_what_they_know_until_th
         "gateway": "lost",
     }
     assert control.joined() == []
-    assert control.register("prefill-0") == ["welcome prefill-0"]
-    assert control.register("decode-0") == ["welcome decode-0", "publish prefill-0 decode-0"]
+    assert control.register("prefill-0") == ["accept prefill-0"]
+    assert control.register("decode-0") == ["accept decode-0", "publish prefill-0 decode-0"]
     assert control.stopped("decode-5") == []
-    assert control.register("decode-1") == ["welcome decode-1", "publish prefill-0 decode-0 decode-1"]
+    assert control.register("decode-1") == ["accept decode-1", "publish prefill-0 decode-0 decode-1"]
     assert control.core.state().is_settled
     assert [record.num_starts for record in control.core.state().workers] == [1, 1, 1]
 
@@ -449,17 +449,17 @@ def test_a_drain_goes_on_under_the_next_controller(gateway_first: bool) -> None:
     if gateway_first:
         assert control.joined(draining=["decode-0.1"]) == []
         control.register("decode-0")
-        assert control.register("decode-1") == ["welcome decode-1", "publish decode-0(draining) decode-1"]
+        assert control.register("decode-1") == ["accept decode-1", "publish decode-0(draining) decode-1"]
     else:
         control.register("decode-0")
-        assert control.register("decode-1") == ["welcome decode-1", "publish decode-0 decode-1"]
+        assert control.register("decode-1") == ["accept decode-1", "publish decode-0 decode-1"]
         assert control.joined(draining=["decode-0.1"]) == ["publish decode-0(draining) decode-1"]
     refused = control.core.refusal(DrainRequest(worker_id=WorkerId("decode-1")))
     assert refused is not None
     assert refused.message == "decode-1 is the only ready worker of its pool; make the pool larger first"
     assert control.empty("decode-0") == ["publish decode-1", "stop decode-0"]
     assert control.stopped("decode-0") == ["start decode-0"]
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0 decode-1"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish decode-0 decode-1"]
     assert control.core.state().is_settled
     assert control.core._drains == set()
 
@@ -468,8 +468,8 @@ def test_a_drain_of_another_life_or_of_a_stranger_is_forgotten() -> None:
     control = Driver({"decode": 2}, running={"decode-0", "decode-1", "gateway"})
     control.tick()
     control.joined(draining=["decode-0.1", "decode-1.1", "decode-7.1"])
-    assert control.register("decode-0", 2) == ["welcome decode-0"]
-    assert control.register("decode-1", 1) == ["welcome decode-1", "publish decode-0 decode-1(draining)"]
+    assert control.register("decode-0", 2) == ["accept decode-0"]
+    assert control.register("decode-1", 1) == ["accept decode-1", "publish decode-0 decode-1(draining)"]
     assert control.core._drains == set()
 
 

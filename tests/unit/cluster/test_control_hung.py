@@ -18,7 +18,7 @@ def test_a_worker_that_hangs_is_lost_and_started_again() -> None:
     assert control.record("decode-0").detail == DETAIL
     assert control.tick(FIRST_PAUSE_S) == ["stop decode-0"]
     assert control.stopped("decode-0") == ["start decode-0"]
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish prefill-0 decode-0"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish prefill-0 decode-0"]
     control.exited("decode-0")
     assert control.record("decode-0").detail == "killed by SIGKILL"
 
@@ -27,7 +27,7 @@ def test_a_launcher_that_restarts_by_itself_brings_the_next_life() -> None:
     control = settled({"decode": 1})
     control.hung("decode-0")
     control.left("decode-0")
-    assert control.register("decode-0", 2) == ["welcome decode-0", "publish decode-0"]
+    assert control.register("decode-0", 2) == ["accept decode-0", "publish decode-0"]
     assert control.core.state().is_settled
 
 

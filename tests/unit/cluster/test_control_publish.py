@@ -14,7 +14,7 @@ def published(control: Driver, event: events.Event) -> tuple[MembershipChange | 
     """What the one `Publish` that an event leads to brings, and to whom the whole goes."""
     found = [c for c in control.core.handle(event, control.now) if isinstance(c, events.Publish)]
     assert len(found) == 1, found
-    return found[0].change, found[0].whole_for
+    return found[0].change, found[0].snapshot_for
 
 
 def joined(gateway_id: GatewayId) -> events.GatewayJoined:
@@ -31,8 +31,8 @@ def test_a_worker_that_registers_is_all_that_is_sent() -> None:
     control = settled({"decode": 40})
     control.scale(decode=41)
     before = control.core.membership().revision
-    change, whole_for = published(control, events.WorkerRegistered(make_info("decode-40")))
-    assert (change, whole_for) == (
+    change, snapshot_for = published(control, events.WorkerRegistered(make_info("decode-40")))
+    assert (change, snapshot_for) == (
         MembershipChange(
             source="c1",
             revision=before + 1,
@@ -46,11 +46,11 @@ def test_a_worker_that_registers_is_all_that_is_sent() -> None:
 def test_a_worker_that_leaves_is_its_name() -> None:
     control = settled({"decode": 3})
     control.scale(decode=2)
-    change, whole_for = published(
+    change, snapshot_for = published(
         control, events.WorkerEmpty(GATEWAY_ID, WorkerId("decode-2"), make_info("decode-2").incarnation)
     )
     assert change is not None
-    assert (change.changed, change.removed, whole_for) == ((), ("decode-2",), ())
+    assert (change.changed, change.removed, snapshot_for) == ((), ("decode-2",), ())
 
 
 def test_a_gateway_that_missed_a_change_gets_the_whole_once() -> None:
@@ -59,6 +59,6 @@ def test_a_gateway_that_missed_a_change_gets_the_whole_once() -> None:
     assert published(control, events.MembershipMissed(OTHER)) == (None, (OTHER,))
     assert control.core.handle(events.MembershipMissed(GatewayId("gone")), control.now) == []
     control.scale(decode=2)
-    change, whole_for = published(control, events.WorkerRegistered(make_info("decode-1")))
+    change, snapshot_for = published(control, events.WorkerRegistered(make_info("decode-1")))
     assert change is not None
-    assert whole_for == ()
+    assert snapshot_for == ()

@@ -51,7 +51,7 @@ def test_losses_say_why_and_a_line_that_comes_back_is_told() -> None:
     lost = control.core.state()
     assert state_diff.diff(before, lost) == [
         Change("decode-0", "lost", "killed by SIGKILL"),
-        Change("decode-1", "lost", "its line to the controller broke"),
+        Change("decode-1", "lost", "its connection to the controller broke"),
     ]
     control.register("decode-1")
     assert state_diff.diff(lost, control.core.state()) == [Change("decode-1", "ready")]

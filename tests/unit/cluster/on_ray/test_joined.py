@@ -107,7 +107,7 @@ def test_the_token_is_sent_as_ray_sends_it(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("token", "refusal", "message"),
     [
-        ("", UNAUTHENTICATED, r"^ray\.address: the Ray cluster at h:1 asks for a token\. Put the cluster's own into "),
+        ("", UNAUTHENTICATED, r"^ray\.address: the Ray cluster at h:1 requires a token\. Put the cluster's own into "),
         ("abc", UNAUTHENTICATED, r"^ray\.address: the Ray cluster at h:1 refused our token; "),
         ("", Refusal(grpc.StatusCode.UNAVAILABLE, "no"), r"^ray\.address: no Ray cluster answers at h:1 \(no\)$"),
     ],
