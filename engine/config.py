@@ -110,6 +110,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MODEL = ModelOptions()
+TRANSFER_DEFAULTS = TransferLimits()
 
 
 class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,7 +143,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     transport: TransportName = "gloo"
     plaintext_kv: bool = False
     """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""
-    transfer: TransferLimits = TransferLimits()
+    transfer: TransferLimits = TRANSFER_DEFAULTS
     pair_idle_s: float = 90.0
     """A pair that no attempt used for so long is closed, unless a gateway asked for it ahead of time. Longer than the
     gateways' `pair_idle_s`, after which they no longer count on it."""

@@ -12,6 +12,7 @@ the attempt ended meanwhile: ending an attempt never proves that the writer stop
 
 from __future__ import annotations
 
+from disagg.engine.config import TRANSFER_DEFAULTS as DEFAULTS
 from disagg.engine.kv_transfer.commands import (
     BLOCKS_GONE,
     CANCELLED,
@@ -91,9 +92,9 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
-        lease_timeout_s: float = 5.0,
-        heartbeat_s: float = 0.5,
-        transfer_timeout_s: float = 30.0,
+        lease_timeout_s: float = DEFAULTS.lease_timeout_s,
+        heartbeat_s: float = DEFAULTS.heartbeat_s,
+        transfer_timeout_s: float = DEFAULTS.timeout_s,
         tombstone_ttl_s: float = 10.0,
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)

@@ -13,6 +13,7 @@ cleared is always sent in full. The states are in `send_window.py`.
 
 from __future__ import annotations
 
+from disagg.engine.config import TRANSFER_DEFAULTS as DEFAULTS
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
@@ -81,9 +82,9 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         credits: int,
         num_slots: int,
         promises: bool = True,
-        lease_timeout_s: float = 5.0,
-        heartbeat_s: float = 0.5,
-        transfer_timeout_s: float = 30.0,
+        lease_timeout_s: float = DEFAULTS.lease_timeout_s,
+        heartbeat_s: float = DEFAULTS.heartbeat_s,
+        transfer_timeout_s: float = DEFAULTS.timeout_s,
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
         self._window: SendWindow = SendWindow(credits, num_slots, bytes_per_token, max_chunk_bytes, promises=promises)

@@ -74,6 +74,6 @@ async def test_holdings_add_up() -> None:
 async def test_a_staging_slot_is_allocated_once() -> None:
     link = PlayedLink()
     first = link._buffer(0)
-    assert first.nbytes == link._context.config.chunk_bytes
+    assert first.nbytes == link._context.config.transfer.chunk_bytes
     assert link._buffer(0) is first
     assert link._buffer(1) is not first
