@@ -71,7 +71,7 @@ def test_a_key_in_clear_text_stays_on_this_machine(address: str, local: bool) ->
     else:
         assert refusal(address, api_key=KEY) == (
             f"api_key (DISAGG_API_KEY): {address} is another machine and the connection is in clear text, so that "
-            "others could read the key; set ca_cert (DISAGG_CA_CERT), or say allow_plaintext_key=True"
+            "others could read the key; set ca_cert (DISAGG_CA_CERT), or pass allow_plaintext_key=True"
         )
     assert Credentials(api_key=KEY, allow_plaintext_key=True).channel(address) is None
 

@@ -1,4 +1,4 @@
-"""Where a gateway is, as the command line has it, and what is said when there is none."""
+"""Where a gateway is, as the command line has it, and the error when there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def reaching(address: str) -> Iterator[None]:
-    """For calls to the gateway there: that nobody answers becomes a `LaunchError` with the next command."""
+    """For calls to the gateway there: no answer becomes a `LaunchError` with the next command."""
     try:
         yield
     except UnavailableError as error:

@@ -42,7 +42,7 @@ Chat = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One answer, what the client measured, and what the cluster says about it."""
+    """One answer, what the client measured, and the cluster's explanation of it."""
 
     name: str
     """The number of its scene, with a letter where there are several."""
@@ -149,7 +149,7 @@ def _chat(question: str) -> Chat:
 
 
 def _silent(text: str) -> None:
-    """Text that nobody watches as it comes."""
+    """Discards the text of a stream."""
 
 
 def _printer(console: Console) -> Callable[[str], None]:

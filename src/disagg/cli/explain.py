@@ -2,7 +2,7 @@
 
     ExplainRequestResponse ──report──> facts, options with predicted costs, predicted against measured, a waterfall
 
-`report` is pure; what a policy or an early state does not know is left out.
+`report` is pure; what a policy or an early state does not have is left out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries, read_pr
 from disagg.router.gateway.auth.auth import digest_of
 
 PREFIX: Final = "disagg_"
-"""So that people and secret scanners know one when they see it."""
+"""By which people and secret scanners recognize a key."""
 _KEY_BYTES: Final = 32
 _MODE: Final = 0o600
 
@@ -43,10 +43,10 @@ def run_key_new(tenant: str, admin: bool, file: Path | None, console: Console, *
     print(key)
     rights = "an admin's key" if admin else "a key"
     if file is not None:
-        said = f"{rights} of {tenant}, added to {file}; a gateway with gateway.api_keys: {file} takes it within seconds"
+        text = f"{rights} of {tenant}, added to {file}; a gateway with gateway.api_keys: {file} takes it within seconds"
     else:
-        said = f"{rights} of {tenant}; put this into the file that gateway.api_keys names:\n{entry}"
-    console.print(f"{said}\nIt is shown only now. Clients take it from DISAGG_API_KEY.", markup=False, highlight=False)
+        text = f"{rights} of {tenant}; put this into the file that gateway.api_keys names:\n{entry}"
+    console.print(f"{text}\nIt is shown only now. Clients take it from DISAGG_API_KEY.", markup=False, highlight=False)
     return 0
 
 

@@ -83,7 +83,7 @@ class Common:
 
 
 def run(options: Common, address: str, record: Path | None, console: Console) -> int:
-    """One run against a running cluster; the exit status says whether enough requests met their limits."""
+    """One run against a running cluster; the exit status is 0 if enough requests met their limits."""
     scenario, slo = options.load()
     with tempfile.TemporaryDirectory(prefix="disagg-load-") if record is None else nullcontext() as folder:
         path = Path(folder, "run.jsonl") if folder is not None else record

@@ -67,8 +67,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, for programs.
 LimitOption = Annotated[int, typer.Option("--limit", "-n", help="Requests, the latest ones.", min=1, max=1000)]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"disagg {__version__}")
         raise typer.Exit
 
@@ -217,7 +217,7 @@ def explain(
     limit: LimitOption = 20,
     json: JsonOption = False,
 ) -> None:
-    """Tell where a request ran, why there, what was predicted and measured, and where its time went."""
+    """Show where a request ran, why there, what was predicted and measured, and where its time went."""
     from disagg.cli.explain import run_explain, run_list
 
     if show_list:
@@ -343,7 +343,7 @@ def _report(error: Exception) -> int:
 
 
 def next_step(error: DisaggError) -> str:
-    """What to do about an answer of the gateway; empty where its message says it, or nothing can be done."""
+    """What to do about an answer of the gateway; empty where its message has it, or nothing can be done."""
     from disagg.proto import errors
 
     match error:

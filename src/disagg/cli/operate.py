@@ -43,7 +43,7 @@ def run_status(address: str, console: Console) -> None:
 
 
 def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: float | None) -> None:
-    """Set the sizes; with `wait_s`, wait until the pools have them and tell what happens.
+    """Set the sizes; with `wait_s`, wait until the pools have them, and print each change.
 
     Raises:
         DisaggError: if the sizes are refused.
@@ -68,24 +68,24 @@ def run_drain(address: str, worker_id: str, console: Console, wait_s: float | No
 def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console: Console, wait_s: float) -> None:
     """Until every pool is as large as it should be and every worker is ready; a line for each change on the way."""
     deadline = time.monotonic() + wait_s
-    known = _workers(before)
+    earlier = _workers(before)
     while True:
         state = look()
         workers = _workers(state)
         details = {worker.worker_id: worker.detail for worker in state.workers}
-        for line in _news(known, workers, details):
+        for line in _changes(earlier, workers, details):
             console.print(line, highlight=False, soft_wrap=True)
         if is_settled(state):
             return
         if time.monotonic() >= deadline:
             missing = ", ".join(f"{name} is {phase}" for name, (phase, _) in workers.items() if phase != "ready")
             raise LaunchError(f"not done after {wait_s:g} s: {missing or 'workers are missing'}; it goes on")
-        known = workers
+        earlier = workers
         time.sleep(POLL_INTERVAL_S)
 
 
 def is_settled(state: ClusterState) -> bool:
-    """Whether there is what was asked for, and nothing else."""
+    """Whether the observed state is the desired one."""
     return (
         len(state.pools) > 0
         and all(pool.ready == pool.desired for pool in state.pools)
@@ -97,7 +97,7 @@ def _workers(state: ClusterState) -> _Workers:
     return {worker.worker_id: (worker.phase, worker.incarnation) for worker in state.workers}
 
 
-def _news(before: _Workers, after: _Workers, details: dict[str, str]) -> list[str]:
+def _changes(before: _Workers, after: _Workers, details: dict[str, str]) -> list[str]:
     lines = []
     for name, (phase, incarnation) in after.items():
         earlier_phase, earlier_incarnation = before.get(name, ("", ""))
@@ -127,7 +127,7 @@ def show_state(state: ClusterState, console: Console) -> None:
         console.print(pools)
         console.print()
     else:
-        console.print("the controller cannot be asked; this is what the gateway sees\n")
+        console.print("the controller does not answer; this is what the gateway sees\n")
     console.print(workers)
     for worker in state.workers:
         if worker.detail and (worker.phase != "ready" or worker.detail.startswith(QUARANTINED)):

@@ -1,7 +1,7 @@
 """`disagg top`: the running cluster, drawn again every second.
 
     gateway ──WatchClusterState──> states ──picture(state, earlier)──> rich
-                └── it goes away: the last picture stays, with a line that says so, until it is back
+                └── it goes away: the last picture stays, with a line about that, until it is back
 
 `picture` is pure: a state and an earlier one make what is shown.
 """
@@ -45,7 +45,7 @@ class Earlier:
 
 
 def run_top(address: str, console: Console, *, once: bool, interval_s: float) -> int:
-    """Draw until Ctrl-C; one picture and the end with `once`, or where nobody watches. The exit status.
+    """Draw until Ctrl-C; one picture and the end with `once`, or where standard output is no terminal. The exit status.
 
     Raises:
         LaunchError: if there is no gateway when it begins.
@@ -67,7 +67,7 @@ def run_top(address: str, console: Console, *, once: bool, interval_s: float) ->
 
 
 def pictures(client: Client, address: str, interval_s: float, *, ascii_only: bool) -> Iterator[RenderableType]:
-    """One picture for each state, and one that says so whenever the gateway is away; never ends by itself."""
+    """One picture for each state, and one with a message whenever the gateway is away; never ends by itself."""
     state, seen_at = ClusterState(), 0.0
     earlier: Earlier | None = None
     while True:
@@ -109,7 +109,7 @@ def picture(
 def _headline(state: ClusterState, address: str) -> Text:
     line = Text.assemble(("disagg", "bold"), f" {address}")
     if not state.pools:
-        return line.append("   the controller cannot be asked; this is what the gateway sees", style="yellow")
+        return line.append("   the controller does not answer; this is what the gateway sees", style="yellow")
     for pool in state.pools:
         style = "green" if pool.ready == pool.desired else "yellow"
         line.append(f"   {pool.name} ").append(f"{pool.ready} of {pool.desired}", style=style)

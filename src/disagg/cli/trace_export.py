@@ -116,7 +116,7 @@ def trace_of(requests: Sequence[Explanation]) -> dict[str, Any]:
 
 
 def _slices(request: Explanation, begin_s: float) -> list[tuple[str, Slice]]:
-    """Worker (or the gateway) and slice, for each span. One that lasts ends with the last thing that is known."""
+    """Worker (or the gateway) and slice, for each span. One that lasts ends with the latest time in the record."""
     arrived_us = (request.arrived_at - begin_s) * 1e6
     last_ms = max((max(span.start_ms, span.end_ms) for span in request.spans), default=0.0)
     details = {name: value for name, value in to_dict(request).items() if not isinstance(value, (list, dict))}

@@ -1,5 +1,5 @@
-"""`disagg up` and `disagg demo`: launch a cluster, show how it comes up, hold it until it is told to stop, leave
-nothing behind."""
+"""`disagg up` and `disagg demo`: launch a cluster, show its progress, serve until a signal stops it, leave no
+process behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
 PATIENCE = 3
-"""Signals that wait for a clean stop. Whoever sends one more is tired of waiting: children then end by themselves."""
+"""Signals that wait for a clean stop. One more ends this process at once: its children then end by themselves."""
 DEMO_KV_CACHE_BYTES = 64 << 20
 
 
@@ -44,7 +44,7 @@ class LaunchDisplay:
         self._status: Status | None = None
 
     def __call__(self, name: str, state: str) -> None:
-        """A `launch.Progress`."""
+        """A `Progress` of `cluster/control/cluster.py`."""
         if state == "starting":
             self._starting.append(name)
         elif name in self._starting:
@@ -140,7 +140,7 @@ def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_di
 
 
 def ensure_model(config: ClusterConfig, console: Console) -> None:
-    """Import the default model where it is asked for and missing; anything else is left to the user."""
+    """Import the default model where it is configured and missing; any other model is left to the user."""
     if config.model.path is not None:
         return
     try:
@@ -183,7 +183,7 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
-    """Tell what happens until a stop is asked for: what is lost comes back, or is started again and again."""
+    """Print each change of a process until a signal stops it; the controller restarts what is lost."""
     state = cluster.state()
     while not stop.wait(WATCH_INTERVAL_S):
         before, state = state, cluster.state()

@@ -7,7 +7,7 @@
         for delta in client.stream([{"role": "user", "content": "What is a cache?"}]):
             print(delta.text, end="", flush=True)
 
-A prompt is a text, a list of token ids, or a list of chat messages. A stream starts when it is first asked for a delta,
+A prompt is a text, a list of token ids, or a list of chat messages. A stream starts with the first delta that is read,
 and closing it early cancels the request. Failed calls raise the errors of `disagg.proto.errors`.
 """
 

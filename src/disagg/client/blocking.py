@@ -83,7 +83,7 @@ class Client(ClientBase):
         return self._run(self._calls.generate(prompt, options, model, timeout_s, targets))
 
     def models(self) -> list[Model]:
-        """The models that can be asked for."""
+        """The models that the gateway serves."""
         return self._run(self._calls.models())
 
     def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
@@ -108,7 +108,8 @@ class Client(ClientBase):
         self._run(self._calls.drain(worker_id))
 
     def explain(self, request_id: str) -> Explanation:
-        """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the id is not known."""
+        """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway has no such id (any
+        more)."""
         return self._run(self._calls.explain(request_id))
 
     def requests(self, limit: int = 20) -> list[Explanation]:

@@ -22,7 +22,7 @@ from disagg.proto.addresses import split_address
 from disagg.proto.errors import ConfigError
 
 SYSTEM_ROOTS = "system"
-"""As `ca_cert`: the public CAs that gRPC knows."""
+"""As `ca_cert`: the public CAs that gRPC comes with."""
 
 _KEY = re.compile(r"[!-~]+")
 
@@ -78,13 +78,13 @@ class Credentials:
         if self.api_key and not self.allow_plaintext_key and not is_local(address):
             raise ConfigError(
                 f"api_key (DISAGG_API_KEY): {address} is another machine and the connection is in clear text, so that "
-                "others could read the key; set ca_cert (DISAGG_CA_CERT), or say allow_plaintext_key=True"
+                "others could read the key; set ca_cert (DISAGG_CA_CERT), or pass allow_plaintext_key=True"
             )
         return None
 
 
 def is_local(address: str) -> bool:
-    """Whether host:port is on this machine, as far as the name tells."""
+    """Whether host:port is on this machine, as far as the name shows."""
     if address.startswith("unix:"):
         return True
     host, _ = split_address(address)

@@ -45,7 +45,7 @@ def error_of(error: grpc.RpcError) -> DisaggError:
         return overloaded
     if known := _BY_REASON.get(info.reason) or _BY_CODE.get(code):
         other = known.__new__(known)
-        DisaggError.__init__(other, message)  # the server's words, whatever the class would make its own from
+        DisaggError.__init__(other, message)  # the server's message, not one that the class would make
         return other
     other = DisaggError(message)
     other.grpc_code, other.code = code, info.reason or code.lower()
@@ -66,7 +66,7 @@ _BY_REASON: dict[str, type[DisaggError]] = {kind.code: kind for kind in (ModelNo
 
 
 def _details(call: grpc.Call) -> dict[str, ProtoMessage]:
-    """The `google.rpc` details that we know, by name; empty where gRPC itself or a proxy made the status."""
+    """The `google.rpc` details of the kinds below, by name; empty where gRPC itself or a proxy made the status."""
     try:
         status = rpc_status.from_call(call)
     except (ValueError, DecodeError):

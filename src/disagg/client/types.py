@@ -54,8 +54,8 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What a request wants of its latencies, in milliseconds; None takes what the cluster is configured for. One whose
-    first token is predicted too late is refused with `OverloadedError`, which says when to come back."""
+    """A request's latency targets, in milliseconds; None takes what the cluster is configured for. One whose first
+    token is predicted too late is refused with `OverloadedError`, which has the time after which to retry."""
 
     ttft_ms: float | None = None
     """Of the time to the first token."""

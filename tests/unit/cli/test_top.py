@@ -104,7 +104,7 @@ def test_a_gateway_that_knows_less_is_shown_as_well() -> None:
         workers=[pb.WorkerState(worker_id="prefill-0")], queued_requests=1, running_requests=2
     )
     text = text_of(top.picture(state, "x:1"))
-    assert text.startswith("disagg x:1   the controller cannot be asked; this is what the gateway sees\n")
+    assert text.startswith("disagg x:1   the controller does not answer; this is what the gateway sees\n")
     assert "\nprefill-0  unknown     0" in text
     assert "requests queued 1  running 2   0.0/s, 0 tokens/s" in text
     assert "targets  no request that had some ended in the last minute" in text

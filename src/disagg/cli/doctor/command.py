@@ -1,4 +1,4 @@
-"""`disagg doctor`: looks at this machine and, if one runs, at a cluster, and says what is not well and what to do.
+"""`disagg doctor`: checks this machine and, if one runs, a cluster; prints each fault and what to do about it.
 
 Exit status 0 when nothing failed, else 1; warnings do not count.
 """

@@ -56,8 +56,8 @@ def is_open(address: str) -> bool:
 
 
 def speaks_tls(address: str) -> bool | None:
-    """Whether the server there begins with a TLS handshake; None where nobody listens. Checks no certificate: that is
-    what the call that follows does."""
+    """Whether the server there begins with a TLS handshake; None where no server listens. Checks no certificate: that
+    is what the call that follows does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -71,7 +71,7 @@ def speaks_tls(address: str) -> bool | None:
             with context.wrap_socket(connection):
                 return True
         except ssl.SSLError as error:
-            return "ALERT" in (error.reason or "")  # it speaks TLS, and asks for a certificate
+            return "ALERT" in (error.reason or "")  # it has TLS, and requires a certificate
         except OSError:
             return False
 
@@ -84,7 +84,7 @@ def _host_port(address: str) -> tuple[str, int]:
 def transport_finding(address: str, tls: bool | None) -> Finding:
     """Of the connection to the gRPC port."""
     if tls is None:
-        return Finding("FAIL", "port", f"nobody listens at {address}", "disagg up")
+        return Finding("FAIL", "port", f"no server listens at {address}", "disagg up")
     if tls:
         return Finding("ok", "TLS", "on")
     if is_local(address):
@@ -94,13 +94,13 @@ def transport_finding(address: str, tls: bool | None) -> Finding:
 
 
 def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding:
-    """A gateway that does not tell its state. `lacks_ca`: it speaks TLS, and our environment names no CA."""
+    """A gateway that does not return its state. `lacks_ca`: it has TLS, and our environment names no CA."""
     if isinstance(error, AuthenticationError):
-        return Finding("FAIL", "gRPC", f"{address} asks for an API key", "export DISAGG_API_KEY=...")
+        return Finding("FAIL", "gRPC", f"{address} requires an API key", "export DISAGG_API_KEY=...")
     if isinstance(error, UnavailableError) and error.code == UNREACHABLE:
         if lacks_ca:
             step = "export DISAGG_CA_CERT=FILE, of the CA that signed its certificate; or =system"
-            return Finding("FAIL", "gRPC", f"{address} speaks TLS, and no CA is named here to trust it by", step)
+            return Finding("FAIL", "gRPC", f"{address} has TLS, and DISAGG_CA_CERT names no CA for it", step)
         text = f"something listens at {address}, but no gRPC answers: {error.message}"
         return Finding("FAIL", "gRPC", text, "check DISAGG_ADDRESS, and with TLS the certificates")
     return Finding("FAIL", "gRPC", f"{error.code}: {error.message}")
@@ -108,11 +108,11 @@ def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding
 
 def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding]:
     if not http_address:
-        yield Finding("warn", "HTTP", "off, or its address is not known", NO_HTTP)
+        yield Finding("warn", "HTTP", "off, or its address is unknown", NO_HTTP)
         return
     where = reachable_from_here(http_address, address)
     if not tls and not is_local(where) and Credentials().api_key:
-        text = f"not asked: {where} is another machine, to which the key would go in clear text"
+        text = f"not checked: {where} is another machine, to which the key would go in clear text"
         yield Finding("warn", "HTTP", text, "run this there, or set gateway.tls in the configuration")
         return
     try:
@@ -122,19 +122,19 @@ def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding
 
 
 def keys_finding(address: str) -> Finding:
-    """Ask without a key."""
+    """Call the gateway without a key."""
     with Client(address, api_key="") as anonymous:
         try:
             anonymous.models()
         except AuthenticationError:
-            return Finding("ok", "API keys", "asked for")
+            return Finding("ok", "API keys", "required")
         except DisaggError as error:
-            return Finding("warn", "API keys", f"cannot tell: {error.code}: {error.message}")
-    return Finding("ok", "API keys", "not asked for; whoever reaches the gateway may use it")
+            return Finding("warn", "API keys", f"unclear: {error.code}: {error.message}")
+    return Finding("ok", "API keys", "not required; whoever reaches the gateway may use it")
 
 
 def reachable_from_here(http_address: str, address: str) -> str:
-    """The HTTP server's address as a client of `address` sees it: a gateway that listens everywhere says 0.0.0.0."""
+    """The HTTP server's address as a client of `address` sees it: a gateway on all interfaces reports 0.0.0.0."""
     host, port = _host_port(http_address)
     if host in ("0.0.0.0", "::"):
         host = _host_port(address)[0]
@@ -158,7 +158,7 @@ def _get(where: str, path: str, tls: bool) -> int:
 
 
 def _tls_context(credentials: Credentials) -> ssl.SSLContext:
-    """As the client's environment says."""
+    """As the client's environment sets it."""
     own_ca = credentials.ca_cert if credentials.ca_cert != SYSTEM_ROOTS else None
     context = ssl.create_default_context(cafile=own_ca or None)
     if credentials.client_cert:
@@ -171,7 +171,7 @@ def health_finding(where: str, status: int) -> Finding:
     if status == http.client.OK:
         return Finding("ok", "HTTP", f"answers at {where}, and is healthy")
     if status == http.client.UNAUTHORIZED:
-        return Finding("FAIL", "HTTP", f"{where} asks for an API key", "export DISAGG_API_KEY=...")
+        return Finding("FAIL", "HTTP", f"{where} requires an API key", "export DISAGG_API_KEY=...")
     return Finding("FAIL", "HTTP", f"{where} is not healthy (status {status})", "disagg status")
 
 
@@ -181,7 +181,7 @@ def health_finding(where: str, status: int) -> Finding:
 def worker_findings(state: ClusterState) -> Iterator[Finding]:
     """Of the pools, the phases and the models."""
     if not state.pools:
-        yield Finding("warn", "controller", "cannot be asked; the gateway serves on with the workers that it knows")
+        yield Finding("warn", "controller", "does not answer; the gateway serves on with its present workers")
     unready = [worker for worker in state.workers if worker.phase not in ("ready", "")]
     short = [pool for pool in state.pools if pool.ready < pool.desired]
     if unready or short:

@@ -55,7 +55,7 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
 
 
 def engine_finding(described: dict[str, object]) -> Finding:
-    """Of torch and the kernels, as `disagg.kernels.describe` says."""
+    """Of torch and the kernels, as `disagg.kernels.describe` reports them."""
     kernels = str(described["cpu_kernels"])
     text = f"torch {described['torch']}, {described['num_cuda_devices']} CUDA devices, CPU kernels: {kernels}"
     if not kernels.startswith("torch reference"):

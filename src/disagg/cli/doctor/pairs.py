@@ -3,8 +3,8 @@
     each pair (P, D) ──> some probes ──> bytes against what the prompts have; the best rate ──> all pairs compared
 
 A probe moves the KV of a short random prompt. Its time is what a stream would wait for, as the gateway sees it, so it
-holds some messages too: a rate of a small model says more about those than about the channel. The judging functions
-are pure.
+holds some messages too: so that of a small model the rate depends more on those than on the channel. The judging
+functions are pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disagg.proto.errors import DisaggError, PermissionDeniedError
 NUM_PROBES = 3
 """Of each pair: the first one finds sockets and memory cold."""
 FAR_BELOW = 1 / 3
-"""Of the median of all pairs; what a pair does less than that is told."""
+"""Of the median of all pairs; a pair below that is reported."""
 
 Pair = tuple[str, str]
 """Prefill and decode worker."""
@@ -75,7 +75,7 @@ def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:
 
 
 def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
-    """Pairs far below what the pairs do in the median, which two pairs alone do not tell: there the faster one is the
+    """Pairs far below what the pairs do in the median, which two pairs alone do not show: there the faster one is the
     measure."""
     if len(rates) < 2:
         return []

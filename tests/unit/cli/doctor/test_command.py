@@ -150,7 +150,7 @@ def test_transport(address: str, tls: bool | None, level: str) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (AuthenticationError("x"), "a:1 asks for an API key"),
+        (AuthenticationError("x"), "a:1 requires an API key"),
         (UnavailableError("reset", "unreachable"), "something listens at a:1, but no gRPC answers: reset"),
         (UnavailableError("going away", "shutting_down"), "shutting_down: going away"),
         (DeadlineError("late"), "timeout: late"),
@@ -163,7 +163,7 @@ def test_a_gateway_that_does_not_tell(error: DisaggError, text: str) -> None:
 
 def test_a_gateway_that_cannot_be_trusted_for_lack_of_a_ca() -> None:
     found = doctor_gateway.grpc_failure("a:1", UnavailableError("reset", "unreachable"), lacks_ca=True)
-    assert found.text == "a:1 speaks TLS, and no CA is named here to trust it by"
+    assert found.text == "a:1 has TLS, and DISAGG_CA_CERT names no CA for it"
     assert found.next_step.startswith("export DISAGG_CA_CERT=FILE")
 
 
@@ -189,7 +189,7 @@ def test_a_key_goes_to_no_other_machine_in_clear_text(monkeypatch: pytest.Monkey
     monkeypatch.setenv("DISAGG_API_KEY", "a-key-of-somebody")
     (found,) = doctor_gateway._http("10.0.0.5:8471", "127.0.0.1:8470", False)
     assert (found.level, found.name) == ("warn", "HTTP")
-    assert found.text == "not asked: 10.0.0.5:8471 is another machine, to which the key would go in clear text"
+    assert found.text == "not checked: 10.0.0.5:8471 is another machine, to which the key would go in clear text"
 
 
 @pytest.mark.parametrize(("status", "level"), [(200, "ok"), (401, "FAIL"), (503, "FAIL"), (404, "FAIL")])
@@ -372,9 +372,9 @@ def test_a_slow_pair_is_told_after_all_were_tried(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("error", "finding"),
     [
-        (None, Finding("ok", "API keys", "not asked for; whoever reaches the gateway may use it")),
-        (AuthenticationError("x"), Finding("ok", "API keys", "asked for")),
-        (DeadlineError("late"), Finding("warn", "API keys", "cannot tell: timeout: late")),
+        (None, Finding("ok", "API keys", "not required; whoever reaches the gateway may use it")),
+        (AuthenticationError("x"), Finding("ok", "API keys", "required")),
+        (DeadlineError("late"), Finding("warn", "API keys", "unclear: timeout: late")),
     ],
 )
 def test_keys(monkeypatch: pytest.MonkeyPatch, error: DisaggError | None, finding: Finding) -> None:
