@@ -296,7 +296,7 @@ class Controller:
                     return
         finally:
             reader.cancel()
-            if self._workers.get(key) is replies:  # not a later stream of the same life
+            if self._workers.get(key) is replies:  # not a later stream of the same process
                 del self._workers[key]
                 self._supervisor.forget(watched)
                 self._handle(events.WorkerLeft(*key))

@@ -27,7 +27,7 @@ NODE_SHARE: Final = 0.001
 
 _PREFIX: Final = "disagg-"
 
-Kind = Literal["worker", "gateway"]
+ProcessKind = Literal["worker", "gateway"]
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Of the process: a worker's id, or `gateway`."""
-    kind: Kind
+    kind: ProcessKind
     cores: tuple[int, ...]
     """The cores that it starts on; Ray's own processes sit on one, and it would inherit that. Empty: those of its
     node."""

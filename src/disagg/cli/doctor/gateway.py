@@ -47,7 +47,7 @@ def gateway_findings(address: str) -> Iterator[Finding]:
 
 
 def is_open(address: str) -> bool:
-    """Whether anybody listens there."""
+    """Whether a server listens there."""
     try:
         with socket.create_connection(_host_port(address), CONNECT_TIMEOUT_S):
             return True
