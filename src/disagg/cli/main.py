@@ -18,8 +18,8 @@ import typer
 
 from disagg import __version__
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cli.load import load_app
 from disagg.cli.cluster import app as cluster_app
+from disagg.cli.load import load_app
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
