@@ -32,7 +32,7 @@ from disagg.engine.config import (
     check_transfer,
 )
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.config import MAX_PORT, Count, Millis, Name, NonNegativeInt, Port, Seconds
+from disagg.proto.config import MAX_PORT, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions
@@ -102,6 +102,8 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
     swap_bytes: NonNegativeInt | None = None
     """Host memory of each worker for the KV of preempted sequences; what does not fit there is computed again. Unset,
     it is 256 MiB; on a GPU nothing, because it would be the GPU's own memory."""
+    decode_reserve_tokens: Count = KvReserve().decode_reserve_tokens
+    """See `KvReserve`. At least 1 here; the engine and the router take 0, too, for tests of preemption."""
     node_labels: dict[Name, Name] = msgspec.field(default_factory=dict)
     """Ray nodes that this pool's workers may run on: those with all of these labels, such as
     `disagg.role: prefill`."""

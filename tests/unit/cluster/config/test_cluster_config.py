@@ -12,8 +12,8 @@ from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
-    "size, cores, block_size, swap_bytes, node_labels, tp, num_threads, kv_cache_bytes, num_blocks, token_budget, "
-    "scheduling, step_ahead, max_num_seqs, cached_share, cached_keep_s, device, decode_reserve_tokens, watermark"
+    "size, cores, block_size, swap_bytes, decode_reserve_tokens, node_labels, tp, num_threads, kv_cache_bytes, "
+    "num_blocks, token_budget, scheduling, step_ahead, max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
 
@@ -188,8 +188,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("gateway: {max_keyless_watches: 0}", "gateway.max_keyless_watches: expected int >= 1; got 0"),
         ("gateway: {max_keyless_watches: 65537}", "gateway.max_keyless_watches: expected int <= 65536; got 65537"),
         (
-            "pools: {decode: {decode_reserve_tokens: -1}}",
-            "pools.decode.decode_reserve_tokens: expected int >= 0; got -1",
+            "pools: {decode: {decode_reserve_tokens: 0}}",
+            "pools.decode.decode_reserve_tokens: expected int >= 1; got 0",
         ),
         (
             "gateway: {host: 0.0.0.0}",
