@@ -8,7 +8,18 @@ seed first keeps neighbouring seeds apart: raw SplitMix64 streams are shifted co
 
 from __future__ import annotations
 
-from disagg.proto.splitmix import MASK, splitmix64
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.proto.splitmix import GOLDEN, MASK, mix, splitmix64
+
+U64 = NDArray[np.uint64]
+
+
+def first_outputs(states_N: U64) -> U64:
+    """Output 0 of the SplitMix64 generators that start with these states: each word mixed."""
+    outputs_N: U64 = mix((states_N + GOLDEN) & MASK)
+    return outputs_N
 
 
 def uniform(seed: int, index: int) -> float:

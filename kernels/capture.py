@@ -1,28 +1,53 @@
 """Computations that are captured once and replayed: what a decode step costs without Python between its ops.
 
-On a CPU the calls of the compiled kernels are recorded (`kernels/cpu/program.py`), on a GPU they are a CUDA graph
-(`kernels/cuda_graph.py`).
+On a CPU the calls of the compiled kernels are recorded (`cpu/calls.py`), on a GPU they are a CUDA graph
+(`cuda_graph.py`); `dispatch.capturer` chooses.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeVar
 
-from disagg.kernels import dispatch
-from disagg.kernels.captured import Captured, CaptureError, Capturer
-from disagg.kernels.cpu.calls import ProgramCapturer
-from disagg.kernels.cuda_graph import GraphCapturer
-
-__all__ = ["CaptureError", "Captured", "Capturer", "capturer"]
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-def capturer(device: torch.device) -> Capturer:
-    """What captures computations of tensors of a device. CaptureError where nothing does."""
-    if device.type == "cpu":
-        library = dispatch.native_library()
-        if library is None:
-            raise CaptureError("the C++ kernels are not in use")
-        return ProgramCapturer(library)
-    if device.type == "cuda":
-        return GraphCapturer(device)
-    raise CaptureError(f"nothing captures what runs on a {device.type} device")
+class CaptureError(Exception):
+    """The computation cannot be captured; the message says why. It can still be run."""
+
+
+class Captured(Protocol[T_co]):
+    """A computation that can be made again, from the same input tensors into the same output tensors."""
+
+    def replay(self) -> T_co:
+        """Compute again from what the input tensors hold now. The outputs hold the result until the next replay or
+        capture of the same capturer: captures share their memory."""
+        ...
+
+
+class Capturer(Protocol):
+    """Captures computations that run one at a time: they share the memory of what they compute. Owner: one thread."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Captured[T]]:
+        """Run it and keep what it did; its result, which is what a replay gives, and the capture.
+
+        `run` must do the same whenever it is called: read and write the same tensors, through ops that can be captured.
+        Its outputs are a tensor, or a tuple of them.
+
+        Raises:
+            CaptureError: `run` did what cannot be captured. Some of it may have been computed.
+        """
+        ...
+
+    def compute(self, run: Callable[[], T], kind: Hashable) -> T:
+        """Run it once, for its result, which is good until the next computation, replay or capture. On a CPU its ops
+        are only noted, and computed behind it all together, without Python between them.
+
+        Runs of one `kind` take the same ops, in other shapes: only in the first of them is looked for ops that cannot
+        be captured.
+
+        Raises:
+            CaptureError: there is such an op. Nothing was computed.
+        """
+        ...

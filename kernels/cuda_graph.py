@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from disagg.kernels.captured import Captured, CaptureError
+from disagg.kernels.capture import Captured, CaptureError
 
 T = TypeVar("T")
 

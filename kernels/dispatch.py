@@ -16,21 +16,22 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from disagg.kernels import linear as onednn
 from disagg.kernels import reference
-from disagg.kernels.captured import CaptureError
+from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.filters import Filters
+from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.linear import PackedWeight, linear
+from disagg.kernels.ops import Filters, Ops, RopeWrite
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "argmax_rows",
+    "capturer",
     "describe",
     "draw_rows",
     "draws_on",
@@ -65,13 +67,24 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    ops: NativeOps | None
-    linear: NativeLinear | None
     description: str
+    native: NativeOps | None = None
+    linear: NativeLinear | None = None
     triton: TritonOps | None = None
+
+    on_cpu: Ops = field(init=False)
+    """For CPU tensors."""
+    elsewhere: Ops = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_cpu", self.native or self.triton or reference)
+        object.__setattr__(self, "elsewhere", self.triton or reference)
 
 
 @functools.cache
@@ -80,21 +93,21 @@ def _choice() -> _Choice:
     if mode not in ("auto", "reference", "triton"):
         raise ValueError(f"DISAGG_KERNELS: {mode!r} is not one of 'auto', 'reference', 'triton'")
     if mode == "reference":
-        choice = _Choice(None, None, "torch reference (DISAGG_KERNELS=reference)")
+        choice = _Choice("torch reference (DISAGG_KERNELS=reference)")
         logger.warning("CPU kernels: %s", choice.description)
         return choice
     if mode == "triton":
-        return _Choice(None, None, "triton (DISAGG_KERNELS=triton)", _load_triton())
+        return _Choice("triton (DISAGG_KERNELS=triton)", triton=_load_triton())
     triton = _load_triton() if torch.cuda.is_available() else None
     try:
         library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
         products = NativeLinear.load(library.path)
         multiplies = "C++" if products is not None and products.packs_bf16 else "oneDNN"
         description = f"cpu-c++ {library.simd}, bf16 products by {multiplies}"
-        choice = _Choice(NativeOps(library.path), products, description, triton)
+        choice = _Choice(description, NativeOps(library.path), products, triton)
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
-        return _Choice(None, None, f"torch reference ({error})", triton)
+        return _Choice(f"torch reference ({error})", triton=triton)
     logger.info("CPU kernels: %s", choice.description)
     return choice
 
@@ -110,12 +123,6 @@ def _load_triton() -> TritonOps | None:
     return TritonOps()
 
 
-def _ops(tensor: Tensor) -> NativeOps | TritonOps | None:
-    """The kernels for tensors that are where this one is."""
-    choice = _choice()
-    return choice.ops if tensor.is_cpu and choice.ops is not None else choice.triton
-
-
 def describe() -> str:
     """Which implementation CPU tensors take, such as `cpu-c++ avx512` or `torch reference (no C++ compiler ...)`."""
     return _choice().description
@@ -123,16 +130,41 @@ def describe() -> str:
 
 def native_library() -> ctypes.CDLL | None:
     """The C++ kernels, where CPU tensors take them; its calls give the GIL away."""
-    ops = _choice().ops
-    return None if ops is None else ops.library
+    native = _choice().native
+    return None if native is None else native.library
 
 
-def _decline(op: str, dtype: torch.dtype) -> None:
-    """The reference is called instead of a kernel, which does not take the tensors. Raises CaptureError where it would
-    find nothing to compute with, because the kernels before it are only noted yet."""
+def capturer(device: torch.device) -> Capturer:
+    """What captures computations of tensors of a device: their kernels' calls on a CPU, a CUDA graph on a GPU.
+
+    Raises:
+        CaptureError: nothing captures there.
+    """
+    if device.type == "cpu":
+        library = native_library()
+        if library is None:
+            raise CaptureError("the C++ kernels are not in use")
+        return calls.ProgramCapturer(library)
+    if device.type == "cuda":
+        return GraphCapturer(device)
+    raise CaptureError(f"nothing captures what runs on a {device.type} device")
+
+
+def _ops(tensor: Tensor) -> Ops:
+    """The implementation for tensors that are where this one is."""
+    choice = _choice()
+    return choice.on_cpu if tensor.is_cpu else choice.elsewhere
+
+
+def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """An op of the reference, in place of a kernel that does not take the tensors. Raises CaptureError while calls of
+    kernels are only recorded: the reference would read what they have not computed yet."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), tensors[0].dtype)
     if calls.is_noting():
-        raise CaptureError(f"{op}: the kernel does not take these tensors ({dtype})")
-    _warn_declined(op, dtype)
+        raise CaptureError(f"{op.__name__}: the kernel does not take these tensors ({dtype})")
+    _warn_declined(op.__name__, dtype)
+    return op(*args, **kwargs)
 
 
 @functools.cache
@@ -149,8 +181,8 @@ def set_num_threads(num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads: must be at least 1, not {num_threads}")
     torch.set_num_threads(num_threads)
-    if (ops := _choice().ops) is not None:
-        ops.set_num_threads(num_threads)
+    if (native := _choice().native) is not None:
+        native.set_num_threads(num_threads)
 
 
 def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tensor | PackedWeight:
@@ -222,34 +254,6 @@ def new_output(shape: Sequence[int], like: Tensor) -> Tensor:
     return calls.new_output(shape, like.dtype) if like.is_cpu else like.new_empty(shape)
 
 
-def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
-    """Rows of a matrix by their indices, int64, which must be within; [R, H]."""
-    native = _choice().ops if x_TH.is_cpu else None
-    if native is not None:
-        if (out := native.embed(rows_R, x_TH)) is not None:
-            return out
-        _decline("take_rows", x_TH.dtype)
-    return x_TH[rows_R]
-
-
-def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
-    """The rows of the embedding, [T, H]."""
-    if (ops := _ops(token_ids_T)) is not None:
-        if (out := ops.embed(token_ids_T, embedding_VH)) is not None:
-            return out
-        _decline("embed", embedding_VH.dtype)
-    return reference.embed(token_ids_T, embedding_VH)
-
-
-def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
-    """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
-    if (ops := _ops(logits_TV)) is not None:
-        if (out := ops.argmax_rows(logits_TV, vocab_size)) is not None:
-            return out
-        _decline("argmax_rows", logits_TV.dtype)
-    return reference.argmax_rows(logits_TV, vocab_size)
-
-
 def draws_on(device: torch.device) -> bool:
     """Whether `draw_rows` takes logits of this device."""
     triton = _choice().triton
@@ -263,31 +267,89 @@ def draw_rows(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
     return triton.draw_rows(logits_RV, vocab_size, filters)
 
 
+def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
+    """The rows of the embedding, [T, H]."""
+    out = _ops(token_ids_T).embed(token_ids_T, embedding_VH)
+    return _fallback(reference.embed, token_ids_T, embedding_VH) if out is None else out
+
+
+def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
+    """Rows of a matrix by their indices, int64, which must be within; [R, H]."""
+    out = _ops(x_TH).take_rows(x_TH, rows_R)
+    return _fallback(reference.take_rows, x_TH, rows_R) if out is None else out
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
-    if (ops := _ops(x_TH)) is not None:
-        if (out := ops.rms_norm(x_TH, weight_H, eps)) is not None:
-            return out
-        _decline("rms_norm", x_TH.dtype)
-    return reference.rms_norm(x_TH, weight_H, eps)
+    out = _ops(x_TH).rms_norm(x_TH, weight_H, eps)
+    return _fallback(reference.rms_norm, x_TH, weight_H, eps) if out is None else out
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
-    if (ops := _ops(x_TH)) is not None:
-        if (out := ops.add_rms_norm(x_TH, residual_TH, weight_H, eps)) is not None:
-            return out
-        _decline("add_rms_norm", x_TH.dtype)
-    return reference.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    out = _ops(x_TH).add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    return _fallback(reference.add_rms_norm, x_TH, residual_TH, weight_H, eps) if out is None else out
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up, [T, F]; gate is the first half."""
-    if (ops := _ops(gate_up_T2F)) is not None:
-        if (out := ops.silu_mul(gate_up_T2F)) is not None:
-            return out
-        _decline("silu_mul", gate_up_T2F.dtype)
-    return reference.silu_mul(gate_up_T2F)
+    out = _ops(gate_up_T2F).silu_mul(gate_up_T2F)
+    return _fallback(reference.silu_mul, gate_up_T2F) if out is None else out
+
+
+def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
+    """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
+    out = _ops(logits_TV).argmax_rows(logits_TV, vocab_size)
+    return _fallback(reference.argmax_rows, logits_TV, vocab_size) if out is None else out
+
+
+def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
+    """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+    out = _ops(qkv_TQ).qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer)
+    return _fallback(reference.qkv_rope_write, qkv_TQ, positions_T, slot_mapping_T, layer) if out is None else out
+
+
+def paged_decode_attention(
+    q_SND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_tables_SM: Tensor,
+    context_lens_S: Tensor,
+    scale: float,
+    out_SND: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if given."""
+    args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND)
+    out = _ops(q_SND).paged_decode_attention(*args)
+    return _fallback(reference.paged_decode_attention, *args) if out is None else out
+
+
+def paged_prefill_attention(
+    q_TND: Tensor,
+    key_cache_NKBD: Tensor,
+    value_cache_NKBD: Tensor,
+    block_table_M: Tensor,
+    start: int,
+    scale: float,
+    out_TND: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
+    (contiguous) if given."""
+    args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND)
+    out = _ops(q_TND).paged_prefill_attention(*args)
+    return _fallback(reference.paged_prefill_attention, *args) if out is None else out
+
+
+def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
+    """Copy the KV of tokens [start, end) of a sequence into a flat uint8 tensor."""
+    if _ops(cache_NL2KBD).gather_kv(cache_NL2KBD, block_ids, start, end, out) is None:
+        _fallback(reference.gather_kv, cache_NL2KBD, block_ids, start, end, out)
+
+
+def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
+    """Copy what `gather_kv` wrote into tokens [start, end) of a sequence."""
+    if _ops(cache_NL2KBD).scatter_kv(cache_NL2KBD, block_ids, start, end, data) is None:
+        _fallback(reference.scatter_kv, cache_NL2KBD, block_ids, start, end, data)
 
 
 def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:
@@ -309,81 +371,3 @@ def linear_add_rms_norm(
     if isinstance(weight_OI, NativeWeight):
         return weight_OI.product_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
     return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)
-
-
-def qkv_rope_write(
-    qkv_TQ: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    positions_T: Tensor,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
-    slot_mapping_T: Tensor,
-) -> Tensor:
-    """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
-    args = (
-        qkv_TQ, q_norm_D, k_norm_D, eps, positions_T, cos_PD, sin_PD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T
-    )  # fmt: skip
-    if (ops := _ops(qkv_TQ)) is not None:
-        if (out := ops.qkv_rope_write(*args)) is not None:
-            return out
-        _decline("qkv_rope_write", qkv_TQ.dtype)
-    return reference.qkv_rope_write(*args)
-
-
-def paged_decode_attention(
-    q_SND: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
-    block_tables_SM: Tensor,
-    context_lens_S: Tensor,
-    scale: float,
-    out_SND: Tensor | None = None,
-) -> Tensor:
-    """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if given."""
-    args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale)
-    if (ops := _ops(q_SND)) is not None:
-        if (found := ops.paged_decode_attention(*args, out_SND=out_SND)) is not None:
-            return found
-        _decline("paged_decode_attention", q_SND.dtype)
-    return _placed(reference.paged_decode_attention(*args), out_SND)
-
-
-def paged_prefill_attention(
-    q_TND: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
-    block_table_M: Tensor,
-    start: int,
-    scale: float,
-    out_TND: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
-    (contiguous) if given."""
-    args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale)
-    if (ops := _ops(q_TND)) is not None:
-        if (found := ops.paged_prefill_attention(*args, out_TND=out_TND)) is not None:
-            return found
-        _decline("paged_prefill_attention", q_TND.dtype)
-    return _placed(reference.paged_prefill_attention(*args), out_TND)
-
-
-def _placed(found: Tensor, out: Tensor | None) -> Tensor:
-    return found if out is None else out.copy_(found)
-
-
-def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
-    """Copy the KV of tokens [start, end) of a sequence into a flat uint8 tensor."""
-    triton = _choice().triton
-    if triton is None or not triton.gather_kv(cache_NL2KBD, block_ids, start, end, out):
-        reference.gather_kv(cache_NL2KBD, block_ids, start, end, out)
-
-
-def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
-    """Copy what `gather_kv` wrote into tokens [start, end) of a sequence."""
-    triton = _choice().triton
-    if triton is None or not triton.scatter_kv(cache_NL2KBD, block_ids, start, end, data):
-        reference.scatter_kv(cache_NL2KBD, block_ids, start, end, data)

@@ -1,6 +1,7 @@
 """Torch references of all ops: the oracle of every faster kernel, and the path that runs where there is none.
 
-Plain and stateless; any device, any dtype. `disagg.kernels.dispatch` is what callers import.
+Plain and stateless; any device, any dtype. The module implements `ops.Ops`, and takes all tensors; callers import
+`disagg.kernels.dispatch`.
 
 Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV
 heads, D head dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K,
@@ -18,10 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disagg.kernels.ops import RopeWrite
+
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
     """The rows of the embedding, [T, H]. Ids (int64) must be within the vocabulary."""
     return F.embedding(token_ids_T, embedding_VH)
+
+
+def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
+    """Rows of a matrix by their indices, int64, which must be within; [R, H]."""
+    return x_TH[rows_R]
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -77,33 +85,22 @@ def kv_write(
     value_cache_NKBD[block_T, :, offset_T] = v_TKD
 
 
-def qkv_rope_write(
-    qkv_TQ: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    positions_T: Tensor,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
-    slot_mapping_T: Tensor,
-) -> Tensor:
+def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
     """What lies between the product of q, k, v and attention; the rotated q, contiguous [T, N, D].
 
     A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is
     normed. Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V
     are written as by `kv_write`.
     """
-    _, K, _, D = key_cache_NKBD.shape
+    _, K, _, D = layer.key_cache_NKBD.shape
     T, N = qkv_TQ.shape[0], qkv_TQ.shape[1] // D - 2 * K
     q_TND, k_TKD, v_TKD = torch.split(qkv_TQ.reshape(T, N + 2 * K, D), [N, K, K], dim=1)
-    if q_norm_D is not None:
-        q_TND = rms_norm(q_TND, q_norm_D, eps)
-    if k_norm_D is not None:
-        k_TKD = rms_norm(k_TKD, k_norm_D, eps)
-    q_TND, k_TKD = apply_rope(q_TND, k_TKD, cos_PD[positions_T], sin_PD[positions_T])
-    kv_write(k_TKD, v_TKD, key_cache_NKBD, value_cache_NKBD, slot_mapping_T)
+    if layer.q_norm_D is not None:
+        q_TND = rms_norm(q_TND, layer.q_norm_D, layer.eps)
+    if layer.k_norm_D is not None:
+        k_TKD = rms_norm(k_TKD, layer.k_norm_D, layer.eps)
+    q_TND, k_TKD = apply_rope(q_TND, k_TKD, layer.cos_PD[positions_T], layer.sin_PD[positions_T])
+    kv_write(k_TKD, v_TKD, layer.key_cache_NKBD, layer.value_cache_NKBD, slot_mapping_T)
     return q_TND.contiguous()
 
 
@@ -123,8 +120,10 @@ def paged_decode_attention(
     block_tables_SM: Tensor,
     context_lens_S: Tensor,
     scale: float,
+    out_SND: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query row per sequence over its first `context_lens` cached tokens; [S, N, D].
+    """Attention of one query row per sequence over its first `context_lens` cached tokens; [S, N, D], in `out` if
+    given.
 
     Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0. Scores, softmax and the
     sum are fp32. A sequence of length 0 gives zeros.
@@ -141,7 +140,7 @@ def paged_decode_attention(
     scores_SKGC.masked_fill_(hidden_SC[:, None, None, :], float("-inf"))
     weights_SKGC = torch.softmax(scores_SKGC, dim=-1).masked_fill_(hidden_SC[:, None, None, :], 0.0)
     value_SKCD = value_SKCD.masked_fill(hidden_SC[:, None, :, None], 0.0)
-    return (weights_SKGC @ value_SKCD).view(S, N, D).to(q_SND.dtype)
+    return _placed((weights_SKGC @ value_SKCD).view(S, N, D).to(q_SND.dtype), out_SND)
 
 
 def paged_prefill_attention(
@@ -151,8 +150,10 @@ def paged_prefill_attention(
     block_table_M: Tensor,
     start: int,
     scale: float,
+    out_TND: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D].
+    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D], in `out`
+    if given.
 
     Query i sees positions <= start + i. Copies the context's K and V once, then torch's scaled dot product attention.
     """
@@ -173,7 +174,11 @@ def paged_prefill_attention(
         scale=scale,
         enable_gqa=q_TND.shape[1] != K,
     )[0]
-    return out_NTD.transpose(0, 1)
+    return _placed(out_NTD.transpose(0, 1), out_TND)
+
+
+def _placed(found: Tensor, out: Tensor | None) -> Tensor:
+    return found if out is None else out.copy_(found)
 
 
 def _token_bytes(cache_NL2KBD: Tensor, data: Tensor, start: int, end: int, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -220,8 +225,8 @@ def _pairs(
         yield held, flat_L2KT[:, :, :, token - start : run_end - start].view(held.shape)
 
 
-def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
-    """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor.
+def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> Tensor:
+    """Copy the KV of tokens [start, end) of a sequence with blocks `block_ids` into `out`, a flat uint8 tensor; `out`.
 
     Order [layer][k|v][head][token][dim], bytes of the cache's dtype; it does not depend on the block size. The range
     need not be aligned to blocks. Some of the heads: a view `cache[:, :, :, first:last]`. ValueError when the range or
@@ -229,10 +234,12 @@ def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: i
     """
     for held, flat in _pairs(cache_NL2KBD, out, block_ids, start, end):
         flat.copy_(held)
+    return out
 
 
-def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
+def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> Tensor:
     """Copy `data` (as `gather_kv` wrote it, possibly from a cache of another block size) into tokens [start, end) of
-    the cache, or of the heads in a view of it."""
+    the cache, or of the heads in a view of it; the cache."""
     for held, flat in _pairs(cache_NL2KBD, data, block_ids, start, end):
         held.copy_(flat)
+    return cache_NL2KBD

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.kernels import dispatch, reference
+from disagg.kernels.ops import RopeWrite
 
 COLD_BYTES = 256 << 20
 """More than the caches hold."""
@@ -186,8 +187,8 @@ def rope_and_write(model: ModelConfig, rows: int) -> Case:
     positions_T = slots_T = torch.arange(rows)
 
     def with_ops(function: Callable[..., Tensor]) -> Call:
-        keys, values = cache[:, 0, 0], cache[:, 0, 1]
-        return lambda _: function(qkv, None, None, EPS, positions_T, cos_PD, sin_PD, keys, values, slots_T)
+        layer = RopeWrite(None, None, EPS, cos_PD, sin_PD, cache[:, 0, 0], cache[:, 0, 1])
+        return lambda _: function(qkv, positions_T, slots_T, layer)
 
     shape = f"[{rows}, {heads} x {model.head_dim}]"
     ours, oracle = with_ops(dispatch.qkv_rope_write), with_ops(reference.qkv_rope_write)

@@ -25,10 +25,12 @@ import numpy.typing as npt
 
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.randomness import first_outputs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.messages import KvLayout, TokenLogprobs
+from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
 DEFAULT_VOCAB_SIZE = 32_000
@@ -37,12 +39,9 @@ _LARGEST_RANK = 50
 _HEAD_BYTES_PER_TOKEN = 8
 _HEAD_SHIFT = 0x9E3779B1
 _UNWRITTEN = 0xFFFFFFFF
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 
 
 class FakeModelRunner:
@@ -260,16 +259,8 @@ def _digest(token_ids: U32, positions: U32, first_index: int = 0) -> int:
     stored with it, so that exchanged slots show."""
     index = np.arange(first_index, first_index + len(token_ids), dtype=np.uint64)
     words = (token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
-    return int(_mix(words ^ _mix(index)).sum(dtype=np.uint64))
-
-
-def _mix(words: U64) -> U64:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    words = words + np.uint64(_GOLDEN)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    return int(first_outputs(words ^ first_outputs(index)).sum(dtype=np.uint64))
 
 
 def _token_of(digest: int, vocab_size: int) -> int:
-    return int(_mix(np.array([digest & _MASK], dtype=np.uint64))[0]) % vocab_size
+    return splitmix64(digest, 0) % vocab_size

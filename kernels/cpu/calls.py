@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disagg.kernels.captured import CaptureError
+from disagg.kernels.capture import CaptureError
 
 ALIGNMENT = 64
 """Bytes: of a cache line, and of the widest vectors."""

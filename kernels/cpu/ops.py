@@ -1,7 +1,7 @@
 """The compiled kernels as functions of tensors.
 
-Each method has the signature of its reference, and returns None when it does not take these tensors (another dtype than
-float32 and bfloat16, a layout that the kernel does not read): the caller then uses the reference.
+A method returns None when its kernel does not take the tensors: another dtype than float32 and bfloat16, or a layout
+that it does not read.
 
 The short ops keep the GIL: they take microseconds, and giving it away costs more. Attention releases it.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.outputs import can_hold
+from disagg.kernels.ops import RopeWrite, can_hold
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
@@ -42,7 +43,11 @@ def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
 
 
 class NativeOps:
-    """The library's functions. Stateless; any thread."""
+    """The library's functions, as `ops.Ops`. Stateless; any thread."""
+
+    gather_kv = staticmethod(reference.gather_kv)
+    scatter_kv = staticmethod(reference.scatter_kv)
+    """Copied by torch: there is no C++ kernel for them."""
 
     def __init__(self, path: Path) -> None:
         short, long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
@@ -80,6 +85,10 @@ class NativeOps:
         out = new_output((T, H), dtype)
         self._embed(token_ids_T.data_ptr(), T, embedding_VH.data_ptr(), V, stride * size, H * size, out.data_ptr())
         return out
+
+    def take_rows(self, x_TH: Tensor, rows_R: Tensor) -> Tensor | None:
+        """See `reference.take_rows`. IndexError for an index outside."""
+        return self.embed(rows_R, x_TH)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
         """See `reference.rms_norm`."""
@@ -138,19 +147,11 @@ class NativeOps:
         return out
 
     def qkv_rope_write(
-        self,
-        qkv_TQ: Tensor,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        positions_T: Tensor,
-        cos_PD: Tensor,
-        sin_PD: Tensor,
-        key_cache_NKBD: Tensor,
-        value_cache_NKBD: Tensor,
-        slot_mapping_T: Tensor,
+        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
     ) -> Tensor | None:
         """See `reference.qkv_rope_write`. IndexError, and nothing written, for a slot or a position outside."""
+        q_norm_D, k_norm_D, cos_PD, sin_PD = layer.q_norm_D, layer.k_norm_D, layer.cos_PD, layer.sin_PD
+        key_cache_NKBD, value_cache_NKBD = layer.key_cache_NKBD, layer.value_cache_NKBD
         dtype = qkv_TQ.dtype
         is_bf16 = _IS_BF16.get(dtype)
         (T, Q), (stride, inner) = qkv_TQ.shape, qkv_TQ.stride()
@@ -171,7 +172,7 @@ class NativeOps:
         out = new_output((T, N, D), dtype)
         self._qkv_rope_write(
             is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, 0 if q_norm_D is None else q_norm_D.data_ptr(),
-            0 if k_norm_D is None else k_norm_D.data_ptr(), eps, positions_T.data_ptr(), cos_PD.data_ptr(),
+            0 if k_norm_D is None else k_norm_D.data_ptr(), layer.eps, positions_T.data_ptr(), cos_PD.data_ptr(),
             sin_PD.data_ptr(), cos_PD.shape[0], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, B, slot_mapping_T.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -185,7 +186,6 @@ class NativeOps:
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
         scale: float,
-        *,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """See `reference.paged_decode_attention`. IndexError for a length or a block outside the cache."""
@@ -220,7 +220,6 @@ class NativeOps:
         block_table_M: Tensor,
         start: int,
         scale: float,
-        *,
         out_TND: Tensor | None = None,
     ) -> Tensor | None:
         """See `reference.paged_prefill_attention`. IndexError for a block outside the cache."""

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from disagg.kernels.outputs import can_hold
+from disagg.kernels.ops import can_hold
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
 

@@ -1,7 +1,7 @@
-"""The Triton kernels as methods with the names and signatures of `disagg.kernels.reference`.
+"""The Triton kernels as `ops.Ops`, and the draws, which only they have.
 
-A method answers None when it does not take the tensors: another device or dtype, a layout that the kernel does not
-read. Then nothing was written. Those that only write answer True or False.
+A method returns None when its kernel does not take the tensors: another device or dtype, or a layout that it does not
+read.
 
 No method reads anything from the device, so a step made of them can be captured in a CUDA graph. Tensors are those of
 the current CUDA device; under `TRITON_INTERPRET=1`, which is for tests, they are on the CPU. The linear layers are
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters, RopeWrite
 from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
@@ -23,13 +23,17 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class TritonOps:
-    """Stateless."""
+    """All kernels. Stateless; any thread."""
 
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
         """An id outside the table gives zeros, since a kernel cannot raise."""
         if _runs(token_ids_T, embedding_VH) and _are_vectors(token_ids_T) and _are_rows(embedding_VH):
             return embed.embed(token_ids_T, embedding_VH)
         return None
+
+    def take_rows(self, x_TH: Tensor, rows_R: Tensor) -> Tensor:
+        """By torch."""
+        return x_TH[rows_R]
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
         """[T, H] or [T, heads, D]."""
@@ -69,34 +73,22 @@ class TritonOps:
         return sampling.sample(logits_RV, vocab_size, filters)
 
     def qkv_rope_write(
-        self,
-        qkv_TQ: Tensor,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        positions_T: Tensor,
-        cos_PD: Tensor,
-        sin_PD: Tensor,
-        key_cache_NKBD: Tensor,
-        value_cache_NKBD: Tensor,
-        slot_mapping_T: Tensor,
+        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
     ) -> Tensor | None:
         """The cache has the dtype of the rows, or is fp8 (e4m3) that stores values as they are."""
-        norms = tuple(weight_D for weight_D in (q_norm_D, k_norm_D) if weight_D is not None)
-        rows = (qkv_TQ, cos_PD, sin_PD, *norms)
-        caches = (key_cache_NKBD, value_cache_NKBD)
+        norms = tuple(weight_D for weight_D in (layer.q_norm_D, layer.k_norm_D) if weight_D is not None)
+        rows = (qkv_TQ, layer.cos_PD, layer.sin_PD, *norms)
+        caches = (layer.key_cache_NKBD, layer.value_cache_NKBD)
         vectors = (positions_T, slot_mapping_T)
         fits = (
             _are_rows(qkv_TQ)
             and _are_vectors(*vectors)
-            and cos_PD.is_contiguous()
-            and sin_PD.is_contiguous()
+            and layer.cos_PD.is_contiguous()
+            and layer.sin_PD.is_contiguous()
             and all(_is_cache(cache_NKBD, qkv_TQ.dtype) for cache_NKBD in caches)
         )
         if fits and _runs(*rows, *caches, *vectors) and _are_floats(*rows):
-            return rope_write.qkv_rope_write(
-                qkv_TQ, q_norm_D, k_norm_D, eps, positions_T, cos_PD, sin_PD, *caches, slot_mapping_T
-            )
+            return rope_write.qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer)
         return None
 
     def paged_decode_attention(
@@ -107,7 +99,6 @@ class TritonOps:
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
         scale: float,
-        *,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """Split-KV."""
@@ -125,7 +116,6 @@ class TritonOps:
         block_table_M: Tensor,
         start: int,
         scale: float,
-        *,
         out_TND: Tensor | None = None,
     ) -> Tensor | None:
         """One chunk of one sequence."""
@@ -135,19 +125,23 @@ class TritonOps:
             q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND=out_TND
         )
 
-    def gather_kv(self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> bool:
-        """False: not taken. ValueError when the range or the size of `out` does not fit."""
-        taken = _runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)
-        if taken:
-            copy.gather_kv(cache_NL2KBD, block_ids, start, end, out)
-        return taken
+    def gather_kv(
+        self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor
+    ) -> Tensor | None:
+        """ValueError when the range or the size of `out` does not fit."""
+        if not (_runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)):
+            return None
+        copy.gather_kv(cache_NL2KBD, block_ids, start, end, out)
+        return out
 
-    def scatter_kv(self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> bool:
-        """False: not taken. ValueError when the range or the size of `data` does not fit."""
-        taken = _runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)
-        if taken:
-            copy.scatter_kv(cache_NL2KBD, block_ids, start, end, data)
-        return taken
+    def scatter_kv(
+        self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor
+    ) -> Tensor | None:
+        """ValueError when the range or the size of `data` does not fit."""
+        if not (_runs(cache_NL2KBD) and copy.takes(cache_NL2KBD)):
+            return None
+        copy.scatter_kv(cache_NL2KBD, block_ids, start, end, data)
+        return cache_NL2KBD
 
 
 def _takes(device: torch.device) -> bool:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.ops import RopeWrite
 from disagg.kernels.triton.jit import jit
 
 _HEADS = 8
@@ -157,20 +158,15 @@ def _kernel(
 
 def qkv_rope_write(
     qkv_TQ: Tensor,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
     positions_T: Tensor,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
     slot_mapping_T: Tensor,
+    layer: RopeWrite,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
     """As `reference.qkv_rope_write`; the cache may also be fp8, with one scale per tensor. Rotated q, [T, N, D]."""
-    T = qkv_TQ.shape[0]
+    T, q_norm_D, k_norm_D = qkv_TQ.shape[0], layer.q_norm_D, layer.k_norm_D
+    key_cache_NKBD, value_cache_NKBD = layer.key_cache_NKBD, layer.value_cache_NKBD
     _, K, block_size, D = key_cache_NKBD.shape
     N = qkv_TQ.shape[1] // D - 2 * K
     q_TND = torch.empty((T, N, D), dtype=qkv_TQ.dtype, device=qkv_TQ.device)
@@ -184,13 +180,13 @@ def qkv_rope_write(
         qkv_TQ if q_norm_D is None else q_norm_D,
         qkv_TQ if k_norm_D is None else k_norm_D,
         positions_T,
-        cos_PD,
-        sin_PD,
+        layer.cos_PD,
+        layer.sin_PD,
         slot_mapping_T,
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
-        eps,
+        layer.eps,
         key_scale,
         value_scale,
         qkv_TQ.stride(0),

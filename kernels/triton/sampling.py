@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters
 from disagg.kernels.triton.jit import jit
 from disagg.kernels.triton.ranking import GREEDY_BELOW, LOWEST, Ranking, id_of, key_of, rank_top, scaled
 

@@ -12,7 +12,7 @@ from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model_runner import TorchModelRunner
-from disagg.kernels.captured import CaptureError
+from disagg.kernels.capture import CaptureError
 from disagg.kernels.cuda_graph import CudaGraph, GraphCapturer, bucket_sizes
 from tests.support.stepping import assert_logits_close, last_token, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint

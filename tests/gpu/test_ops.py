@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters, RopeWrite
 
 pytest.importorskip("triton")
 from disagg.kernels.triton import rope_write, sampling
@@ -69,7 +69,9 @@ def rope_arguments(device: torch.device, T: int, cache: Tensor, dtype: torch.dty
     positions = torch.randint(0, 64, (T,), generator=generator)
     norms = (random(device, D, dtype=dtype), random(device, D, dtype=dtype) * 2) if normed else (None, None)
     qkv = random(device, T, (4 * K + 2 * K) * D, dtype=dtype)
-    return qkv, *norms, 1e-6, positions.to(device), cos, sin, cache[:, 1, 0], cache[:, 1, 1], slots.to(device)
+    q_norm, k_norm = norms
+    layer = RopeWrite(q_norm, k_norm, 1e-6, cos, sin, cache[:, 1, 0], cache[:, 1, 1])
+    return qkv, positions.to(device), slots.to(device), layer
 
 
 @DTYPES
@@ -121,11 +123,11 @@ def test_gather_and_scatter(device: torch.device, start: int, spare: int) -> Non
     view = cache[:, :, :, 1:heads]
     nbytes = layers * 2 * (heads - 1) * (end - start) * D * 2
     found, expected = torch.zeros((2, nbytes), dtype=torch.uint8, device=device).unbind()
-    assert OPS.gather_kv(view, blocks, start, end, found)
+    assert OPS.gather_kv(view, blocks, start, end, found) is found
     reference.gather_kv(view, blocks, start, end, expected)
     assert torch.equal(found, expected)
     found_cache, expected_cache = torch.zeros_like(cache), torch.zeros_like(cache)
-    assert OPS.scatter_kv(found_cache[:, :, :, 1:heads], blocks, start, end, found)
+    assert OPS.scatter_kv(found_cache[:, :, :, 1:heads], blocks, start, end, found) is not None
     reference.scatter_kv(expected_cache[:, :, :, 1:heads], blocks, start, end, found)
     assert torch.equal(found_cache, expected_cache)
 
@@ -135,7 +137,7 @@ def test_gather_into_pinned_memory(device: torch.device) -> None:
     cache = random(device, 9, 4, 2, 2, 16, 64, dtype=torch.float16)
     on_host = torch.zeros(4 * 2 * 2 * 30 * 64 * 2, dtype=torch.uint8, pin_memory=True)
     expected = torch.zeros_like(on_host, device=device)
-    assert OPS.gather_kv(cache, [3, 1], 1, 31, on_host)
+    assert OPS.gather_kv(cache, [3, 1], 1, 31, on_host) is on_host
     reference.gather_kv(cache, [3, 1], 1, 31, expected)
     assert torch.equal(on_host, expected.cpu())
 

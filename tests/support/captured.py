@@ -20,7 +20,7 @@ from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.engine.runner.model.replay import ReplayedDecoder
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters
 from tests.support.engine import VOCAB_SIZE
 from tests.support.sampling import SampledRunner
 from tests.support.stepping import make_sequence

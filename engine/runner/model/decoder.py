@@ -38,6 +38,7 @@ from disagg.kernels.dispatch import (
     rms_norm,
     take_rows,
 )
+from disagg.kernels.ops import RopeWrite
 
 
 class Decoder:
@@ -57,14 +58,13 @@ class Decoder:
         shard = WHOLE if collective is None else collective.shard
         local = rank_model(config, shard)
         self._parameters = parameters
-        self._rope = rope
         self._eps = config.rms_norm_eps
         self._vocab_size = config.vocab_size
         self._vocab_part = vocab_part(config, shard)
         self._has_logits = shard.rank == 0
         self._collective = collective
         self._layers = tuple(
-            _Layer(local, layer, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
+            _Layer(local, layer, rope, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
         )
 
     @torch.inference_mode()
@@ -82,7 +82,7 @@ class Decoder:
         normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended_TA = layer.attend(normed_TH, self._rope, batch)
+            attended_TA = layer.attend(normed_TH, batch)
             if index == last and batch.sample_rows is not None:
                 # From here on rows do not meet any more: the others are done once their KV is written.
                 attended_TA = take_rows(attended_TA, batch.sample_rows)
@@ -119,6 +119,7 @@ class _Layer:
         self,
         config: ModelConfig,
         parameters: LayerParameters,
+        rope: RopeTable,
         cache: tuple[Tensor, Tensor],
         collective: Collective | None,
     ) -> None:
@@ -127,24 +128,17 @@ class _Layer:
         self._collective = collective
         self._key_cache_NKBD, self._value_cache_NKBD = cache
         self._eps = config.rms_norm_eps
+        self._rope_write = RopeWrite(
+            parameters.q_norm_D, parameters.k_norm_D, self._eps, rope.cos_PD, rope.sin_PD, *cache
+        )
         self._scale = config.head_dim**-0.5
         self._attention_size = config.num_heads * config.head_dim
 
-    def attend(self, normed_TH: Tensor, rope: RopeTable, batch: Batch) -> Tensor:
+    def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
         """Write the tokens' KV, then attend; [T, N * D]."""
         p = self._p
-        q_TND = qkv_rope_write(
-            linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q),
-            p.q_norm_D,
-            p.k_norm_D,
-            self._eps,
-            batch.positions_T,
-            rope.cos_PD,
-            rope.sin_PD,
-            self._key_cache_NKBD,
-            self._value_cache_NKBD,
-            batch.slot_mapping_T,
-        )
+        qkv_TQ = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
+        q_TND = qkv_rope_write(qkv_TQ, batch.positions_T, batch.slot_mapping_T, self._rope_write)
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
     def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from disagg.engine.request import Sequence
 from disagg.engine.runner.model.device_inputs import Staged
 from disagg.kernels.dispatch import draw_rows
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters
 
 _ROW_BYTES = 40
 

@@ -30,8 +30,8 @@ from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.runner.model.batch import Batch, to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs, Pending
-from disagg.kernels.capture import Captured, CaptureError, Capturer, capturer
-from disagg.kernels.dispatch import argmax_rows
+from disagg.kernels.capture import Captured, CaptureError, Capturer
+from disagg.kernels.dispatch import argmax_rows, capturer
 
 logger = logging.getLogger(__name__)
 

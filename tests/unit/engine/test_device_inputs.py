@@ -11,7 +11,7 @@ import torch
 from disagg.engine.runner.model import replay
 from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs
-from disagg.kernels.captured import CaptureError
+from disagg.kernels.capture import CaptureError
 from disagg.kernels.cuda_graph import GraphCapturer, bucket_sizes
 from tests.support.stepping import assert_logits_close, decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint

@@ -135,7 +135,7 @@ def test_a_step_with_prompts_that_cannot_be_noted_is_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner, other = new_runner(folder), new_runner(folder)
-    monkeypatch.setattr(dispatch._choice().ops.__class__, "paged_prefill_attention", lambda *_, **__: None)
+    monkeypatch.setattr(dispatch._choice().native.__class__, "paged_prefill_attention", lambda *_, **__: None)
     for plan, other_plan in zip(plans(sequences(runner)), plans(sequences(other)), strict=True):
         expected = of_the_decoder(other, other_plan)
         assert torch.equal(runner.forward(plan), expected)
@@ -149,7 +149,7 @@ def test_a_kernel_that_declines_later_ends_the_noting_and_not_the_answer(
     steps = list(zip(plans(sequences(runner)), plans(sequences(other)), strict=True))
     for index, (plan, other_plan) in enumerate([*steps, steps[0], steps[2]]):
         if index == len(steps):
-            monkeypatch.setattr(dispatch._choice().ops.__class__, "paged_prefill_attention", lambda *_, **__: None)
+            monkeypatch.setattr(dispatch._choice().native.__class__, "paged_prefill_attention", lambda *_, **__: None)
         expected = of_the_decoder(other, other_plan)
         assert torch.equal(runner.forward(plan), expected)
     assert [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()] == [
@@ -165,7 +165,7 @@ def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
     batch = sequences(runner)
     step(runner, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch._choice().ops.__class__, "paged_decode_attention", lambda *_, **__: None)
+        patch.setattr(dispatch._choice().native.__class__, "paged_decode_attention", lambda *_, **__: None)
         step(runner, batch[:2])  # the reference takes the op: what it does is not on a tape
         step(runner, batch)
     warnings = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]

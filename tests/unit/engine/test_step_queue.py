@@ -26,7 +26,7 @@ from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.runner.sampler import Sampler
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids

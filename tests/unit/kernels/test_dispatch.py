@@ -14,6 +14,7 @@ import torch
 from disagg.kernels import dispatch, reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.ops import RopeWrite
 
 pytestmark = pytest.mark.usefixtures("fresh_choice")
 
@@ -58,7 +59,9 @@ def test_without_a_compiler_everything_works_and_a_warning_says_why(
     assert torch.equal(normed, reference.rms_norm(x + x, weight, 1e-5))
     assert torch.equal(dispatch.silu_mul(x), reference.silu_mul(x))
     qkv = torch.cat((q, q, q), dim=1).view(2, -1)
-    rotated = dispatch.qkv_rope_write(qkv, None, None, 0.0, torch.tensor([1, 0]), cos, cos, keys, values, slots)
+    rotated = dispatch.qkv_rope_write(
+        qkv, torch.tensor([1, 0]), slots, RopeWrite(None, None, 0.0, cos, cos, keys, values)
+    )
     assert torch.equal(rotated, reference.apply_rope(q, q, cos.flip(0), cos.flip(0))[0])
     assert torch.equal(cache[0, 0, :, :, 4], torch.stack((rotated[0], q[0])))
     assert torch.equal(dispatch.embed(slots, torch.eye(7)), torch.eye(7)[4:6])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disagg.kernels import fp8
+from disagg.kernels import quantize
 from disagg.kernels.triton.fp8_rows import quantize_rows as by_triton
 from tests.support.triton_compile import Case, compile_kernels
 
@@ -19,8 +19,8 @@ def weight_and_input(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor
 
 def test_a_weight_is_rounded_row_by_row() -> None:
     weight = torch.tensor([[448.0, -224.0, 1.0] + [0.0] * 13, [0.0] * 16, [2.0, 0.1] + [0.0] * 14] + [[1.0] * 16] * 13)
-    packed = fp8.pack_fp8(weight)
-    assert isinstance(packed, fp8.Fp8Weight)
+    packed = quantize.pack_fp8(weight)
+    assert isinstance(packed, quantize.Fp8Weight)
     assert packed.scale_O[:3].tolist() == [1.0, 1.0, pytest.approx(2 / 448)]
     assert packed.quantized_OI[0, :3].tolist() == [448.0, -224.0, 1.0]
     assert packed.quantized_OI[1].float().abs().sum() == 0
@@ -31,10 +31,10 @@ def test_a_weight_is_rounded_row_by_row() -> None:
 def test_a_product_is_off_by_the_rounding_alone() -> None:
     weight, x = weight_and_input(5, 64, 48)
     bias = torch.randn(48)
-    packed = fp8.pack_fp8(weight)
-    assert isinstance(packed, fp8.Fp8Weight)
+    packed = quantize.pack_fp8(weight)
+    assert isinstance(packed, quantize.Fp8Weight)
     found, exact = packed.product(x, bias), x @ weight.T + bias
-    x8, scale = fp8.quantize_rows(x)
+    x8, scale = quantize.quantize_rows(x)
     rounded = (x8.float() * scale[:, None]) @ packed.dequantized(torch.float32).T + bias
     torch.testing.assert_close(found, rounded, atol=1e-4, rtol=1e-5)
     error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
@@ -44,7 +44,7 @@ def test_a_product_is_off_by_the_rounding_alone() -> None:
 
 def test_sizes_that_the_product_does_not_take_stay_plain() -> None:
     weight = torch.ones(16, 17)
-    assert fp8.pack_fp8(weight) is weight
+    assert quantize.pack_fp8(weight) is weight
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -52,7 +52,7 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
     weight = torch.ones(16, 16)
     weight[3, 5] = bad
     with pytest.raises(ValueError, match="row 3 of a weight is not finite"):
-        fp8.pack_fp8(weight)
+        quantize.pack_fp8(weight)
 
 
 @pytest.mark.parametrize(("rows", "features"), [(1, 16), (3, 100), (5, 1040)])
@@ -60,7 +60,7 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
 def test_the_kernel_rounds_as_the_reference(rows: int, features: int, dtype: torch.dtype) -> None:
     x = weight_and_input(rows, 2 * features, 1)[1].to(dtype)[:, :features]
     x[rows - 1] = 0.0
-    expected_values, expected_scales = fp8.quantize_rows(x)
+    expected_values, expected_scales = quantize.quantize_rows(x)
     values, scales = by_triton(x)
     assert torch.equal(scales, expected_scales)
     # The interpreter loses the carry where rounding reaches the next power of two, and rounds ties and the smallest

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels.captured import CaptureError
+from disagg.kernels.capture import CaptureError
 from disagg.kernels.cpu.calls import Pool, ProgramCapturer, Recording, new_output
 from disagg.kernels.cpu.ops import NativeOps
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.ops import RopeWrite
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -45,10 +46,8 @@ class Case:
     def run(self, ops: Any, **changes: Any) -> Tensor:
         args = {"positions": self.positions, "slots": self.slots, "qkv": self.qkv, "cos": self.cos, **changes}
         keys, values = self.cache[:, 1, 0], self.cache[:, 1, 1]
-        out: Tensor = ops.qkv_rope_write(
-            args["qkv"], self.q_norm, self.k_norm, EPS, args["positions"], args["cos"], self.sin, keys, values,
-            args["slots"],
-        )  # fmt: skip
+        layer = RopeWrite(self.q_norm, self.k_norm, EPS, args["cos"], self.sin, keys, values)
+        out: Tensor = ops.qkv_rope_write(args["qkv"], args["positions"], args["slots"], layer)
         return out
 
     def rotated(self, x_D: Tensor, norm_D: Tensor | None, token: int) -> Tensor:
@@ -100,8 +99,8 @@ def test_a_quarter_turn_swaps_the_halves(ops: Any) -> None:
     cache = torch.zeros(1, 1, 2, 1, 16, 4)
     qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0] * 3])
     cos, sin, slots = torch.zeros(1, 4), torch.ones(1, 4), torch.tensor([5])
-    args = (qkv, None, None, EPS, torch.tensor([0]), cos, sin, cache[:, 0, 0], cache[:, 0, 1], slots)
-    assert ops.qkv_rope_write(*args).tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
+    layer = RopeWrite(None, None, EPS, cos, sin, cache[:, 0, 0], cache[:, 0, 1])
+    assert ops.qkv_rope_write(qkv, torch.tensor([0]), slots, layer).tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
     assert cache[0, 0, :, 0, 5].tolist() == [[-3.0, -4.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]
 
 

@@ -14,6 +14,7 @@ from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.ops import RopeWrite
 
 BLOCK, KV_HEADS, HEADS, DIM = 16, 3, 9, 64
 
@@ -87,7 +88,9 @@ def small_ops(native: NativeOps) -> list[Tensor]:
     (keys, values), table = caches(4), numbers(11, 40, DIM)
     found = native.add_rms_norm(x, x.flip(0), weight, 1e-5)
     assert found is not None
-    q = native.qkv_rope_write(x, None, None, 0.0, torch.arange(33), table, table, keys, values, torch.arange(33))
+    q = native.qkv_rope_write(
+        x, torch.arange(33), torch.arange(33), RopeWrite(None, None, 0.0, table, table, keys, values)
+    )
     outs = [*found, native.rms_norm(x, weight, 1e-5), native.silu_mul(x), native.argmax_rows(x, 900), q, keys, values]
     return [out for out in outs if out is not None]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.ops import RopeWrite
 from disagg.kernels.triton import rope_write
 from disagg.kernels.triton.ops import TritonOps
 
@@ -105,9 +106,9 @@ class RopeCase:
 
     def arguments(
         self, cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        keys, values, tables = cache[:, 1, 0], cache[:, 1, 1], (self.cos_PD, self.sin_PD)
-        return self.qkv_TQ, q_norm, k_norm, 1e-6, self.positions_T, *tables, keys, values, self.slots_T
+    ) -> tuple[Tensor, Tensor, Tensor, RopeWrite]:
+        layer = RopeWrite(q_norm, k_norm, 1e-6, self.cos_PD, self.sin_PD, cache[:, 1, 0], cache[:, 1, 1])
+        return self.qkv_TQ, self.positions_T, self.slots_T, layer
 
 
 @pytest.mark.parametrize(
@@ -166,19 +167,19 @@ def test_gather_and_scatter(
     expected = torch.zeros((end - start) * view[0, :, :, :, 0].numel() * dtype.itemsize, dtype=torch.uint8)
     found = expected.clone()
     reference.gather_kv(view, blocks, start, end, expected)
-    assert ops.gather_kv(view, blocks, start, end, found)
+    assert ops.gather_kv(view, blocks, start, end, found) is found
     assert torch.equal(found, expected)
 
     expected_cache, found_cache = torch.zeros_like(cache), torch.zeros_like(cache)
     reference.scatter_kv(expected_cache[:, :, :, chosen], blocks, start, end, expected)
-    assert ops.scatter_kv(found_cache[:, :, :, chosen], blocks, start, end, expected)
+    assert ops.scatter_kv(found_cache[:, :, :, chosen], blocks, start, end, expected) is not None
     assert torch.equal(found_cache, expected_cache)
 
 
 def test_copies_check_the_range_and_the_buffer(ops: TritonOps) -> None:
     cache = torch.zeros((2, 1, 2, 1, 4, 2))
     buffer = torch.zeros(2 * 2 * 8 * 4, dtype=torch.uint8)
-    assert ops.gather_kv(cache, [1, 0], 3, 3, buffer[:0])
+    assert ops.gather_kv(cache, [1, 0], 3, 3, buffer[:0]) is not None
     with pytest.raises(ValueError, match=r"tokens \[1, 9\) are not within 2 blocks of 4"):
         ops.gather_kv(cache, [1, 0], 1, 9, buffer)
     with pytest.raises(ValueError, match=r"tokens \[0, 7\) take 112 bytes; the buffer is torch.uint8 of shape \[128\]"):
@@ -208,5 +209,5 @@ def test_declines_what_the_kernels_do_not_read(ops: TritonOps) -> None:
     assert ops.embed(torch.zeros(2), x) is None
     case = RopeCase((2, 1), 32, 16, torch.float32)
     assert ops.qkv_rope_write(*case.arguments(case.cache.half(), None, None)) is None
-    assert not ops.gather_kv(torch.zeros(2, 1, 2, 1, 4, 4)[..., ::2], [0], 0, 1, torch.zeros(16, dtype=torch.uint8))
+    assert ops.gather_kv(torch.zeros(2, 1, 2, 1, 4, 4)[..., ::2], [0], 0, 1, torch.zeros(16, dtype=torch.uint8)) is None
     assert ops.rms_norm(torch.empty(4, 8, device="meta"), torch.empty(8, device="meta"), 1e-5) is None

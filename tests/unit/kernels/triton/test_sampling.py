@@ -15,7 +15,7 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.model import device_draws
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.sampler import Sampler
-from disagg.kernels.filters import Filters
+from disagg.kernels.ops import Filters
 from disagg.kernels.triton import sampling
 from disagg.kernels.triton.ranking import rank_top
 from disagg.proto.ids import GatewayId, RequestId

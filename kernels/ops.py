@@ -1,0 +1,133 @@
+"""The ops that the engine computes with, as one protocol, and the structs that they take.
+
+`reference.py` (the module itself), `cpu/ops.py` and `triton/ops.py` implement it; `dispatch.py` chooses for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeWrite:
+    """What `qkv_rope_write` takes beside the tokens: fixed for each layer."""
+
+    q_norm_D: Tensor | None
+    """Weight of the norm of each head of q; None where there is none."""
+    k_norm_D: Tensor | None
+    eps: float
+    """Of both norms."""
+    cos_PD: Tensor
+    """A row for each position."""
+    sin_PD: Tensor
+    key_cache_NKBD: Tensor
+    value_cache_NKBD: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filters:
+    """How each row is sampled; all tensors on the logits' device, so that a captured graph reads new values."""
+
+    temperatures_R: Tensor
+    """fp32; below 1e-5 is greedy."""
+    top_k_R: Tensor
+    """int32; 0 keeps all."""
+    top_p_R: Tensor
+    """fp64; 1 keeps all."""
+    min_p_R: Tensor
+    """fp64; 0 keeps all."""
+    seeds_R: Tensor
+    """int64, the bits of the seed modulo 2^64."""
+    indices_R: Tensor
+    """int64, from 0: how many tokens the row's sequence has drawn."""
+
+
+class Ops(Protocol):
+    """One implementation of all ops. Shapes and numerics are those of `reference.py`, whose functions they are.
+
+    A method returns None when it does not take the tensors (their dtype, device or layout); then nothing was written.
+    Stateless; any thread.
+    """
+
+    def embed(self, token_ids_T: Tensor, embedding_VH: Tensor, /) -> Tensor | None:
+        """The rows of the embedding, [T, H]."""
+        ...
+
+    def take_rows(self, x_TH: Tensor, rows_R: Tensor, /) -> Tensor | None:
+        """Rows of a matrix by their indices, [R, H]."""
+        ...
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float, /) -> Tensor | None:
+        """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
+        ...
+
+    def add_rms_norm(
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, /
+    ) -> tuple[Tensor, Tensor] | None:
+        """(rms_norm(x + residual), x + residual)."""
+        ...
+
+    def silu_mul(self, gate_up_T2F: Tensor, /) -> Tensor | None:
+        """silu(gate) * up, [T, F]; gate is the first half."""
+        ...
+
+    def argmax_rows(self, logits_TV: Tensor, vocab_size: int, /) -> Tensor | None:
+        """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
+        ...
+
+    def qkv_rope_write(
+        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite, /
+    ) -> Tensor | None:
+        """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+        ...
+
+    def paged_decode_attention(
+        self,
+        q_SND: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        block_tables_SM: Tensor,
+        context_lens_S: Tensor,
+        scale: float,
+        out_SND: Tensor | None = None,
+        /,
+    ) -> Tensor | None:
+        """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if
+        given."""
+        ...
+
+    def paged_prefill_attention(
+        self,
+        q_TND: Tensor,
+        key_cache_NKBD: Tensor,
+        value_cache_NKBD: Tensor,
+        block_table_M: Tensor,
+        start: int,
+        scale: float,
+        out_TND: Tensor | None = None,
+        /,
+    ) -> Tensor | None:
+        """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
+        (contiguous) if given."""
+        ...
+
+    def gather_kv(
+        self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor, /
+    ) -> Tensor | None:
+        """Copy the KV of tokens [start, end) of a sequence into a flat uint8 tensor; that tensor."""
+        ...
+
+    def scatter_kv(
+        self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor, /
+    ) -> Tensor | None:
+        """Copy what `gather_kv` wrote into tokens [start, end) of a sequence; the cache."""
+        ...
+
+
+def can_hold(out: Tensor | None, like: Tensor) -> bool:
+    """Whether a kernel can write what is of the dtype and the shape of `like` into `out`; None is a new tensor."""
+    return out is None or (out.dtype == like.dtype and out.shape == like.shape and out.is_contiguous())
