@@ -63,7 +63,6 @@ class GraphCapturer:
         with torch.cuda.device(device):
             self._pool = _cuda.graph_pool_handle()
             self._stream = _cuda.Stream(device)
-        self.num_graphs = 0
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Captured[T]]:
         """See `Capturer.capture`. `run` is called `NUM_WARM_UPS` + 1 times, so what it writes must not depend on how
@@ -83,7 +82,6 @@ class GraphCapturer:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise CaptureError(f"the computation cannot be a CUDA graph: {error}") from error
-            self.num_graphs += 1
             captured = CudaGraph(graph, outputs)
             return captured.replay(), captured
 

@@ -8,7 +8,7 @@ The cache has the dtype of q (fp32, fp16, bf16), or is fp8 (e4m3) with one scale
 to the result.
 
 No call reads anything from the device, so all of them can be captured in a CUDA graph. The decode kernel's grid depends
-on the device alone; `paged_attention` has a grid for the longest chunk it is told of.
+on the device alone.
 """
 
 from __future__ import annotations
@@ -144,51 +144,10 @@ def paged_prefill_attention(
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
-        block_table_M[None],
+        block_table_M,
         start + T,
-        T,
         score_scale,
         value_scale,
         shape,
         out_TND,
-    )
-
-
-def paged_attention(
-    q_TND: Tensor,
-    key_cache_NKBD: Tensor,
-    value_cache_NKBD: Tensor,
-    block_tables_SM: Tensor,
-    query_starts_S1: Tensor,
-    context_lens_S: Tensor,
-    scale: float,
-    max_query_len: int,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> Tensor | None:
-    """Causal attention of several sequences at once, each with the last tokens of its context as queries; [T, N, D].
-
-    Sequence i has the rows [query_starts[i], query_starts[i + 1]): a chunk behind a cached prefix, or one row of a
-    decode. `max_query_len` is the longest of them or more. Rows behind the last start are left as they are in memory.
-    """
-    if (
-        block_tables_SM.shape[0] == 0
-        or max_query_len < 1
-        or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
-        or not _are_int32(query_starts_S1, context_lens_S)
-    ):
-        return None
-    shape = _prefill_shape(q_TND, key_cache_NKBD, max_query_len)
-    score_scale = _score_scale(scale, key_scale)
-    sequences = (query_starts_S1, context_lens_S)
-    return prefill_attention(
-        q_TND,
-        key_cache_NKBD,
-        value_cache_NKBD,
-        block_tables_SM,
-        sequences,
-        max_query_len,
-        score_scale,
-        value_scale,
-        shape,
     )

@@ -1,6 +1,6 @@
-"""Attention of several query tokens per sequence over its paged context, causal with an offset.
+"""Attention of the query tokens of one sequence over its paged context, causal with an offset.
 
-A sequence's query tokens are the last ones of its context: those before them (a cached prefix, earlier chunks) are
+The query tokens are the last ones of its context: those before them (a cached prefix, earlier chunks) are
 seen by all of them. A program has a tile of rows, which are tokens x the query heads of one KV head, so that K and V
 are read once for the whole group. Tiles of the context that all rows see need no mask and come first; those at the
 diagonal follow. Programs start with the last tile of queries, which has the most to do.
@@ -9,7 +9,7 @@ Where a block of the cache holds whole tiles, the tiles without a mask are fetch
 That leaves registers for a tile of 128 rows on four warps, so that two programs fit on a multiprocessor: one has its
 softmax computed while the other has its products.
 
-Shapes: S sequences, M rows of a tile, D head dim.
+Shapes: T query tokens, M rows of a tile, D head dim.
 """
 
 from __future__ import annotations
@@ -27,43 +27,22 @@ from disagg.kernels.triton.attend import attend, attend_boxes, nothing_yet, writ
 from disagg.kernels.triton.jit import jit
 
 
-@jit
-def _chunk(
-    starts_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    context_len: tl.tensor,
-    sequence: tl.tensor,
-    ONE_SEQUENCE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A sequence's first query row, how many it has, and its context's length with them."""
-    if ONE_SEQUENCE:
-        return tl.zeros([], tl.int32), num_tokens, context_len
-    else:  # noqa: RET505 - the compiler takes no code behind a return
-        start = tl.load(starts_ptr + sequence)
-        return start, tl.load(starts_ptr + sequence + 1) - start, tl.load(lens_ptr + sequence)
-
-
-@partial(jit, do_not_specialize=["num_tokens", "context_len", "table_stride"])
+@partial(jit, do_not_specialize=["num_tokens", "context_len"])
 def _prefill_kernel(
     q_ptr: tl.tensor,
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     key_boxes: tl.tensor,
     value_boxes: tl.tensor,
-    tables_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_tokens: tl.tensor,
     context_len: tl.tensor,
     q_stride: tl.tensor,
     block_stride: tl.tensor,
     rows_per_block: tl.tensor,
-    table_stride: tl.tensor,
     score_scale: tl.tensor,
     value_scale: tl.tensor,
-    ONE_SEQUENCE: tl.constexpr,
     BOXES: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -74,27 +53,22 @@ def _prefill_kernel(
     DIM_PADDED: tl.constexpr,
 ) -> None:
     TOKENS: tl.constexpr = ROWS // GROUP
-    sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
-    start, count, length = _chunk(starts_ptr, lens_ptr, num_tokens, context_len, sequence, ONE_SEQUENCE)
-    if first_token >= count:
-        return
-    offset = length - count
+    offset = context_len - num_tokens
 
     rows_M = tl.arange(0, ROWS)
     dims_D = tl.arange(0, DIM_PADDED)
     tokens_M = first_token + rows_M // GROUP
-    held_MD = ((rows_M < TOKENS * GROUP) & (tokens_M < count))[:, None] & (dims_D < DIM)[None, :]
+    held_MD = ((rows_M < TOKENS * GROUP) & (tokens_M < num_tokens))[:, None] & (dims_D < DIM)[None, :]
     heads_M = head * GROUP + rows_M % GROUP
-    at_M = (start + tokens_M).to(tl.int64) * q_stride + heads_M * DIM
+    at_M = tokens_M.to(tl.int64) * q_stride + heads_M * DIM
     q_MD = tl.load(q_ptr + at_M[:, None] + dims_D[None, :], mask=held_MD, other=0.0)
-    limit_M = tl.minimum(offset + tokens_M + 1, length)
-    table_ptr = tables_ptr + sequence * table_stride
+    limit_M = tl.minimum(offset + tokens_M + 1, context_len)
     at_head = head * KV_BLOCK * DIM
-    cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+    cache = (context_len, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
     num_full_tiles = (offset + first_token + 1) // TILE
-    num_tiles = tl.cdiv(tl.minimum(offset + first_token + TOKENS, length), TILE)
+    num_tiles = tl.cdiv(tl.minimum(offset + first_token + TOKENS, context_len), TILE)
 
     state = nothing_yet(ROWS, DIM_PADDED)
     if BOXES:
@@ -103,7 +77,7 @@ def _prefill_kernel(
     else:
         state = attend(q_MD, *state, limit_M, 0, num_full_tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False)
     state = attend(q_MD, *state, limit_M, num_full_tiles, num_tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
-    out_at_M = ((start + tokens_M).to(tl.int64) * HEADS * GROUP + heads_M) * DIM
+    out_at_M = (tokens_M.to(tl.int64) * HEADS * GROUP + heads_M) * DIM
     write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, state[0], state[1], value_scale)
 
 
@@ -153,44 +127,34 @@ def prefill_attention(
     q_TND: Tensor,
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
-    block_tables_SM: Tensor,
-    sequences: tuple[Tensor, Tensor] | int,
-    max_query_len: int,
+    block_table_M: Tensor,
+    context_len: int,
     score_scale: float,
     value_scale: float,
     shape: PrefillShape,
     out_TND: Tensor | None = None,
 ) -> Tensor:
-    """[T, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it.
-
-    `sequences` are the starts of their queries [S + 1] and their context lengths [S], both int32; or the context
-    length of the only sequence, whose queries are all rows.
-    """
+    """[T, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it. The queries are the last T
+    tokens of the context."""
     T, N, D = q_TND.shape
     _, K, block_size, _ = key_cache_NKBD.shape
     out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device) if out_TND is None else out_TND
-    one = isinstance(sequences, int)
-    starts_S1, lens_S = (block_tables_SM, block_tables_SM) if isinstance(sequences, int) else sequences
     tokens = shape.rows // (N // K)
-    _prefill_kernel[(triton.cdiv(max_query_len, tokens), K, block_tables_SM.shape[0])](
+    _prefill_kernel[(triton.cdiv(T, tokens), K)](
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
         _boxes(key_cache_NKBD, shape.tile) if shape.boxes else None,
         _boxes(value_cache_NKBD, shape.tile) if shape.boxes else None,
-        block_tables_SM,
-        starts_S1,
-        lens_S,
+        block_table_M,
         out_TND,
         T,
-        sequences if isinstance(sequences, int) else 0,
+        context_len,
         q_TND.stride(0),
         key_cache_NKBD.stride(0),
         key_cache_NKBD.stride(0) // D,
-        block_tables_SM.stride(0),
         score_scale,
         value_scale,
-        ONE_SEQUENCE=one,
         BOXES=shape.boxes,
         HEADS=K,
         GROUP=N // K,

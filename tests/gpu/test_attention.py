@@ -105,33 +105,3 @@ def test_prefill(device: torch.device, prefix: int, block_size: int, dtype: torc
     found = attention.paged_prefill_attention(q, *caches, case.poisoned_tables_SM[0], prefix, case.scale)
     expected = reference.paged_prefill_attention(q, *caches, case.tables_SM[0], prefix, case.scale)
     assert_close(found, expected.contiguous())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("block_size", "cache_dtype"), [(16, None), (64, None), (64, FP8)])
-@pytest.mark.parametrize("counts", [[1500, 1, 40, 600], [3, 1, 5, 1]])
-def test_chunks_and_decodes_in_one_launch(
-    device: torch.device, counts: list[int], block_size: int, cache_dtype: torch.dtype | None
-) -> None:
-    lens = [1500, 3000, 2048, 800]
-    case = build(device, lens, [], block_size=block_size, dtype=torch.bfloat16, cache_dtype=cache_dtype)
-    starts = torch.tensor([sum(counts[:i]) for i in range(5)], dtype=torch.int32, device=device)
-    q = case.queries(sum(counts))
-    found = attention.paged_attention(
-        q,
-        case.keys_NKBD,
-        case.values_NKBD,
-        case.poisoned_tables_SM,
-        starts,
-        case.lens_S,
-        case.scale,
-        max_query_len=max(counts),
-    )
-    assert found is not None
-    keys, values = case.keys_NKBD.to(case.dtype), case.values_NKBD.to(case.dtype)
-    for i, count in enumerate(counts):
-        rows = slice(int(starts[i]), int(starts[i]) + count)
-        expected = reference.paged_prefill_attention(
-            q[rows], keys, values, case.tables_SM[i], lens[i] - count, case.scale
-        )
-        assert_close(found[rows], expected.contiguous())

@@ -56,7 +56,7 @@ def test_a_replayed_step_equals_the_computed_one(folder: Path, device: torch.dev
 @pytest.mark.gpu
 def test_every_bucket_is_captured_at_start(folder: Path, device: torch.device) -> None:
     runner, _ = prepared(folder, device, 1)
-    assert runner._replayed.num_captured == len(bucket_sizes(MAX_NUM_SEQS)) == 4
+    assert len(runner._replayed._captured) == len(bucket_sizes(MAX_NUM_SEQS)) == 4
 
 
 @pytest.mark.gpu
@@ -130,4 +130,4 @@ def test_other_threads_may_use_the_device_during_a_capture(folder: Path, device:
     assert problems == []
     assert isinstance(runner, TorchModelRunner)
     assert runner._replayed is not None
-    assert runner._replayed.num_captured == 4
+    assert len(runner._replayed._captured) == 4

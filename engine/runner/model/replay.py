@@ -115,11 +115,6 @@ class ReplayedDecoder:
         else:
             self._inputs = DeviceStepInputs(max_num_seqs, max_blocks, device)
 
-    @property
-    def num_captured(self) -> int:
-        """How many numbers of sequences have a capture."""
-        return len(self._captured)
-
     def capture_all(self) -> None:
         """Capture every bucket, the largest first, whose memory the others share. Nothing on a CPU, where a capture is
         the cost of one step. No KV is read or written."""

@@ -75,7 +75,7 @@ def test_replays_have_the_bits_of_the_decoder(folder: Path, dtype: str) -> None:
     for batch in ([a, b, c], [a, b, c], [c], [c, a], [b, c], [a], [c, b, a]):
         step(runner, batch)
     assert runner._replayed is not None
-    assert runner._replayed.num_captured == (3 if dtype == "bfloat16" else 0)
+    assert len(runner._replayed._captured) == (3 if dtype == "bfloat16" else 0)
 
 
 def test_steps_with_prompts_or_of_too_many_sequences_are_the_decoders(folder: Path) -> None:
@@ -85,9 +85,9 @@ def test_steps_with_prompts_or_of_too_many_sequences_are_the_decoders(folder: Pa
     joining = make_sequence(prompt(4, 20), [50, 51])
     runner.run(StepPlan(decodes=(last_token(batch[0]),), prefills=(chunk(joining, 0, 20),)))
     assert runner._replayed is not None
-    assert runner._replayed.num_captured == 0
+    assert len(runner._replayed._captured) == 0
     step(runner, batch[:2])
-    assert runner._replayed.num_captured == 1
+    assert len(runner._replayed._captured) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -172,7 +172,7 @@ def test_a_step_that_cannot_be_captured_is_computed_and_said_once(
     assert len(warnings) == 1
     assert "is not one of the C++ kernels" in warnings[0]
     assert runner._replayed is not None
-    assert runner._replayed.num_captured == 0
+    assert len(runner._replayed._captured) == 0
 
 
 def test_without_the_cpp_kernels_nothing_is_captured(

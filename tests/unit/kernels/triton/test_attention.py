@@ -105,31 +105,6 @@ def test_the_copy_engine_fetches_tiles_that_are_parts_of_a_block(
     assert not boxes or block_size % shape.tile == 0
 
 
-def test_chunks_and_decodes_of_several_sequences_in_one_launch() -> None:
-    """A whole prompt, a decode, a padded row, a sequence without queries, a chunk behind a prefix; then unused rows."""
-    lens, counts = [20, 40, 0, 7, 70], [20, 1, 1, 0, 21]
-    case = PagedCase(lens, heads=(6, 2), dim=32)
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    q, caches = case.queries(starts[-1] + 3), (case.keys_NKBD, case.values_NKBD)
-    found = attention.paged_attention(
-        q,
-        *caches,
-        case.poisoned_tables_SM,
-        torch.tensor(starts, dtype=torch.int32),
-        case.lens_S,
-        case.scale,
-        max_query_len=21,
-    )
-    assert found is not None
-    for i in (0, 1, 4):
-        rows = slice(starts[i], starts[i + 1])
-        expected = reference.paged_prefill_attention(
-            q[rows], *caches, case.tables_SM[i], lens[i] - counts[i], case.scale
-        )
-        assert_close(found[rows], expected.contiguous())
-    assert_close(found[starts[2] : starts[3]], torch.zeros(1, 6, 32))
-
-
 def test_results_go_where_they_are_wanted() -> None:
     case = PagedCase([40, 31], heads=(4, 2), dim=32)
     q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
@@ -192,5 +167,3 @@ def test_declines_what_it_cannot_read(change: Callable[[PagedCase, Tensor], tupl
     q, keys, values, tables = change(case, case.queries(2))
     assert attention.paged_decode_attention(q, keys, values, tables, case.lens_S, case.scale) is None
     assert attention.paged_prefill_attention(q, keys, values, tables[0], 1, case.scale) is None
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    assert attention.paged_attention(q, keys, values, tables, starts, case.lens_S, case.scale, 1) is None

@@ -62,12 +62,12 @@ def join_case() -> Case:
 def prefill_case(q: str, kv: str, dim: int, group: int, block_size: int, queries: int) -> Case:
     shape = prefill_shape(DTYPES[q], DTYPES[kv], dim, block_size, group, queries)
     types = _types(q, kv) | {
-        "starts_ptr": "*i32",
+        "table_ptr": "*i32",
         "num_tokens": "i32",
         "context_len": "i32",
         "rows_per_block": "i32:16",
     }
-    constants: dict[str, int | float | bool | str | None] = {"ONE_SEQUENCE": queries > 1, "BOXES": shape.boxes}
+    constants: dict[str, int | float | bool | str | None] = {"BOXES": shape.boxes}
     for boxes in ("key_boxes", "value_boxes"):
         if shape.boxes:
             types[boxes] = f"tensordesc<{kv}[{shape.tile}, {dim}]>"
