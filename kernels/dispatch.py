@@ -161,7 +161,7 @@ def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     kernels are only recorded: the reference would read what they have not computed yet."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), tensors[0].dtype)
-    if calls.is_noting():
+    if calls.is_deferred():
         raise CaptureError(f"{op.__name__}: the kernel does not take these tensors ({dtype})")
     _warn_declined(op.__name__, dtype)
     return op(*args, **kwargs)

@@ -34,7 +34,7 @@ struct Cache {
     int64_t num_blocks, num_kv_heads, block_size;
 };
 
-// Memory that is read as vectors is not written as floats by name: compilers may think them apart.
+// Memory that is read as vectors is not written as floats by name: compilers may assume that they do not alias.
 inline void put(void* floats, int64_t i, float x) { std::memcpy(static_cast<char*>(floats) + i * sizeof x, &x, sizeof x); }
 
 // What a softmax divides by, and the score that it was taken from.
@@ -113,7 +113,7 @@ class Chunks {
         : cache_(args.cache), dim_(args.dim), piece_(&piece), following_(&following) {}
 
     // Whether the next rows are of a block that does not follow the one before it, or of the first one of a pass.
-    bool is_apart() const { return block_ == 0 || piece_->blocks[block_] != piece_->blocks[block_ - 1] + 1; }
+    bool is_jump() const { return block_ == 0 || piece_->blocks[block_] != piece_->blocks[block_ - 1] + 1; }
 
     const T* next() {
         const auto* base = static_cast<const T*>(at_values_ ? cache_.values : cache_.keys);
@@ -160,8 +160,8 @@ void in_tiles(int64_t num_heads, Body body) {
 template <class T, int DIM>
 void attend(const Decode& args, const Piece& piece, const Piece& following, Partial<DIM> out) {
     constexpr int VECS = Shape<DIM>::VECS;
-    using Meet = Rows<T, DIM>;
-    using Weight = typename Meet::Weight;
+    using RowOps = Rows<T, DIM>;
+    using Weight = typename RowOps::Weight;
     using Query = vf[VECS];
     static thread_local std::vector<vf> queries, lines;
     const int64_t num_heads = args.num_heads, group = num_heads / args.cache.num_kv_heads;
@@ -171,25 +171,25 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     const auto query = reinterpret_cast<Query*>(at_least(queries, num_heads * VECS));
     const auto scores = reinterpret_cast<float*>(at_least(lines, num_heads * stride / LANES));
     const T* q = static_cast<const T*>(args.q) + piece.seq * args.q_stride_seq;
-    for (int64_t n = 0; n < num_heads; ++n) Meet::load_query(q + n * args.q_stride_head, shape, query[n]);
+    for (int64_t n = 0; n < num_heads; ++n) RowOps::load_query(q + n * args.q_stride_head, shape, query[n]);
 
     Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
     const int64_t block_size = args.cache.block_size, row_bytes = args.dim * static_cast<int64_t>(sizeof(T));
     const int64_t chunk_bytes = block_size * row_bytes, run_bytes = std::min<int64_t>(block_size, LANES) * row_bytes;
     for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
     // `visit(rows, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Before each run all rows of
-    // another one, ahead of it, are asked for. Where lines go into the first-level cache, blocks that follow each other are
-    // left to the processor's own prefetching, which has to see where the reads go.
+    // another one, ahead of it, are prefetched. Where lines go into the first-level cache, adjacent blocks are left to the
+    // hardware prefetcher, which detects the sequence of the reads.
     const auto walk = [&](auto visit) {
         for (int64_t first = 0; first < piece.num_tokens; first += block_size)
             for (int64_t n = 0; n < num_heads; n += group) {
-                const bool asks = PREFETCH_INTO_L2 || ahead.is_apart();
+                const bool prefetches = PREFETCH_INTO_L2 || ahead.is_jump();
                 const T *rows = chunks.next(), *later = ahead.next();
                 const int64_t left = piece.num_tokens - first;
                 const int64_t count = std::min(left, block_size);
                 for (int64_t t = 0; t < count; t += LANES) {
                     const int run = static_cast<int>(std::min<int64_t>(count - t, LANES));
-                    if (asks) prefetch_range(later + t * shape.dim, run_bytes);
+                    if (prefetches) prefetch_range(later + t * shape.dim, run_bytes);
                     in_tiles<DIM>(group, [&](auto heads, int64_t tile) {
                         visit(rows + t * shape.dim, first + t, run, heads, n + tile);
                     });
@@ -197,7 +197,7 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
             }
     };
     walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
-        Meet::template score<heads()>(query + n, shape, rows, count, args.scale, scores + n * stride + token, stride);
+        RowOps::template score<heads()>(query + n, shape, rows, count, args.scale, scores + n * stride + token, stride);
     });
     for (int64_t n = 0; n < num_heads; ++n) {
         const Softmax found = softmax<Weight>(scores + n * stride, piece.num_tokens, stride);
@@ -208,7 +208,7 @@ void attend(const Decode& args, const Piece& piece, const Piece& following, Part
     constexpr int64_t WEIGHTS_PER_SCORE = sizeof(float) / sizeof(Weight);
     walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
         const auto* weights = reinterpret_cast<const Weight*>(scores + n * stride) + token;
-        Meet::template add<heads()>(out.sums() + n, shape, rows, count, weights, stride * WEIGHTS_PER_SCORE);
+        RowOps::template add<heads()>(out.sums() + n, shape, rows, count, weights, stride * WEIGHTS_PER_SCORE);
     });
 }
 

@@ -63,8 +63,8 @@ class Kernel:
         """Where the function is."""
 
     def __call__(self, *values: float) -> None:
-        """Call it, unless a recording only writes calls down; what the pointers point to must live until it is called,
-        or, in a recording, as long as its tape.
+        """Call it, unless a recording only records calls; what the pointers point to must live until it is called,
+        or, in a recording, as long as its program.
 
         Raises:
             IndexError: something was invalid, such as a slot outside the cache; nothing was computed.
@@ -83,8 +83,8 @@ class Kernel:
         return IndexError(self._invalid.format(index))
 
 
-def is_noting() -> bool:
-    """Whether this thread's calls are only written down, so that outputs hold nothing yet."""
+def is_deferred() -> bool:
+    """Whether this thread's calls are only recorded, so that outputs hold nothing yet."""
     return _thread.recording is not None and not _thread.recording.makes_calls
 
 
@@ -95,7 +95,7 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Pool:
-    """The memory of recordings, which share it. It lives as long as a tape that points into it."""
+    """The memory of recordings, which share it. It lives as long as a program that points into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[NDArray[np.uint8]]] = {}
@@ -121,7 +121,7 @@ class Pool:
 class Recording:
     """The calls of kernels that this thread makes in a `with` block, in order; not those of other threads.
 
-    `makes_calls=False`: they are only written down, and outputs hold nothing before a tape has made them.
+    `makes_calls=False`: they are only recorded, and outputs hold nothing before a program has made them.
     """
 
     def __init__(self, pool: Pool, *, makes_calls: bool = True) -> None:
@@ -202,7 +202,7 @@ class ProgramCapturer:
         return outputs, CapturedProgram(self._library, recording, self._pool, run, outputs)
 
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
-        """See `Capturer.compute`: all calls are written down, then made by one call."""
+        """See `Capturer.compute`: all calls are recorded, then made by one call."""
         check = nullcontext() if kind in self._checked else _OnlyViews()  # type: ignore[no-untyped-call]
         with Recording(self._pool, makes_calls=False) as recording, check:
             outputs = run()
@@ -211,7 +211,7 @@ class ProgramCapturer:
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every op of torch that is more than another look at the same memory: a tape would not make it again."""
+    """Refuses every op of torch that is not a view of the same memory: a replay would not compute it."""
 
 
 def _only_views(

@@ -4,8 +4,8 @@
 // A tile of up to 12 rows by one panel of 32 columns stays in registers, so up to 12 rows read the weight once, in order.
 // More rows are several tiles on each panel; of an int8 panel the first tile leaves the widened panel to the others, in the
 // cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
-// Threads take panels. Rows of x that would crowd the cache are copied apart first. Subnormal numbers count as zero. Strides in
-// elements, rows of x contiguous, the output contiguous.
+// Threads take panels. Rows of x that would share few cache sets are copied further apart first. Subnormal numbers count as
+// zero. Strides in elements, rows of x contiguous, the output contiguous.
 //
 // Loops over sums are unrolled by name: the compiler then keeps them in registers alone, without a second copy on the stack.
 
@@ -29,11 +29,11 @@ namespace {
 constexpr int64_t STREAM_AHEAD = 8192;
 constexpr int64_t PANELS_A_RUN = 3;
 
-// Up to so many rows of bf16, a processor with a small first-level cache does best with its own prefetching alone: it has more
-// lines on their way than can be asked for, as long as loads come densely. Where cores share the memory each has time for more
-// rows between two lines. docs/benchmarks/kernels.md
-constexpr int64_t UNPREFETCHED_ROWS = 6;
-constexpr int64_t UNPREFETCHED_ROWS_SHARED = 8;
+// Up to so many rows of bf16, a processor with a small first-level cache is fastest with its hardware prefetching alone: that
+// has more lines in flight than software can request, as long as loads come densely. With several threads, which share the
+// memory, each has time for more rows between two lines. docs/benchmarks/kernels.md
+constexpr int64_t MAX_UNPREFETCHED_ROWS = 6;
+constexpr int64_t MAX_UNPREFETCHED_ROWS_SHARED = 8;
 
 // Rows that lie a multiple of CACHE_WAY bytes apart share the few places of the first-level cache that one address may have (of
 // 64 sets of lines, one), and a tile of CROWD of them pushes its own rows out.
@@ -72,8 +72,8 @@ template <int ROWS>
     }
 }
 
-// While it computes, a tile asks the memory for AHEAD_LINES cache lines from `ahead` on for each pair of inputs, into the cache
-// of that LEVEL.
+// While it computes, a tile prefetches AHEAD_LINES cache lines from `ahead` on for each pair of inputs, into the cache of that
+// LEVEL.
 template <int ROWS, int AHEAD_LINES, int LEVEL, class Source>
 void tile(const Linear& args, int64_t row, int64_t column, Source source, const char* ahead) {
     const bf16* x = args.x + row * args.x_stride;
@@ -114,7 +114,7 @@ constexpr Tile<Source> TILES[] = {
 
 template <class Source, int AHEAD_LINES>
 Tile<Source> tile_of(int64_t num_rows) {
-    constexpr int SECOND = AHEAD_LINES ? 2 : 1;  // what asks for nothing is the same for either level
+    constexpr int SECOND = AHEAD_LINES ? 2 : 1;  // without prefetches both levels are the same
     const auto& tiles = PREFETCH_INTO_L2 ? TILES<Source, AHEAD_LINES, SECOND> : TILES<Source, AHEAD_LINES, 1>;
     return tiles[num_rows - 1];
 }
@@ -131,24 +131,25 @@ inline Rows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
     return {first, (t + 1) * num_rows / num_tiles - first};
 }
 
-// The first line that a tile of several will write in each row: by its end they are there.
-[[gnu::always_inline]] inline void ask_outputs(const Linear& args, Rows rows, int64_t column) {
+// The first line that one of several tiles will write in each row: by the end of the tile they have arrived.
+[[gnu::always_inline]] inline void prefetch_outputs(const Linear& args, Rows rows, int64_t column) {
     for (int64_t r = rows.first; r < rows.first + rows.count; ++r) prefetch_for_write(args.out + r * args.num_columns + column);
 }
 
-// One tile of rows is bound by memory: it asks for its own panel, a little ahead. Of several, the first two ask for half of
+// One tile of rows is bound by memory: it prefetches its own panel, a little ahead. Of several, the first two prefetch half of
 // the next panel each, and all find their own in the cache.
 void panel_of_bf16(const Linear& args, int64_t column, const bf16* panel, int64_t panel_size, int64_t num_tiles) {
     const char* start = reinterpret_cast<const char*>(panel);
     if (num_tiles == 1) {
-        const bool asks = !PREFETCH_INTO_L2 || args.num_rows > (num_threads() > 1 ? UNPREFETCHED_ROWS_SHARED : UNPREFETCHED_ROWS);
-        const auto choose = asks ? tile_of<Bf16Source, VECS> : tile_of<Bf16Source, 0>;
+        const int64_t most = num_threads() > 1 ? MAX_UNPREFETCHED_ROWS_SHARED : MAX_UNPREFETCHED_ROWS;
+        const bool prefetches = !PREFETCH_INTO_L2 || args.num_rows > most;
+        const auto choose = prefetches ? tile_of<Bf16Source, VECS> : tile_of<Bf16Source, 0>;
         return choose(args.num_rows)(args, 0, column, {panel}, start + STREAM_AHEAD);
     }
     const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
     for (int64_t t = 0; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        ask_outputs(args, rows, column);
+        prefetch_outputs(args, rows, column);
         const auto choose = t < VECS ? tile_of<Bf16Source, 1> : tile_of<Bf16Source, 0>;
         choose(rows.count)(args, rows.first, column, {panel}, start + panel_bytes + t * panel_bytes / VECS);
     }
@@ -162,11 +163,11 @@ void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int6
     if (num_tiles == 1) return tile_of<Int8Source, 1>(args.num_rows)(args, 0, column, Int8Source(panel), ahead);
     bf16* widened = at_least(memory, panel_size);
     const Rows first = rows_of(0, num_tiles, args.num_rows);
-    ask_outputs(args, first, column);
+    prefetch_outputs(args, first, column);
     tile_of<KeepingSource, 1>(first.count)(args, 0, column, KeepingSource(panel, widened), ahead);
     for (int64_t t = 1; t < num_tiles; ++t) {
         const Rows rows = rows_of(t, num_tiles, args.num_rows);
-        ask_outputs(args, rows, column);
+        prefetch_outputs(args, rows, column);
         tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened}, ahead);
     }
 }
@@ -184,7 +185,7 @@ void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
 
 void panels_in_runs(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
-    parallel_for_stealing(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
+    parallel_for_dynamic(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
 #ifdef __AVX512VBMI__
         if (args.scales) return panels<int8_t>(args, first, end, panel_of_int8);
 #endif

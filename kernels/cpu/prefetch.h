@@ -1,4 +1,4 @@
-// Asking the memory for what will soon be read or written.
+// Software prefetching of what will soon be read or written.
 
 #pragma once
 
@@ -10,9 +10,9 @@ namespace disagg {
 
 constexpr int64_t LINE = 64;
 
-// Whether what is read once, weights and KV, is asked for into the second-level cache, because the first one is small: what it
-// would push out of there is needed sooner, and the first level waits for few lines at a time. With 32 KiB (Zen 4) that takes
-// a fifth to a third off products and attention; processors with more (Zen 5 has 48 KiB) are asked to fetch into the first.
+// Whether what is read once (weights and KV) is prefetched into the second-level cache, because the first one is small: data
+// that it would evict there is needed sooner, and the first level can wait for few lines at a time. With 32 KiB (Zen 4) this
+// takes a fifth to a third off products and attention; processors with more (Zen 5 has 48 KiB) prefetch into the first level.
 // docs/benchmarks/kernels.md
 constexpr int64_t SMALL_CACHE = 32 << 10;
 inline const bool PREFETCH_INTO_L2 = [] {

@@ -168,7 +168,7 @@ class Attention {
             const int64_t kv_head = piece * KEY_TILE / padded_end_;
             pack(first_kv_head + kv_head, kv_head * head_words_, piece * KEY_TILE % padded_end_);
         });
-        parallel_for_stealing(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
+        parallel_for_dynamic(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
             for (; item < end; ++item) {
                 const int64_t head = item / num_tiles_, first = (num_tiles_ - 1 - item % num_tiles_) * tile_;
                 const int64_t at = head / group_ * head_words_, rows = std::min(tile_, args_.num_tokens - first);

@@ -1,4 +1,4 @@
-// How query heads meet rows of K and V in decode attention: products of a few heads and a run of rows that lie together.
+// Products of query heads and rows of K and V in decode attention: a few heads and a run of adjacent rows.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct Shape {
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
 
-// How query heads meet rows: scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
+// scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
 // and `count` <= 16 rows. Scores past `count` may hold anything. They are functions of their own, and for pairs their loops are
 // unrolled by name: else the compiler writes what is added up to the stack, too, after each run of rows.
 template <class T, int DIM>

@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Scratch memory that a thread reuses from call to call.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace disagg {
 
-// Where `size` numbers are, of which the first ones are those of before.
+// Memory for at least `size` numbers; the first ones keep their values.
 template <class Number>
 Number* at_least(std::vector<Number>& memory, int64_t size) {
     if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);

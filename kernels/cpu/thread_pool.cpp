@@ -1,7 +1,7 @@
-// The threads behind `team.h`: started when a size above one is asked for, they live as long as the process.
+// The threads behind `thread_pool.h`: started when a size above one is set, they run until the process ends.
 //
-// A member that has nothing to do looks for work for SPIN_US, which covers the pauses between the layers of a model, then
-// sleeps: an idle worker takes no processor time, and one that shares its cores gives them back soon.
+// An idle thread spins for SPIN_US, which covers the pauses between the layers of a model, then sleeps: an idle worker uses no
+// processor time, and one that shares its cores releases them soon.
 
 #include "thread_pool.h"
 
@@ -41,7 +41,8 @@ bool spin_until(Done done) {
     return false;
 }
 
-// `size_` and the task are written by the caller alone, before `round_` goes up, and read by members after they saw that.
+// `size_` and the task are written by the caller only, before it increments `round_`, and read by the other threads after
+// they have seen that.
 class ThreadPool {
    public:
     void resize(int size) {
@@ -95,10 +96,10 @@ class ThreadPool {
     std::atomic<int> running_{0}, num_asleep_{0};
     PartFunction function_ = nullptr;
     void* context_ = nullptr;
-    int size_ = 1, num_started_ = 1;  // the caller is member 0
+    int size_ = 1, num_started_ = 1;  // the caller is thread 0
 };
 
-// Never destroyed: members may still look at it while the process ends.
+// Never destroyed: threads may still read it while the process ends.
 ThreadPool& thread_pool() {
     static ThreadPool* const only = [] {
         pthread_atfork(nullptr, nullptr, [] { thread_pool().forget_threads(); });

@@ -1,5 +1,5 @@
-// A team of threads that run one function in parts: what the kernels split their work over. The split never changes a result:
-// every output is computed whole, by one part, in the same order.
+// The thread pool of the kernels: its threads run one function in parts. The split never changes a result: every output is
+// computed whole, by one part, in the same order.
 
 #pragma once
 
@@ -10,11 +10,11 @@ namespace disagg {
 
 using PartFunction = void (*)(void* context, int part, int num_parts);
 
-// Runs `function` for parts 0 .. num_parts - 1 and returns when all have ended. num_parts is the size of the team, or 1 where
-// the team has one thread or works for another caller.
+// Runs `function` for parts 0 .. num_parts - 1 and returns when all have ended. num_parts is the size of the pool, or 1 where
+// the pool has one thread or is busy with another caller's work.
 void run_on_each_thread(PartFunction function, void* context);
 
-// `body(part, num_parts)` on every thread of the team.
+// `body(part, num_parts)` on every thread of the pool.
 template <class Body>
 void on_each_thread(Body body) {
     run_on_each_thread([](void* context, int part, int num_parts) { (*static_cast<Body*>(context))(part, num_parts); }, &body);
@@ -32,10 +32,10 @@ void parallel_for(int64_t num_items, Body body) {
 // How many threads `on_each_thread` has at most.
 int num_threads();
 
-// `body(first, end)` on runs of items: each thread begins with a share of its own, in order, and then takes from the shares of
-// those who are not done. On a machine whose cores are shared one of them is often slower than the others.
+// `body(first, end)` on runs of items: each thread begins with a share of its own, in order, and then steals from the shares of
+// slower threads. On a machine whose cores are shared one of them is often slower than the others.
 template <class Body>
-void parallel_for_stealing(int64_t num_items, int64_t items_a_run, Body body) {
+void parallel_for_dynamic(int64_t num_items, int64_t items_a_run, Body body) {
     constexpr int MAX_SHARES = 64;
     struct alignas(64) Share {
         std::atomic<int64_t> next;
