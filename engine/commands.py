@@ -1,5 +1,5 @@
-"""What a role may ask of the engine core, and what the core tells it. Commands cross from the asyncio thread to the
-engine thread, events cross back; both are plain frozen data."""
+"""Commands from a role to the engine core, and events from the core to the role. Commands cross from the asyncio thread
+to the engine thread, events cross back; both are plain frozen data."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TokenSampled:
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Where the request asks."""
+    """Where the request asks for it."""
 
 
 @dataclass(frozen=True, slots=True)

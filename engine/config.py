@@ -121,7 +121,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     model_path: str
     """Folder of a checkpoint written by `disagg model import`; `fake` runs the deterministic model without weights."""
     start_id: str = ""
-    """Given back to the controller, so that it can tell this start from others; see `WorkerInfo`."""
+    """Sent back to the controller, which distinguishes starts of the same worker by it; see `WorkerInfo`."""
     host: str = "127.0.0.1"
     """Address that the control server and the KV channel bind to."""
     port: int = 0
@@ -151,7 +151,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Whether the failpoints of the environment are on; see `faulty.py`."""
     token_interval_s: float = 0.0
     """Tokens that steps within this time make are sent together, an answer's first one at once; 0 sends each step's at
-    once. See `pacing.py`."""
+    once. See `TokenPacing`."""
     report_interval_s: float = 0.02
     """Reports to the router are merged over this time."""
     report_idle_s: float = 0.25

@@ -3,7 +3,7 @@
 WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
 WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
 RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
-RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks given away, KV kept in host memory until there is room
+RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks released, KV kept in host memory until there is room
 RUNNING ──> WAITING                      preemption without such memory: tokens kept, computed again
 """
 
@@ -32,7 +32,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One attempt of one request on this worker. Owner: the engine core; nobody else writes to it."""
+    """One attempt of one request on this worker. Owner: the engine core; only it writes to it."""
 
     spec: SequenceSpec
     state: SequenceState
@@ -53,7 +53,7 @@ class Sequence:
     cached_tokens: int = 0
     """Leading tokens that were found in the prefix cache at admission."""
     reserved_blocks: int = 0
-    """Blocks promised at admission and not allocated yet."""
+    """Blocks reserved at admission and not allocated yet."""
     num_preemptions: int = 0
     text_counts: TextCounts | None = None
     """Of its ids, where they are penalized and one was sampled here."""
@@ -100,8 +100,8 @@ class Sequence:
 
 
 def dummy_sequence(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:
-    """A sequence of equal tokens in consecutive blocks, for steps that serve nobody: warm-up, calibration. It is greedy
-    unless `sampling`, fields of `Sampling`, says otherwise."""
+    """A sequence of equal tokens in consecutive blocks, for steps without requests: warm-up, calibration. It is greedy
+    unless `sampling`, fields of `Sampling`, sets another temperature."""
     spec = SequenceSpec(
         request_id=RequestId("dummy"),
         attempt=0,

@@ -1,7 +1,7 @@
 """What this machine offers to the engine, as one JSON object on standard output: `python -m disagg.kernels.describe`.
 
-A program of its own, so that whoever asks is not brought down by a torch that cannot be loaded here. It compiles the
-C++ kernels if nobody has yet.
+A program of its own, so that a torch that cannot be loaded does not end the caller. It compiles the C++ kernels if that
+was not done yet.
 """
 
 from __future__ import annotations

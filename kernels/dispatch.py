@@ -6,8 +6,8 @@ environment variable `DISAGG_KERNELS` is read here, once, at first use: `auto` (
 forces the torch reference everywhere, `triton` lets CPU tensors take the Triton kernels as well, which then need
 Triton's interpreter (`TRITON_INTERPRET=1`); that is for tests.
 
-Which path is in use is logged once; `describe` says it, and makes the choice if none was made yet: call it at start,
-so that no request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
+The choice is logged once; `describe` names it, and makes it if it was not made yet: call it at start, so that no
+request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ def _packing_works(dtype: torch.dtype) -> bool:
     try:
         found = _pack(weight).product(x, None)
     except (RuntimeError, AttributeError) as error:
-        logger.warning("packed weights are off for %s: %s", dtype, error)
+        logger.warning("oneDNN packing is off for %s weights, using the plain product (slower): %s", dtype, error)
         return False
     agree = torch.allclose(found, F.linear(x, weight), rtol=1e-2, atol=1e-2)
     if not agree:
-        logger.warning("packed weights are off for %s: the result differs from the plain product", dtype)
+        logger.warning(
+            "oneDNN packing is off for %s weights, using the plain product (slower): its result differs", dtype
+        )
     return agree

@@ -106,13 +106,15 @@ class Fp8Weight(PackedWeight):
 
 
 def pack_fp8(weight_OI: Tensor) -> Tensor | Fp8Weight:
-    """Round a weight to 8 bits; the plain weight comes back, and that is said, where its sizes do not allow it.
+    """Round a weight to 8 bits; the plain weight comes back, after a warning, where its sizes do not allow it.
 
     Raises:
         ValueError: a weight is not finite.
     """
     if any(size % ALIGNMENT for size in weight_OI.shape):
-        logger.warning("a weight of %s stays as it is: fp8 wants multiples of %d", list(weight_OI.shape), ALIGNMENT)
+        logger.warning(
+            "a weight of shape %s is not quantized: fp8 needs multiples of %d", list(weight_OI.shape), ALIGNMENT
+        )
         return weight_OI
     quantized, scale_O = _quantize(weight_OI.detach())
     if not bool(scale_O.isfinite().all()):

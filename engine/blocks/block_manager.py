@@ -1,16 +1,16 @@
-"""The KV blocks of a worker: who holds them, how many are promised, which can be found again by content.
+"""The KV blocks of a worker: references, reservations, and reuse by content.
 
-    free ──allocate──> active ──last holder lets go──> free      never published
+    free ──allocate──> active ──last holder frees it──> free     never published
       │                  │                        └──> cached    published: its content stays until the block, or the
       │                  │<──lock (prefix hit)───────────┤       extent that it lies in, is needed
       │<──evict──────────────────────────────────────────┘
 
-A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Nobody else
-needs to hold one: whatever copies from blocks or into them does so on the engine thread, between two steps, and is done
-with them when it returns, or is queued on a device before all that uses the block later, as a step that was launched.
+A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Other code
+holds none: every copy from blocks or into them is made on the engine thread, between two steps, and is complete when it
+returns, or is queued on a device before all later uses of the block, like a step.
 
-Reserving is counting: `reserved` blocks are promised to sequences and not chosen yet. free + cached >= reserved always,
-so an allocation out of a reservation cannot fail. Everybody else may only take what is `available`.
+Reserving is counting: `reserved` blocks are counted for sequences and not chosen yet. free + cached >= reserved always,
+so an allocation out of a reservation cannot fail. Any other allocation may only take what is `available`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import BlockHash
 
 EXTENT_TOKENS = 128
-"""What lies in a row. On a virtual machine whose memory is on small pages, pieces of 48 KiB (128 tokens of K in a layer
-of SmolLM2-135M) are read half again as fast as pieces of 6."""
+"""Tokens that lie together. On a virtual machine whose memory is on small pages, pieces of 48 KiB (128 tokens of K in a
+layer of SmolLM2-135M) are read half again as fast as pieces of 6."""
 LEAST_EXTENTS = 256
-"""A small cache has smaller extents: each sequence in it, running or cached, leaves half of one unused."""
+"""A small cache has smaller extents, because each sequence in it, running or cached, leaves half of one unused."""
 MOST_FREE = 1 / 8
-"""Cached blocks are given up for a whole extent while no more than this part of all blocks is free."""
+"""Cached blocks are evicted to free a whole extent while no more than this share of all blocks is free."""
 
 
 class BlockManager:
     """A fixed number of blocks of `block_size` tokens, named 0 .. num_blocks - 1. Owner: the scheduler.
 
-    `cached` decides which cached block goes first; by default the one that was given back first.
+    `cached` decides which cached block goes first; by default the one that was released first.
 
     Raises:
         ValueError: if there is no block, or `block_size` is not a multiple of 16.
@@ -70,7 +70,7 @@ class BlockManager:
 
     @property
     def num_fragmented(self) -> int:
-        """Of the free blocks, those in extents where others have blocks."""
+        """Of the free blocks, those in extents that are partly in use."""
         return self._free.num_fragmented
 
     @property
@@ -85,12 +85,12 @@ class BlockManager:
 
     @property
     def num_reserved(self) -> int:
-        """Blocks promised and not allocated."""
+        """Blocks reserved and not allocated."""
         return self._num_reserved
 
     @property
     def num_available(self) -> int:
-        """Blocks that may be taken without breaking a promise."""
+        """Blocks that may be taken without breaking a reservation."""
         return self.num_free + self.num_cached - self._num_reserved
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -123,12 +123,12 @@ class BlockManager:
             self._refs[block] += 1
 
     def reserve(self, num_blocks: int) -> None:
-        """Promise blocks; the caller has checked that they are available."""
-        assert 0 <= num_blocks <= self.num_available, f"{num_blocks} blocks promised, {self.num_available} available"
+        """Reserve blocks; the caller has checked that they are available."""
+        assert 0 <= num_blocks <= self.num_available, f"{num_blocks} blocks to reserve, {self.num_available} available"
         self._num_reserved += num_blocks
 
     def unreserve(self, num_blocks: int) -> None:
-        """Take a promise back."""
+        """Cancel a reservation."""
         assert 0 <= num_blocks <= self._num_reserved
         self._num_reserved -= num_blocks
 
@@ -146,18 +146,18 @@ class BlockManager:
         return blocks
 
     def release(self, block_table: Seq[int]) -> None:
-        """A sequence lets go of its blocks. The last one goes first, so that the tail of a chain is evicted before its
+        """A sequence releases its blocks. The last one goes first, so that the tail of a chain is evicted before its
         head."""
         for block in reversed(block_table):
             assert self._refs[block] > 0, f"block {block} is released and not held"
             self._refs[block] -= 1
-            self._let_go(block)
+            self._free_if_unreferenced(block)
 
     def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
         """Make a full, computed block findable by its content; see `PrefixCache.publish`.
 
         Returns the block that the sequence holds for this content from now on. Where another block was published with
-        it before, that is the other one, and `block` is free again: promises stay good, because at most one cached
+        it before, that is the other one, and `block` is free again: reservations stay valid, because at most one cached
         block becomes active for one that becomes free.
         """
         assert self._refs[block] == 1, f"block {block} is published and has {self._refs[block]} holders"
@@ -169,12 +169,12 @@ class BlockManager:
 
     # ------------------------------------------------------------ audit
 
-    def check_integrity(self, block_tables: Iterable[Seq[int]], num_promised: int) -> list[str]:
+    def check_integrity(self, block_tables: Iterable[Seq[int]], num_reserved: int) -> list[str]:
         """Findings; empty when sound.
 
         Args:
             block_tables: the table of every sequence.
-            num_promised: the sum of the sequences' reservations.
+            num_reserved: the sum of the sequences' reservations.
         """
         refs = Counter(block for table in block_tables for block in table)
         problems = self.prefix.check_integrity() + self._check_states()
@@ -183,8 +183,8 @@ class BlockManager:
             for block in range(self.num_blocks)
             if self._refs[block] != refs[block]
         ]
-        if num_promised != self._num_reserved:
-            problems.append(f"{self._num_reserved} blocks reserved, {num_promised} promised to sequences")
+        if num_reserved != self._num_reserved:
+            problems.append(f"{self._num_reserved} blocks reserved, sequences have {num_reserved}")
         if self.num_available < 0:
             problems.append(f"{self._num_reserved} blocks reserved, {self.num_free + self.num_cached} to be had")
         return problems
@@ -210,7 +210,7 @@ class BlockManager:
         if not self._refs[block]:
             self.prefix.remove_evictable(block)
 
-    def _let_go(self, block: int) -> None:
+    def _free_if_unreferenced(self, block: int) -> None:
         if self._refs[block]:
             return
         if self.prefix.is_published(block):

@@ -26,13 +26,13 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
-        """The one first that was given back first."""
+        """In the order of release."""
         self.used_at = -math.inf
-        """When one of its blocks was last given back, or held again."""
+        """When one of its blocks was last released, or held again."""
 
 
 class CachedBlocks:
-    """See the module. Owner: the prefix cache.
+    """Cached blocks in the order of their eviction. Owner: the prefix cache.
 
     Args:
         num_blocks: all blocks of the worker.
@@ -46,13 +46,13 @@ class CachedBlocks:
         self._quota = share * num_blocks
         self._keep_s = keep_s
         self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
-        """Of every block, the one first that was given back first."""
+        """Of every block, in the order of release."""
         self._tenants: dict[TenantTag, _Tenant] = {}
         """Those that have blocks."""
         self._by_use: OrderedDict[TenantTag, None] = OrderedDict()
-        """The one first that was idle for longest."""
+        """The tenant first that was idle for longest."""
         self._by_size: dict[int, OrderedDict[TenantTag, None]] = {}
-        """Number of blocks -> who has so many."""
+        """Number of blocks -> the tenants with so many."""
         self._largest = 0
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class CachedBlocks:
 
     @property
     def blocks(self) -> KeysView[int]:
-        """All of them, the one first that was given back first."""
+        """All of them, in the order of release."""
         return self._tag_of.keys()
 
     def count(self, tag: TenantTag) -> int:
@@ -72,7 +72,7 @@ class CachedBlocks:
         return 0 if tenant is None else len(tenant.blocks)
 
     def add(self, block: int, tag: TenantTag) -> None:
-        """Its tenant gave it back."""
+        """Its tenant released it."""
         tenant = self._tenants.get(tag)
         if tenant is None:
             tenant = self._tenants[tag] = _Tenant()
@@ -89,13 +89,13 @@ class CachedBlocks:
 
     @property
     def next(self) -> int:
-        """What goes next; there is a block."""
+        """The block to evict next; there is one."""
         if len(self._tenants) > 1 and (tag := self._next_tenant()) is not None:
             return next(iter(self._tenants[tag].blocks))
         return next(iter(self._tag_of))
 
     def evict(self) -> int:
-        """Take out what goes next."""
+        """Remove that block."""
         block = self.next
         self._take(block)
         return block
@@ -117,7 +117,7 @@ class CachedBlocks:
     # ------------------------------------------------------------ inside
 
     def _next_tenant(self) -> TenantTag | None:
-        """Whose oldest block goes next; None for the oldest of all."""
+        """The tenant whose oldest block is evicted next; None for the oldest of all."""
         idle = next(iter(self._by_use))
         if self.now - self._tenants[idle].used_at > self._keep_s:
             return idle

@@ -1,9 +1,9 @@
-"""The free blocks of a KV cache, given out so that the blocks of a sequence lie in a row.
+"""The free blocks of a KV cache, allocated so that the blocks of a sequence lie together.
 
 The cache is seen as extents of neighbouring blocks. A sequence goes on where its last block is, to the end of that
-extent, and then begins one in which nobody has a block; only where there is none it gets a block between those of
-others. So attention reads a sequence in rows of an extent, and extents become free as a whole, because the blocks of
-one sequence are given up together.
+extent, and then begins an unused one; only where there is none it gets a block of an extent that is partly in use. So
+attention reads a sequence in rows of an extent, and extents become free as a whole, because the blocks of one sequence
+are given up together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FreeBlocks:
 
     @property
     def num_fragmented(self) -> int:
-        """Those in extents where others have blocks."""
+        """Those in extents that are partly in use."""
         return self._num_free - self._num_in_whole
 
     def extent(self, block: int) -> range:

@@ -1,11 +1,11 @@
-"""Which blocks a sequence gets: its cached prefix, a promise for the rest, and blocks out of that promise. Pure.
+"""Which blocks a sequence gets: its cached prefix, a reservation for the rest, and blocks out of it. Pure.
 
-    place ──> prefix locked, the rest promised ──extend──> blocks in the table ──publish──> others can find them
-      └── no room                                                                 let_go: all of it goes back
+    admit ──> prefix locked, the rest reserved ──extend──> blocks in the table ──publish──> found as a prefix by others
+      └── too few free blocks                                                      free: all of it is released
 
-A sequence is placed with blocks promised for all its known tokens and for some output (`decode_reserve_tokens`), and
-the watermark stays free. One that is alone is placed whenever its known tokens fit, with whatever reserve is left: else
-nobody would ever make room for it.
+A sequence is admitted with blocks reserved for all its known tokens and for some output (`decode_reserve_tokens`), and
+the watermark stays free. One that is alone is admitted whenever its known tokens fit, with whatever reserve is left:
+no other sequence would ever free blocks for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from disagg.proto.token_ids import pack_token_ids
 
 
 class KVCacheManager:
-    """Gives the blocks of a worker to sequences and takes them back. Owner: the scheduler.
+    """Allocates the blocks of a worker to sequences and frees them. Owner: the scheduler.
 
     Args:
         blocks: the blocks.
         max_model_len: prompt plus output of any sequence.
-        decode_reserve_tokens: output tokens whose blocks are promised at admission.
+        decode_reserve_tokens: output tokens whose blocks are reserved at admission.
     """
 
     def __init__(self, blocks: BlockManager, *, max_model_len: int, decode_reserve_tokens: int) -> None:
@@ -31,21 +31,21 @@ class KVCacheManager:
         self.decode_reserve_tokens = decode_reserve_tokens
 
     def can_admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """Whether `admit` would place the sequence."""
+        """Whether `admit` would admit the sequence."""
         return self._num_to_reserve(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
 
     def admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """Lock the cached prefix of a sequence without blocks and promise it the rest, if that fits. One whose KV is in
+        """Lock the cached prefix of a sequence without blocks and reserve the rest, if that fits. One whose KV is in
         host memory, in pieces of `piece_tokens` tokens, gets blocks for all of that; what is cached need not be copied
         back."""
         matched = self._match(sequence, piece_tokens)
-        num_reserved_now = self._num_to_reserve(sequence, matched, alone=alone)
-        if num_reserved_now is None:
+        num_to_reserve = self._num_to_reserve(sequence, matched, alone=alone)
+        if num_to_reserve is None:
             return False
         self.blocks.lock(matched)
-        self.blocks.reserve(num_reserved_now)
+        self.blocks.reserve(num_to_reserve)
         sequence.block_table = matched
-        sequence.reserved_blocks = num_reserved_now
+        sequence.reserved_blocks = num_to_reserve
         sequence.num_computed_tokens = len(matched) * self.blocks.block_size
         self.extend(sequence, sequence.swapped_tokens)
         return True
@@ -57,20 +57,20 @@ class KVCacheManager:
         return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is
+        """Allocate the blocks for tokens [0, num_tokens): out of the reservation, and beyond it out of what is
         available."""
         num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
         if num_missing <= 0:
             return
-        num_reserved_now = min(num_missing, sequence.reserved_blocks)
-        sequence.reserved_blocks -= num_reserved_now
-        for num_blocks, reserved in ((num_reserved_now, True), (num_missing - num_reserved_now, False)):
+        num_to_reserve = min(num_missing, sequence.reserved_blocks)
+        sequence.reserved_blocks -= num_to_reserve
+        for num_blocks, reserved in ((num_to_reserve, True), (num_missing - num_to_reserve, False)):
             table = sequence.block_table
             table += self.blocks.allocate(num_blocks, reserved=reserved, after=table[-1] if table else None)
 
     def publish(self, sequence: Sequence, start: int) -> None:
         """Make the blocks findable that tokens [start, num_computed_tokens) have filled. A block whose content is
-        published already makes way for that one, so that the table leads to each published block by published ones."""
+        published already is replaced by that one, so that the table leads to each published block by published ones."""
         fills_none = start // HASH_BLOCK_TOKENS == sequence.num_computed_tokens // HASH_BLOCK_TOKENS
         if fills_none or not sequence.spec.root_hash:
             return
@@ -87,7 +87,7 @@ class KVCacheManager:
             table[index] = self.blocks.publish(table[index], block_hashes, sequence.spec.tenant_tag, after)
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all that a sequence holds and was promised."""
+        """Release all blocks of a sequence and its reservation."""
         self.blocks.release(sequence.block_table)
         self.blocks.unreserve(sequence.reserved_blocks)
         sequence.block_table = []
@@ -107,7 +107,7 @@ class KVCacheManager:
         return matched
 
     def _num_to_reserve(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
-        """Blocks beside the matched ones; None where there is no room."""
+        """Blocks to reserve beside the matched ones; None where too few are free."""
         blocks = self.blocks
         room = blocks.available_after_lock(matched)
         num_needed = blocks.blocks_for(sequence.num_tokens) - len(matched)

@@ -1,12 +1,12 @@
-"""Which KV blocks can be found by their content, which of them may be evicted, and what the router is told about it.
+"""Which KV blocks can be found by their content, which of them may be evicted, and the events about it for routers.
 
     published ──> (referenced <──> evictable) ──> evicted
 
 A physical block of k * 16 tokens is published once it is full and computed, under the chained hash of its last 16-token
-sub-block, which covers all tokens before it. It keeps that hash until it is evicted. Evictable blocks (published, held
-by nobody) of one tenant leave in the order in which they became evictable, `cached_blocks` chooses the tenant; a
-sequence gives its blocks back last one first, so the tail of a chain goes before its head. All blocks of a chain are
-one tenant's.
+sub-block, which covers all tokens before it. It keeps that hash until it is evicted. Evictable blocks (published,
+without a holder) of one tenant leave in the order in which they became evictable, `cached_blocks` chooses the tenant; a
+sequence releases its blocks last one first, so the tail of a chain goes before its head. All blocks of a chain are one
+tenant's.
 
 The announced hashes are prefix-closed whenever the events are drained: with a hash, all of the chain before it is
 announced. Who publishes a block holds the published blocks of the whole chain before it, because a content that is
@@ -41,7 +41,7 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Published blocks that nobody holds."""
+        """Published blocks without a holder."""
         return len(self.evictable)
 
     def match(self, key_hashes: Seq[BlockHash]) -> list[int]:
@@ -75,7 +75,7 @@ class PrefixCache:
         return block in self._hashes_of
 
     def is_evictable(self, block: int) -> bool:
-        """Whether `block` is published and held by nobody."""
+        """Whether `block` is published and without a holder."""
         return block in self.evictable
 
     def add_evictable(self, block: int) -> None:
@@ -113,7 +113,7 @@ class PrefixCache:
         return events
 
     def snapshot(self) -> BlocksSnapshot:
-        """All announced hashes. Events that are not drained yet may follow it: they change nothing that it says."""
+        """All announced hashes. Events that are not drained yet may follow it: they change nothing in it."""
         return BlocksSnapshot(hashes=tuple(self._announced))
 
     def check_integrity(self) -> list[str]:

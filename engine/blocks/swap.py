@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Copy the KV of a sequence that was just suspended to host memory. Its blocks are given away: the copy must be
+    """Copy the KV of a sequence that was just suspended to host memory. Its blocks have new owners: the copy must be
     made before the next step runs."""
 
     sequence: Sequence
@@ -70,7 +70,7 @@ class SwapPool:
         self._num_made = 0
         """Slots 0 .. `_num_made` - 1 were used at some time."""
         self._free: list[int] = []
-        """Those of them that nobody has; the last one is used next."""
+        """Those of them that are free; the last one is used next."""
         self._kept: dict[AttemptKey, tuple[Piece, ...]] = {}
 
     @property
@@ -109,7 +109,7 @@ class SwapPool:
         problems = [] if kept == suspended else ["host memory is kept for other sequences than the suspended ones"]
         slots = sorted(self._free + [piece.slot for pieces in self._kept.values() for piece in pieces])
         if slots != list(range(self._num_made)):
-            problems.append(f"of {self._num_made} slots of host memory some are lost, or in two hands")
+            problems.append(f"of {self._num_made} slots of host memory some are lost or used twice")
         if self._num_made > self.num_slots:
             problems.append(f"{self._num_made} slots of host memory were made, {self.num_slots} are allowed")
         return problems

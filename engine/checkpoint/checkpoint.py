@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model, read without torch: configuration, weight files, fingerprint.
+"""The model of a checkpoint folder, read without torch: configuration, weight files, fingerprint.
 
 `read_model_config` turns config.json (in the form of transformers 4 or 5) and generation_config.json into one frozen
 `ModelConfig`, and refuses what the decoder would compute differently. `weight_files` and `read_header` find the tensors

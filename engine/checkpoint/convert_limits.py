@@ -1,5 +1,5 @@
-"""What the process that converts a GGUF file may use. The file is somebody else's: what it claims must not fill a
-machine's memory or keep its cores."""
+"""Resource limits of the process that converts a GGUF file. The file is untrusted: sizes that it claims must not fill a
+machine's memory or occupy its cores."""
 
 from __future__ import annotations
 

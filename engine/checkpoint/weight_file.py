@@ -3,7 +3,7 @@
     tensors | index (JSON) | MAGIC, length and XXH3-128 of the index
 
 The index names each tensor, and has a hash of them all and the key of the content. A file that is cut short, altered,
-of another program, or made for another key is told by that. Hashes are against accidents, not against forgery.
+of another program, or made for another key is detected by that. Hashes are against accidents, not against forgery.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def write_tensors(stream: BinaryIO, key: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def map_tensors(file: Path, key: str) -> dict[str, Tensor]:
-    """The tensors of a file, mapped; nobody may write to them. Everything is read once, to compare its hash.
+    """The tensors of a file, mapped read-only. Everything is read once, to compare its hash.
 
     Raises:
-        UnusableFileError: as its name says; or written for another key.
+        UnusableFileError: not such a file, or written for another key.
         OSError: the file cannot be read.
     """
     with file.open("rb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""What a worker makes of a spec that comes in: a sequence, or a reason why it is not run. Pure."""
+"""Admission of a request spec to a worker: the sequence made of it, and why it is refused. Pure."""
 
 from __future__ import annotations
 

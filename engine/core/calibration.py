@@ -80,8 +80,8 @@ def _num_blocks_used(plan: StepPlan) -> int:
 
 
 def _clear(runner: ModelRunner, num_blocks: int) -> None:
-    """Write zeros as the KV of the first blocks. What memory held before might be no number, and memory that nobody
-    has written to may be quicker to read than what a worker really reads."""
+    """Write zeros as the KV of the first blocks. Old contents might be NaN, and memory that was never written
+    may be faster to read than real KV."""
     piece = -(-CLEARED_TOKENS // runner.block_size)
     token_bytes = plan_pair(runner.layout, 1, runner.tp).bytes_per_token
     zeros = runner.new_staging(piece * runner.block_size * token_bytes)

@@ -4,8 +4,8 @@
     prefill     Add(hold) ──> (ChunkPlanned, Gather ──> Gathered)*, TokenSampled, PrefillComputed ──> Release
     decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
 
-Every live sequence ends in exactly one way: with `Ended`, or silently by `Release`. After either nothing of it is held
-here.
+Every live sequence ends in exactly one way: with `Ended`, or without an event by `Release`. After either nothing of it
+is held here.
 
 A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
 command changes meanwhile, it changes behind that step.
@@ -13,9 +13,9 @@ command changes meanwhile, it changes behind that step.
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.
 
-What a peer got wrong never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
-that would start a key that is alive means that two parties take themselves for its owner: the attempt is ended as
-failed, so that the answer, which says that nothing is held, is true. A late `Gather` or `Scatter` is answered with
+An error of a peer never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
+that would start a key that is in use means that two parties believe that they own it: the attempt is ended as
+failed, so that the answer (nothing is held) is true. A late `Gather` or `Scatter` is answered with
 `ok=False`.
 """
 
@@ -119,7 +119,7 @@ class EngineCore:
 
     @property
     def last_began(self) -> float:
-        """When that was planned, as `plan_step` was told."""
+        """When that was planned: the `now` of `plan_step`."""
         return self._steps.last_began
 
     @property
@@ -201,8 +201,8 @@ class EngineCore:
         return [Scattered(key, command.seq, ok=True)]
 
     def _join(self, command: Join, now: float) -> list[Event]:
-        """`Joined`, then the joined token as `TokenSampled`, so that P may die; then `Ended` where that token is the
-        last."""
+        """`Joined`, then the joined token as `TokenSampled`, so that P may be lost; then `Ended` where that token is
+        the last."""
         key = command.key
         sequence = self._scheduler.sequences.get(key)
         if sequence is None:
@@ -257,7 +257,7 @@ class EngineCore:
         self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
         self.planned, self._planned_at = plan, now
         if plan.entries:
-            self._note_begun(plan, now)
+            self._note_started(plan, now)
         events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
         self._forget_ended(events)
         return events
@@ -270,16 +270,18 @@ class EngineCore:
         return events
 
     def _carry_out(self, effect: Effect) -> list[Event]:
-        """The copies are made here and now: the blocks of a suspended sequence belong to others already, which write
-        to them in the step that follows."""
+        """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to
+        them in the next step."""
         totals = self._scheduler.totals
         match effect:
             case SwapOut(sequence=sequence):
                 try:
                     totals["swapped_out_blocks"] += self._swapper.swap_out(effect)
                 except Exception as error:
-                    _log.error("the KV of %s could not be kept", sequence.key, exc_info=error)
-                    return self._scheduler.not_kept(sequence)
+                    _log.error(
+                        "swapping out the KV of %s failed, it must be computed again", sequence.key, exc_info=error
+                    )
+                    return self._scheduler.swap_out_failed(sequence)
             case SwapIn(sequence=sequence):
                 try:
                     totals["swapped_in_blocks"] += self._swapper.swap_in(effect)
@@ -290,7 +292,7 @@ class EngineCore:
                 return [effect]
         return []
 
-    def _note_begun(self, plan: StepPlan, now: float) -> None:
+    def _note_started(self, plan: StepPlan, now: float) -> None:
         """Sequences of which this is the first step waited until now."""
         for entry in plan.prefills:
             if entry.sequence.queue_s is None:

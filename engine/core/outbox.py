@@ -34,7 +34,7 @@ class _Pending:
 
 
 class Outbox:
-    """Owner: the asyncio side of one worker."""
+    """What one turn of a worker has for each gateway. Owner: the asyncio side of one worker."""
 
     def __init__(self) -> None:
         self._pending: dict[GatewayId, _Pending] = {}
@@ -108,10 +108,15 @@ class Outbox:
 
 
 class TokenPacing:
-    """Says whether what a step came to may wait for the next step.
+    """Decides whether the events of a step may wait for the next step. Owner: the engine thread.
+
+    First tokens, ends and hand-overs are sent at once, with all that waits; further tokens of an interval together. A
+    message costs the worker, the gateway and the client far more than the token in it, on cores that they share with
+    the model, and a step of a small model takes a few milliseconds. Steps longer than half the interval are sent one by
+    one.
 
     Args:
-        interval_s: tokens of steps that end within this time are told together; 0 tells each step's at once.
+        interval_s: tokens of steps that end within this time are sent together; 0 sends each step's at once.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -119,12 +124,12 @@ class TokenPacing:
         self._flushed_at = -math.inf
 
     def flushed(self, now: float) -> None:
-        """All that was there to tell was told."""
+        """Everything up to now was sent."""
         self._flushed_at = now
 
     def may_wait(self, events: Sequence[Event], step_s: float, now: float) -> bool:
-        """Whether `events` may be told after the next step, if that takes `step_s` like the one before: it would end
-        within the interval, and nobody waits for one of them."""
+        """Whether `events` may be sent after the next step, if that takes `step_s` like the one before: it would end
+        within the interval, and none of them is urgent."""
         if now + step_s > self._flushed_at + self._interval_s:
             return False
         return all(isinstance(event, TokenSampled) and event.index > 0 for event in events)

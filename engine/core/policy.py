@@ -30,12 +30,12 @@ _WORTH_A_TAIL = 8
 
 
 PASS_S = 1.0
-"""On a prefill worker a prompt that takes several steps lets those pass that take one and come within this time after
-it. Else they would wait for all of its steps."""
+"""On a prefill worker a prompt that takes several steps lets those pass that take one and arrive within this time after
+it. Otherwise they would wait for all of its steps."""
 
 
 def queue_order(sequence: Sequence, token_budget: int) -> SortKey:
-    """Who goes first: larger priority, then preempted ones, then the earlier arrival, where a prompt that is
+    """The order of admission: larger priority, then preempted ones, then the earlier arrival, where a prompt that is
     computed for another worker and has more than `token_budget` tokens counts as if it had come `PASS_S` later. What
     comes after that time goes behind it, so that it does not starve."""
     is_long = sequence.hold_after_prefill and sequence.num_given_tokens > token_budget
@@ -77,7 +77,11 @@ _MIN_STALE = 64
 
 
 class LazyHeap(Generic[K]):
-    """Items in the order of their `SortKey`. Owner: whoever made it; not safe for threads."""
+    """Items in the order of their `SortKey`; any of them can be removed in O(1). Not thread-safe.
+
+    A discarded entry stays in the heap, stale, until it comes to the top, or until most entries are stale and the heap
+    is rebuilt. So every operation costs O(log n) amortized, and memory stays in proportion to the live entries.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[SortKey, int, K]] = []

@@ -46,7 +46,7 @@ class WorkerCounters:
             self._prompt_tokens += step.prefill_tokens
 
     def metrics(self, transfers: tuple[TransferCount, ...]) -> WorkerMetrics:
-        """All of it, with what the roles count."""
+        """All counters, with those of the roles."""
         return WorkerMetrics(
             step_seconds=tuple(self._steps),
             step_seconds_sum=self._seconds,
@@ -67,7 +67,14 @@ _MAX_STRIDE = 1 << 16
 
 
 class StepSampler:
-    """Steps of one report stream; at most `MAX_STEPS_PER_REPORT` are held."""
+    """The steps that a report carries; at most `MAX_STEPS_PER_REPORT`.
+
+    A worker may do hundreds of steps between two reports. Were they taken as they come until the report is full, a long
+    step would be taken more often than its share: it is the likeliest to be running when a report is sent, so that it
+    comes first in the next one. So a step is chosen by its number alone: of all numbers a share of 1/`stride` is
+    chosen, spread evenly but not periodically (multiples of the golden ratio modulo 1), so that no pattern of steps
+    correlates with it. The stride follows how many fit.
+    """
 
     def __init__(self) -> None:
         self._steps: list[StepSample] = []
@@ -97,7 +104,11 @@ class StepSampler:
 
 
 class PendingPrompts:
-    """See the module docstring."""
+    """Prompt tokens of attempts that were dispatched to this worker and that its engine does not count yet.
+
+    A prompt waits for blocks on its decode worker, and then for the end of the engine's step: together longer than the
+    time between two reports. A report without it would look to a router as if the prompt had been computed.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[AttemptKey, int] = {}

@@ -5,22 +5,22 @@
     result = runner.run(plan)
     events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
-A step that is planned before the last one's tokens are known is made by `ahead.py`.
+A step that is planned before the last one's tokens are known is made by `steps.plan_ahead`.
 
 Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
-the budget. The others are there to be compared with, on workers that have both roles:
+the budget. The others are for comparison, on workers that have both roles:
 
     prefill_first   while a prompt is unfinished, or waits and finds room, a step computes prompts only
-    static          a batch forms from all that waits when the engine is empty, and as far as there is room; nobody
-                    joins it until its last answer has ended; its prompts are computed before it decodes
+    static          a batch forms from all that waits when the engine is empty, and as far as blocks suffice; no
+                    sequence joins it until its last answer has ended; its prompts are computed before it decodes
 
 SortKey is first come, first served within a priority, but that in the prefill role a prompt of several steps lets those
 of one step pass for a while, also when it has begun (`batching.queue_order`). A preempted sequence goes before those of
 its priority that never ran. While one waits, nothing new is reserved.
 
-Preemption. A decode that outgrows its promise takes what is available; when nothing is, running sequences are
-preempted: lowest priority first, then fewest output tokens, then newest. So the one that got furthest is never the
-victim of its peers and always finishes. Sequences of the prefill role (`hold_after_prefill`), held and reserved ones
+Preemption. A decode that outgrows its reservation takes what is available; when nothing is, running sequences are
+preempted: lowest priority first, then fewest output tokens, then newest. So the sequence with most output is never
+preempted for others and always finishes. Sequences of the prefill role (`hold_after_prefill`), held and reserved ones
 are never preempted: a peer copies from them or into them. They end by themselves, by a command or by their deadline, so
 waiting for their blocks is no deadlock.
 
@@ -62,11 +62,11 @@ class Scheduler:
     """All sequences of a worker and their blocks. Owner: the engine core.
 
     Args:
-        max_num_seqs: sequences in the batch, promised places included. Never more than `token_budget`, so that every
+        max_num_seqs: sequences in the batch, reserved ones included. Never more than `token_budget`, so that every
         decode
             gets its token in each step and a prefill beside them at least one.
         max_model_len: prompt plus output of any sequence; at most what all blocks hold.
-        decode_reserve_tokens: output tokens whose blocks are promised at admission.
+        decode_reserve_tokens: output tokens whose blocks are reserved at admission.
         tail_tokens: see `WorkerConfig`.
         swap: host memory for preempted sequences; none by default.
         recomputes: whether what is not kept may be computed again on this worker.
@@ -110,7 +110,7 @@ class Scheduler:
         )
         self._effects: list[Effect] = []
 
-    # ------------------------------------------------------------ life of a sequence
+    # ------------------------------------------------------------ sequences
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence in state WAITING."""
@@ -118,7 +118,8 @@ class Scheduler:
         self.waiting.push(self._order(sequence), sequence)
 
     def reserve(self, sequence: Sequence) -> str | None:
-        """Promise room to a sequence in state RESERVED and lock its cached prefix. Returns why not, or None."""
+        """Reserve a place and blocks for a sequence in state RESERVED and lock its cached prefix. Returns why not, or
+        None."""
         if self.num_preempted:
             return "preempted sequences go first"
         if self.num_places() < 1:
@@ -130,7 +131,7 @@ class Scheduler:
         return None
 
     def extend_reserved(self, sequence: Sequence, end: int) -> None:
-        """Give a RESERVED sequence, out of its promise, the blocks for tokens [0, end)."""
+        """Give a RESERVED sequence, out of its reservation, the blocks for tokens [0, end)."""
         assert sequence.state is SequenceState.RESERVED
         self.kv_cache.extend(sequence, end)
 
@@ -159,7 +160,7 @@ class Scheduler:
         sequence.state = SequenceState.ENDED
 
     def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
-        """Drop a live sequence and say so."""
+        """Drop a live sequence; the event."""
         self.drop(sequence)
         gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
         return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
@@ -181,7 +182,7 @@ class Scheduler:
         self.running[sequence.key] = sequence
         self.kv_cache.publish(sequence, start)
 
-    def not_kept(self, sequence: Sequence) -> list[Event]:
+    def swap_out_failed(self, sequence: Sequence) -> list[Event]:
         """The copy of a `SwapOut` failed: the sequence is computed again, here or elsewhere."""
         if not self.recomputes:
             return [self._end_preempted(sequence)]
@@ -194,7 +195,7 @@ class Scheduler:
         sequence.swapped_tokens = 0
 
     def _end_preempted(self, sequence: Sequence) -> Ended:
-        return self.end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")
+        return self.end(sequence, "preempted", "its KV blocks were needed by a sequence with more output")
 
     # ------------------------------------------------------------ plan
 
@@ -336,9 +337,13 @@ class Scheduler:
 
     def _end_faulty(self, sequence: Sequence, fault: RowFault) -> Ended:
         if fault == "request":
-            _log.warning("%s ends: its sampling settings left no finite logit; other sequences go on", sequence.key)
+            _log.warning(
+                "%s: its sampling settings left no finite logit; ending it, other sequences continue", sequence.key
+            )
             return self.end(sequence, "invalid", UNSAMPLABLE)
-        _log.error("%s ends: the model's logits of its row are not finite; other sequences go on", sequence.key)
+        _log.error(
+            "%s: the model's logits of its row are not finite; ending it, other sequences continue", sequence.key
+        )
         return self.end(sequence, "failed", "step: the model's logits are not finite")
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
@@ -360,11 +365,12 @@ class Scheduler:
     # ------------------------------------------------------------ admission
 
     def num_places(self) -> int:
-        """Sequences that the batch has room for."""
+        """Free places of the batch."""
         return self.max_num_seqs - len(self.running) - len(self.resuming) - self.num_reserved
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a sequence from the queue into the batch if there is room; a suspended one once its KV is back."""
+        """Move a sequence from the queue into the batch if there are blocks and a place; a suspended one once its KV is
+        back."""
         if self.num_places() < 1 or not self._place(sequence):
             return False
         self._take_from_queue(sequence)

@@ -1,4 +1,4 @@
-"""Whether what the scheduler counts and what its sequences say fit together. Pure; reads only."""
+"""Consistency checks of the scheduler's counts, its sequences and its blocks. Pure; reads only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from disagg.engine.request import Sequence, SequenceState
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequence] = ()) -> None:
-    """Our own invariants: nobody computes into a block that somebody else can read. To `pending` sequences a step that
-    is under way gives one more token.
+    """Our own invariants: no sequence computes into a block that another one can read. To `pending` sequences a step
+    that is under way gives one more token.
 
     Raises:
         AssertionError: one does not hold.
@@ -64,7 +64,7 @@ def _check_counts(scheduler: Scheduler) -> list[str]:
     if sum(s.num_preemptions > 0 for s in in_queue) != scheduler.num_preempted:
         problems.append(f"{scheduler.num_preempted} preempted sequences are counted and other ones wait")
     if scheduler.resuming:
-        problems.append(f"{len(scheduler.resuming)} sequences have blocks again and nobody copies into them")
+        problems.append(f"{len(scheduler.resuming)} sequences have blocks again and no copy into them is due")
     if scheduler.num_places() < 0:
         problems.append(f"{-scheduler.num_places()} sequences more than the batch has places")
     return problems
@@ -86,5 +86,5 @@ def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> list[str]:
         if not all(map(blocks.prefix.is_published, full)):
             problems.append(f"{key} has computed a full block that is not published")
     if state is SequenceState.HELD and sequence.reserved_blocks:
-        problems.append(f"{key} is computed and still has blocks promised")
+        problems.append(f"{key} is computed and still has blocks reserved")
     return problems

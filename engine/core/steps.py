@@ -105,7 +105,7 @@ class Steps:
         self.last_plan = NOTHING
         """What the last call of `run` finished; empty where that was nothing, or failed."""
         self.last_began = 0.0
-        """When that was begun, as `run` was told."""
+        """When that was begun: the `now` of `run`."""
         self.num_done = 0
         self.num_sampled = 0
 
@@ -121,7 +121,7 @@ class Steps:
             check_plan(self._scheduler, plan)
             return plan
         step_queue = self._runner.step_queue
-        if step_queue is None:  # Its captures do not work any more.
+        if step_queue is None:  # Captures were disabled.
             return NOTHING
         return plan_ahead(self._scheduler, self._under_way.plan, step_queue.max_decodes)
 

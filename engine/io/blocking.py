@@ -1,7 +1,7 @@
 """Blocking calls of the asyncio thread, each on a daemon thread of its own.
 
-The loop's default executor will not do for waits that a peer decides about: it has a handful of threads, so that a few
-peers that never come would hold up everybody's transfers, and neither a loop nor a process ends before its threads.
+The loop's default executor will not do for waits that a peer can prolong: it has a handful of threads, so that a few
+absent peers would delay all transfers, and neither a loop nor a process ends before its threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Closable(Protocol):
     """What `open_on_thread` opens."""
 
     def close(self) -> None:
-        """Let go of it; may block."""
+        """Release it; may block."""
         ...
 
 
@@ -47,7 +47,7 @@ async def open_on_thread(name: str, open_it: Callable[[], C]) -> C:
 
 def _start(name: str, function: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # nobody can cancel it any more: a call that blocks cannot be taken back
+    future.set_running_or_notify_cancel()  # it cannot be cancelled: a blocking call cannot be interrupted
     threading.Thread(target=_run, args=(function, future), name=name, daemon=True).start()
     return future
 

@@ -125,16 +125,16 @@ class SocketConnection:
             with contextlib.suppress(OSError):  # the other side was quicker
                 self._socket.shutdown(socket.SHUT_RDWR)
             if not self._is_reading:
-                self._let_go()
+                self._close_socket()
 
     def _end_reading(self) -> None:
         with self._state_lock:
             self._is_reading = False
             if self._is_closed:
-                self._let_go()
+                self._close_socket()
 
-    def _let_go(self) -> None:
-        """Give the descriptor back, which nobody uses any more: its number may be another socket's at once."""
+    def _close_socket(self) -> None:
+        """Close the descriptor once it is unused: its number may be another socket's at once."""
         with self._write_lock:
             self._socket.close()
 
@@ -143,7 +143,7 @@ def connect(address: str, timeout_s: float) -> SocketConnection:
     """A connection to the rank that listens at `host:port`.
 
     Raises:
-        ConnectionFailedError: if nobody takes it in time.
+        ConnectionFailedError: if it is not accepted in time.
     """
     host, port = split_address(address)
     try:

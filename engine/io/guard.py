@@ -1,5 +1,5 @@
-"""Stands before the internal services of workers and of the controller: a call without the cluster's secret ends here,
-before anything of it is read."""
+"""Authentication of the internal services of workers and of the controller: a call without the cluster's secret is
+refused before anything of it is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the st
 
 
 class ClusterGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Lets only processes of the same cluster call; everybody else gets UNAUTHENTICATED, whatever the method."""
+    """Lets only processes of the same cluster call; other callers get UNAUTHENTICATED, whatever the method."""
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._secret = secret
@@ -46,4 +46,4 @@ class ClusterGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         host = peer.rpartition(":")[0]
         if host not in self._logged and len(self._logged) < MAX_LOGGED_PEERS:
             self._logged.add(host)
-            logger.warning("refused %s, which does not know the cluster's secret (said once)", peer)
+            logger.warning("refused a call from %s without the cluster's secret (logged once for each host)", peer)

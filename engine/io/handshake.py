@@ -60,13 +60,13 @@ class Introduction(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The listener takes the joiner."""
+    """The listener accepts the joiner."""
 
     proof: bytes
 
 
 class HandshakeError(ConnectionFailedError):
-    """The other side is not who it should be, or did not answer."""
+    """The other side did not authenticate, or did not answer."""
 
 
 def proof(
@@ -82,24 +82,23 @@ def proof(
 
 
 def challenge(
-    connection: Connection, secret: ClusterSecret, purpose: Purpose, nonce: bytes, takes: Callable[[str, int], bool]
+    connection: Connection, secret: ClusterSecret, purpose: Purpose, nonce: bytes, accepts: Callable[[str, int], bool]
 ) -> tuple[str, int]:
-    """The listener's part; returns the name and the rank that the other side proved to be, if the listener `takes` it.
+    """The listener's part; returns the name and the rank that the other side proved to be, if the listener `accepts`
+    it.
 
     Raises:
-        ConnectionFailedError: it proved nothing, is not wanted, or the connection broke.
+        ConnectionFailedError: it proved nothing, is not expected, or the connection broke.
     """
     with closed_after(connection, TIMEOUT_S):
         connection.send(Challenge(nonce=nonce))
-        said = _receive(connection, Introduction)
-    nonces, who = nonce + said.nonce, (said.name, said.rank)
-    if not hmac.compare_digest(said.proof, proof(secret, purpose, "joiner", nonces, *who)):
+        introduction = _receive(connection, Introduction)
+    nonces, who = nonce + introduction.nonce, (introduction.name, introduction.rank)
+    if not hmac.compare_digest(introduction.proof, proof(secret, purpose, "joiner", nonces, *who)):
         raise HandshakeError("it does not know the cluster's secret")
-    if not takes(*who):
-        raise HandshakeError(f"rank {said.rank} of {said.name!r} is here already, or is not expected")
-    with suppress(
-        ConnectionFailedError
-    ):  # it is taken now: who gets the connection notices that it broke, and gives it back
+    if not accepts(*who):
+        raise HandshakeError(f"rank {introduction.rank} of {introduction.name!r} is here already, or is not expected")
+    with suppress(ConnectionFailedError):  # it is accepted now: the owner of the connection will notice that it broke
         connection.send(Welcome(proof=proof(secret, purpose, "listener", nonces, *who)))
     return who
 
@@ -157,7 +156,7 @@ class AuthenticatedListener:
 
     Args:
         host: the address to listen on; nothing else is listened on.
-        takes: (name, rank) -> whether a joiner that proved to be this may come in. Any thread.
+        accepts: (name, rank) -> whether a joiner that proved to be this may come in. Any thread.
         on_connection: called with (name, rank, connection) on the connection's own thread, which may stay there.
 
     Raises:
@@ -169,12 +168,12 @@ class AuthenticatedListener:
         host: str,
         secret: ClusterSecret,
         purpose: Purpose,
-        takes: Callable[[str, int], bool],
+        accepts: Callable[[str, int], bool],
         on_connection: Callable[[str, int, Connection], None],
     ) -> None:
         self._secret = secret
         self._purpose: Purpose = purpose
-        self._takes = takes
+        self._accepts = accepts
         self._on_connection = on_connection
         self._lock = threading.Lock()
         self._connections: dict[Connection, None] = {}
@@ -218,7 +217,7 @@ class AuthenticatedListener:
                 if self._is_over.is_set():
                     return
                 # Such as no free descriptor: soon there may be one.
-                logger.error("%s cannot take a connection, tries again in %g s: %s", self.address, RETRY_S, error)
+                logger.error("%s cannot accept a connection, retrying in %g s: %s", self.address, RETRY_S, error)
                 self._is_over.wait(RETRY_S)
                 continue
             connection = SocketConnection(sock)
@@ -245,7 +244,7 @@ class AuthenticatedListener:
     def _greet(self, connection: Connection, host: str) -> None:
         try:
             name, rank = challenge(
-                connection, self._secret, self._purpose, secrets.token_bytes(NONCE_BYTES), self._takes
+                connection, self._secret, self._purpose, secrets.token_bytes(NONCE_BYTES), self._accepts
             )
         except ConnectionFailedError as error:
             logger.warning("%s refused a connection from %s: %s", self.address, host, error)

@@ -1,5 +1,5 @@
-"""A bounded way out to one peer: put without waiting, iterate to send. A peer that falls too far behind loses the
-connection, because a queue without a bound would only move the trouble into memory."""
+"""A bounded queue of messages to one peer: put without waiting, iterate to send. A peer that falls too far behind loses
+the connection, because an unbounded queue would fill the memory instead."""
 
 from __future__ import annotations
 

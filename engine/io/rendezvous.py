@@ -111,7 +111,7 @@ class RendezvousServer:
             if self._listener.is_open:  # else `close` may not have seen this connection
                 _forward_all(group, rank, connection)
         except (ConnectionFailedError, msgspec.MsgspecError) as error:
-            logger.warning("%s: rank %d left %r: %s", self.address, rank, name, error)
+            logger.warning("%s: rank %d of group %r left: %s", self.address, rank, name, error)
         finally:
             with self._lock, group.lock:
                 del group.connections[rank]
@@ -216,7 +216,7 @@ def join_rendezvous(address: str, secret: ClusterSecret, name: str, rank: int, t
     """Become member `rank` of the group `name`, whose members meet at `address`.
 
     Raises:
-        RuntimeError: there is no rendezvous server, or it does not know the secret, or refuses.
+        RuntimeError: there is no rendezvous server, or it does not have the secret, or refuses.
     """
     connection = connect(address, timeout_s)
     try:

@@ -1,17 +1,19 @@
 """Tensor parallelism: several rank processes that are one worker.
 
-    shards.py       pure: which heads, columns and rows of the model a rank has
-    slices.py       pure: which rank of P sends which KV heads to which rank of D
-    collective.py   what the ranks of a worker tell each other inside a step
-    link.py         rank 0, which leads, and its followers, as interfaces
-    messages.py     what they tell each other; connection.py, handshake.py: over which connection, and who may
-    group.py        rank 0: how the ranks come together and end; muster.py takes them in, followers.py talks to them
-    leader.py       rank 0: a `ModelRunner` over all ranks; staging.py: its buffers, of which each rank has a part
-    follower.py     ranks 1 and up: carry out what rank 0 says, in its order
-    routes.py       pure: what each rank of a pair has of a chunk
+    interfaces.py   rank 0's followers, one rank's runner and its transports, as protocols
+    messages.py     the messages between rank 0 and its followers (pure)
+    factories.py    makes the runner of a rank, and the collective of all ranks
+    group.py        rank 0: forms the ranks and ends them
+    followers.py    rank 0: its connections to the followers
+    leader.py       rank 0: a `ModelRunner` over all ranks
+    follower.py     ranks 1 and up: carry out the commands of rank 0, in order
+    staging.py      staging buffers, of which each rank has a part
     channels.py     one rank's byte channels of a pair, one for each rank of the other worker with a common slice
     transport.py    a pair's byte channel over all ranks
 
-Rank 0 alone has scheduler, roles and sockets to the outside. All ranks live and die together: a rank that is lost ends
+Which heads, columns and rows each rank has: `engine/sharding/`. What ranks exchange inside a step:
+`engine/runner/collectives.py`. Connections: `engine/io/`.
+
+Rank 0 alone has the scheduler, the roles and sockets to the outside. All ranks end together: a rank that is lost ends
 the worker, which is started again as a whole.
 """

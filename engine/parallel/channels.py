@@ -72,7 +72,7 @@ class AllOf:
 
 
 class RankChannels:
-    """See the module docstring. Thread-safe.
+    """The channels of one rank, which send and receive its slices together. Thread-safe.
 
     Args:
         rank: this one, of the worker on `side` of the pair.

@@ -4,7 +4,7 @@ model has neither weights nor anything to exchange.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.interfaces import ShardRunner
@@ -13,6 +13,7 @@ from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
+    from disagg.engine.io.rendezvous import RendezvousServer
     from disagg.engine.runner.collectives import Collective
 
 
@@ -46,21 +47,12 @@ def warm_up(runner: ModelRunner, config: WorkerConfig) -> None:
 
 
 NO_RENDEZVOUS = ""
-"""The address where nobody meets."""
+"""In place of the address, where no rank exchanges anything."""
 
 
-class MeetingPlace(Protocol):
-    """What rank 0 keeps open for as long as the ranks compute."""
-
-    address: str
-
-    def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
-        ...
-
-
-def open_rendezvous(config: WorkerConfig, secret: ClusterSecret) -> MeetingPlace | None:
-    """Rank 0's meeting point, which listens on `config.host` only; None where no rank needs to meet another.
+def open_rendezvous(config: WorkerConfig, secret: ClusterSecret) -> RendezvousServer | None:
+    """Rank 0's rendezvous server, which listens on `config.host` only and stays open while the ranks compute; None
+    where they exchange nothing.
 
     Raises:
         OSError: if it cannot listen there.

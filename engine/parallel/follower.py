@@ -1,4 +1,4 @@
-"""Ranks 1 and up of a worker: each carries out what rank 0 says.
+"""Ranks 1 and up of a worker: each carries out the commands of rank 0.
 
     serve_rank()   connect and prove itself -> load its part of the model -> `Join` -> `Begin`: meet the other ranks
                    -> commands, one after the other -> `Stop`
@@ -6,9 +6,9 @@
 One thread reads the connection. It hands the commands of the engine to the engine thread (the one that called
 `serve_rank`), and those of the transport to the rank's transports, which have threads of their own.
 
-A follower has no life of its own. When its connection ends without `Stop`, rank 0 is gone, and the process ends with
-`EXIT_LOST`. It ends in order if its engine thread comes back soon, and else, because that one loads a model or waits
-for the other ranks inside a step, the hard way; also after `Stop`.
+A follower ends with rank 0. When its connection ends without `Stop`, rank 0 is lost, and the process exits with
+`EXIT_LOST`. It shuts down in order if its engine thread returns soon; where that thread is loading a model, or waits
+for the other ranks inside a step, the process is ended at once. The same holds after `Stop`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_STOPPED: Final = 0
 EXIT_LOST: Final = 3
-"""Rank 0 is gone or took nobody, or this rank failed: the same as a worker that broke."""
+"""Rank 0 is lost or refused this rank, or this rank failed: handled like a crashed worker."""
 
 CONNECT_TIMEOUT_S = 20.0
 GRACE_S = 1.0
-"""How long an engine thread has to come back when rank 0 is gone."""
+"""How long the engine thread may take to return when rank 0 is lost."""
 STOP_GRACE_S = 3.0
-"""And when it was told to stop; rank 0 computes nothing any more then."""
+"""And after `Stop`; rank 0 computes nothing any more then."""
 
 MakeTransports = Callable[[ClusterSecret, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
 """(the cluster's secret, this rank's runner, (number, bytes) -> its part of a staging buffer) -> its transports."""
@@ -77,8 +77,8 @@ def serve_rank(
     load: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
 ) -> int:
     """Be rank `shard.rank` of the worker whose rank 0 listens at `leader_address`, until the worker ends; returns the
-    exit status. `load` makes the rank's runner once rank 0 has taken it. The process must be this rank's alone: it is
-    ended if rank 0 is lost and the engine does not notice."""
+    exit status. `load` makes the rank's runner once rank 0 has accepted it. The process must be this rank's alone: it
+    is ended if rank 0 is lost and the engine does not notice."""
     name = f"{config.worker_id} rank {shard.rank}"
     try:
         connection = connect(leader_address, CONNECT_TIMEOUT_S)
@@ -88,7 +88,7 @@ def serve_rank(
     try:
         answer(connection, secret, "rank connection", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
     except ConnectionFailedError as error:
-        logger.error("%s: rank 0 at %s did not take it: %s", name, leader_address, error)
+        logger.error("%s: rank 0 at %s refused this rank, exiting: %s", name, leader_address, error)
         connection.close()
         return EXIT_LOST
     return Follower(config, shard, connection, secret, load).serve()
@@ -104,7 +104,7 @@ def shard_transports(
 
 
 class Follower:
-    """One rank, once rank 0 has taken it. `serve` is called once. `end_process` ends the process at once."""
+    """One rank, once rank 0 has accepted it. `serve` is called once. `end_process` ends the process at once."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Follower:
         try:
             return self._serve()
         except Exception as error:
-            logger.exception("%s cannot go on", self._name)
+            logger.exception("%s failed, exiting; the worker restarts as a whole", self._name)
             self._send_failed(error)
             return EXIT_LOST
         finally:
@@ -165,7 +165,7 @@ class Follower:
                 case Begin():
                     address = command.collective_address
                     runner.join(join_collective(self._config, self._secret, self._shard, address), command.num_blocks)
-                    logger.info("%s computes", self._name)
+                    logger.info("%s is ready to compute", self._name)
                 case Step():
                     runner.compute(decode_step(command))
                 case ClearBuffer():
@@ -180,7 +180,7 @@ class Follower:
         try:
             self._connection.send(Failed(error=f"{type(error).__name__}: {error}"))
         except ConnectionFailedError:
-            logger.info("%s: nobody is left to be told", self._name)
+            logger.info("%s: cannot report the failure, rank 0 is lost", self._name)
 
     # ------------------------------------------------------------ the reader
 
@@ -192,7 +192,7 @@ class Follower:
                 command: RankCommand = decode(frame)
                 self._on_command(command)
                 if isinstance(command, Stop):
-                    self._see_off(EXIT_STOPPED, self._stop_grace_s)
+                    self._exit_after(EXIT_STOPPED, self._stop_grace_s)
                     return
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -215,22 +215,22 @@ class Follower:
         self._transports.handle(command, self._answer, lambda: self._answer(Posted(call=command.call)))
 
     def _answer(self, answer: Answer) -> None:
-        """Any thread. A connection that cannot be written to is about to end for the reader, too."""
+        """May be called on any thread. A connection that cannot be written to ends for the reader, too."""
         try:
             self._connection.send(answer)
         except ConnectionFailedError as error:
-            logger.warning("%s: cannot answer: %s", self._name, error)
+            logger.warning("%s: cannot send an answer to rank 0, closing the connection: %s", self._name, error)
             self._connection.close()
 
     def _on_lost(self, why: str) -> None:
-        logger.critical("%s: rank 0 is lost, and so this rank ends: %s", self._name, why)
+        logger.critical("%s: rank 0 is lost, exiting within a few seconds: %s", self._name, why)
         self._commands.put(None)
-        self._see_off(EXIT_LOST, self._grace_s)
+        self._exit_after(EXIT_LOST, self._grace_s)
 
-    def _see_off(self, status: int, grace_s: float) -> None:
-        """See to it that the process ends, when the engine thread has been told to."""
+    def _exit_after(self, status: int, grace_s: float) -> None:
+        """End the process if the engine thread does not return in time."""
         if not self._returned.wait(grace_s):
-            logger.critical("%s: its engine does not come back: ending the process", self._name)
+            logger.critical("%s: the engine thread did not return in time, ending the process", self._name)
             self._end_process(status)
 
 

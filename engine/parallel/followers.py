@@ -1,12 +1,12 @@
 """Rank 0's connections to its followers: commands out, answers in.
 
-    attach(rank, connection)      as each follower comes, before it has loaded its model
-    wait_joined()           all are there, and have loaded
-    tell, ask ...           one thread for each follower reads its answers
+    attach(rank, connection)      as each follower connects, before it has loaded its model
+    wait_joined()           all have connected and loaded
+    broadcast, call         one thread for each follower reads its answers
     close()                 `Stop` to all; they end
 
-The ranks live and die together: when one is lost (its connection ends, it says that it failed or something that makes
-no sense) all connections are closed, which ends the others, every open call is answered not ok, and `on_lost` is
+The ranks end together: when one is lost (its connection ends, it reports a failure, or a frame that makes
+no sense) all connections are closed, which ends the others, every open call is answered as failed, and `on_lost` is
 called.
 """
 
@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 3.0
 
 
 class RankLostError(RuntimeError):
-    """A rank of the worker is gone, and so the worker."""
+    """A rank of the worker is lost, which ends the worker."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,8 @@ class _OpenCall:
 
 
 class ConnectedFollowers:
-    """See `link.Followers`. `on_lost` is called at most once, on any thread, and not before `wait_joined` returned."""
+    """See `interfaces.Followers`. `on_lost` is called at most once, on any thread, and not before `wait_joined`
+    returned."""
 
     def __init__(self, size: int, on_lost: Callable[[BaseException], None]) -> None:
         self.size = size
@@ -59,10 +60,10 @@ class ConnectedFollowers:
         self._is_complete = False
         self._is_closing = False
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ join and close
 
     def attach(self, rank: int, connection: Connection) -> None:
-        """A follower has come."""
+        """A follower has connected."""
         reader = threading.Thread(target=self._read, args=(rank, connection), name=f"rank-{rank}", daemon=True)
         with self._changed:
             is_late = self._is_closing or self._lost is not None
@@ -74,14 +75,14 @@ class ConnectedFollowers:
         if is_late:
             connection.close()
 
-    def wait_joined(self, come_timeout_s: float, load_timeout_s: float) -> tuple[Join, ...]:
-        """Wait until all followers have come and then until they have loaded; their `Join`s by rank.
+    def wait_joined(self, connect_timeout_s: float, load_timeout_s: float) -> tuple[Join, ...]:
+        """Wait until all followers have connected and then until they have loaded; their `Join`s by rank.
 
         Raises:
             RankLostError: one was lost, or it takes longer than so many seconds.
         """
         with self._changed:
-            self._wait_for_all(self._connections, come_timeout_s, "come")
+            self._wait_for_all(self._connections, connect_timeout_s, "connected")
             self._wait_for_all(self._joins, load_timeout_s, "loaded its model")
             self._is_complete = True
             return tuple(self._joins[rank] for rank in range(1, self.size))
@@ -95,7 +96,7 @@ class ConnectedFollowers:
             raise RankLostError(f"rank {', '.join(missing)} has not {what} after {timeout_s:.0f} s")
 
     def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Tell all to stop, wait until they have, and end their connections. Idempotent."""
+        """Send `Stop` to all, wait until they have ended, and close their connections. Idempotent."""
         with self._changed:
             first, self._is_closing = not self._is_closing, True
             readers = list(self._readers)
@@ -197,10 +198,10 @@ class ConnectedFollowers:
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:
             if self._is_closing:
-                return  # Ranks end one by one now, and those that have not been told yet shall be.
-            tells = self._is_complete
+                return  # Ranks end one by one now, and the others still get `Stop`.
+            is_complete = self._is_complete
         error = RankLostError(f"rank {rank} is lost: {why}")
-        if self._end(error) and tells:
+        if self._end(error) and is_complete:
             self._on_lost(error)
 
     def _end(self, error: RankLostError) -> bool:

@@ -18,7 +18,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.io.connection import Connection
 from disagg.engine.io.handshake import AuthenticatedListener
 from disagg.engine.kv_transfer.transports.transport import Checksum
-from disagg.engine.parallel.factories import NO_RENDEZVOUS, MeetingPlace, join_collective, make_runner, open_rendezvous
+from disagg.engine.parallel.factories import NO_RENDEZVOUS, join_collective, make_runner, open_rendezvous
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
 from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.parallel.leader import GroupRunner
@@ -27,6 +27,7 @@ from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
+    from disagg.engine.io.rendezvous import RendezvousServer
     from disagg.engine.runner.collectives import Collective
 
 
@@ -47,31 +48,31 @@ class RankRendezvous:
     ) -> None:
         self._worker_id = worker_id
         self._lock = threading.Lock()
-        self._wanted = set(range(1, size))
-        """Ranks that have not come."""
+        self._missing = set(range(1, size))
+        """Ranks that have not connected."""
         self._listener = AuthenticatedListener(
             host, secret, "rank connection", self._take, lambda _, rank, connection: on_connection(rank, connection)
         )
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Listen no more and take no rank that has not come. Idempotent."""
+        """Stop listening; ranks that have not connected are refused. Idempotent."""
         with self._lock:
-            self._wanted.clear()
+            self._missing.clear()
         self._listener.close()
 
     def _take(self, worker_id: str, rank: int) -> bool:
         with self._lock:
-            if worker_id != self._worker_id or rank not in self._wanted:
+            if worker_id != self._worker_id or rank not in self._missing:
                 return False
-            self._wanted.remove(rank)
+            self._missing.remove(rank)
             return True
 
 
 logger = logging.getLogger(__name__)
 
-COME_TIMEOUT_S = 60.0
-"""How long followers may take to come, from when rank 0 has loaded its own part: their processes were started before
+CONNECT_TIMEOUT_S = 60.0
+"""How long followers may take to connect, from when rank 0 has loaded its own part: their processes were started before
 that."""
 LOAD_TIMEOUT_S = 600.0
 """How long they may then take to load theirs."""
@@ -93,7 +94,7 @@ class Group:
         self._on_fault = on_fault
         self.followers = ConnectedFollowers(config.tp, on_fault)
         self._ranks: Ranks | None = None
-        self._place: MeetingPlace | None = None
+        self._rendezvous: RendezvousServer | None = None
         self._collective: Collective | None = None
 
     def form(self) -> GroupRunner:
@@ -101,7 +102,7 @@ class Group:
 
         Raises:
             ConfigError: what the configuration asks for cannot work.
-            RankLostError: a follower did not come, failed, or is of another model.
+            RankLostError: a follower did not connect, failed, or has another model.
             OSError: rank 0 cannot listen.
         """
         config = self._config
@@ -110,12 +111,12 @@ class Group:
             self._ranks = self._start_ranks(rendezvous.address)
             local = make_runner(config, Shard(0, config.tp))
             local.checksum = Checksum.of_secret(self._secret)
-            joins = self.followers.wait_joined(COME_TIMEOUT_S, LOAD_TIMEOUT_S)
+            joins = self.followers.wait_joined(CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S)
         finally:
             rendezvous.close()
         self._begin(local, joins)
         for join in joins:
-            logger.info("%s: rank %d is process %d", config.worker_id, join.rank, join.pid)
+            logger.info("%s: rank %d joined, process %d", config.worker_id, join.rank, join.pid)
         return GroupRunner(local, self.followers, self._on_fault)
 
     def _begin(self, local: ShardRunner, joins: tuple[Join, ...]) -> None:
@@ -123,23 +124,23 @@ class Group:
             if join.fingerprint != local.fingerprint:
                 raise RankLostError(f"rank {join.rank} has loaded another model: {join.fingerprint}")
         num_blocks = min(local.num_blocks, *(join.num_blocks for join in joins))
-        self._place = open_rendezvous(self._config, self._secret)
-        address = NO_RENDEZVOUS if self._place is None else self._place.address
+        self._rendezvous = open_rendezvous(self._config, self._secret)
+        address = NO_RENDEZVOUS if self._rendezvous is None else self._rendezvous.address
         self.followers.broadcast(Begin(num_blocks=num_blocks, collective_address=address))
         self._collective = join_collective(self._config, self._secret, local.shard, address)
         local.join(self._collective, num_blocks)
 
     def close(self) -> None:
-        """Tell all followers to stop, and see them off. To be called when the engine has stopped. Idempotent."""
+        """Stop all followers and end their processes. To be called when the engine has stopped. Idempotent."""
         self._end_followers(STOP_TIMEOUT_S)
         if self._collective is not None:
             self._collective.close()
-        if self._place is not None:
-            self._place.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def abandon(self) -> None:
-        """End all followers without waiting for what they do: the engine hangs, perhaps because one of them does. The
-        collective stays: leaving it would wait for the exchange that the engine is in. Idempotent."""
+        """End all followers without waiting for them: the engine hangs, perhaps because one of them does. The
+        collective stays open: closing it would wait for the operation that the engine is in. Idempotent."""
         self._end_followers(0.0)
 
     def _end_followers(self, timeout_s: float) -> None:

@@ -37,8 +37,8 @@ class Followers(Protocol):
         ...
 
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """To one follower; its `call` is set here. `on_posted` is called when the follower says `Posted`, which
-        it does at most once, before its answer."""
+        """To one follower; its `call` is set here. `on_posted` is called when the follower sends `Posted`, at
+        most once and before its answer."""
         ...
 
 
@@ -48,10 +48,10 @@ class NoFollowers:
     size = 1
 
     def broadcast(self, command: RankCommand) -> None:
-        """Nobody listens."""
+        """Nothing to do."""
 
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """There is nobody to ask."""
+        """Always an error."""
         raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")
 
 
@@ -64,7 +64,7 @@ class Ranks(Protocol):
 
 
 StartRanks = Callable[[str], Ranks]
-"""Starts the followers, which shall join rank 0 at this host:port; returns at once."""
+"""Starts the followers, which are to join rank 0 at this host:port; returns at once."""
 
 
 class RankTransports(Protocol):

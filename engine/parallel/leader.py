@@ -5,7 +5,7 @@
     scatter  `ScatterPart` to all, the own part, then all answers: the staging slot is used again afterwards
 
 A step that fails on rank 0 leaves the others inside it, and a copy that fails on another rank means that the ranks are
-no longer alike. Both end the worker (`on_fault`), besides failing what asked for it.
+no longer consistent. Both end the worker (`on_fault`), besides failing the caller.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class GroupRunner:
         buffer: GroupBuffer,
         peer_tp: int,
     ) -> _CopyCommand:
-        """What is wrong on every rank is refused before any of them is told: a copy that fails there is no fault of
-        one request's."""
+        """An error that every rank would find is raised before any command is sent: a copy that fails on a follower
+        ends the worker, not one request."""
         nbytes = plan.bytes_per_token * (end - start)
         if buffer.nbytes < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
@@ -165,7 +165,7 @@ class GroupRunner:
 
     def _copy(self, ranks: list[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
         """Have `ranks` carry out `command` while rank 0 does its `own` part; the checksums of each rank. Returns, or
-        raises, when nobody copies any more, unless a rank is lost."""
+        raises, when no rank copies any more, unless a rank is lost."""
         self._broadcast_freed()
         answers = _Answers(ranks)
         for rank in ranks:

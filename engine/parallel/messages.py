@@ -25,7 +25,7 @@ class Join(Message, frozen=True, kw_only=True, tag=True):
     pid: int
     fingerprint: str
     num_blocks: int
-    """KV blocks that it has room for; all ranks use the least."""
+    """KV blocks that it has room for; all ranks use the smallest number."""
 
 
 class Begin(Message, frozen=True, kw_only=True, tag=True):
@@ -62,7 +62,7 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
 
 
 class _CopyPart(Message, frozen=True, kw_only=True):
-    """What both copies between cache and staging say."""
+    """Fields of both copies between cache and staging."""
 
     call: int
     buffer: int
@@ -93,7 +93,7 @@ class ClearBuffer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class FreeBuffer(Message, frozen=True, kw_only=True, tag=True):
-    """Rank 0 has let go of a staging buffer; its number will not be used again."""
+    """Rank 0 has freed a staging buffer; its number will not be used again."""
 
     buffer: int
 
@@ -165,7 +165,7 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
 EngineCommand = Step | GatherPart | ScatterPart | ClearBuffer
 TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
 RankCall = GatherPart | ScatterPart | TransportCommand
-"""Commands that are answered."""
+"""Commands that are answered by a `Done`."""
 RankCommand = Begin | EngineCommand | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed
 
@@ -177,7 +177,7 @@ _I32, _I64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 def encode_step(arrays: BatchArrays) -> Step:
-    """The command to compute a batch."""
+    """The message to compute a batch."""
     tables_SM, lens_S = arrays.block_tables_SM, _used_columns(arrays.block_tables_SM)
     return Step(
         token_ids=arrays.token_ids_T.astype(_I64).tobytes(),
@@ -196,7 +196,7 @@ def encode_step(arrays: BatchArrays) -> Step:
 
 
 def decode_step(step: Step) -> BatchArrays:
-    """The batch of an command; its arrays are writable and nobody else's.
+    """The batch of a `Step`; its arrays are writable and not shared.
 
     Raises:
         ValueError: an array is not a whole number of elements, or the tables do not have what their rows should.

@@ -1,7 +1,7 @@
 """Staging memory of several ranks: each has a part of every buffer, under the buffer's number.
 
 Rank 0 hands out `GroupBuffer`s, which look like a flat buffer of the whole payload. The others make their part when an
-command first names it, and drop it when rank 0 has let go of the buffer. Numbers are never used twice.
+command first names it, and drop it when rank 0 has freed the buffer. Numbers are never used twice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class GroupBuffer:
         with zeros."""
         self.number = number
         self.local = local
-        """Rank 0's part; always whole, because how a payload is divided depends on whom it is for."""
+        """Rank 0's part; always whole, because the division of a payload depends on the peer's ranks."""
         self.nbytes = local.nbytes if nbytes is None else nbytes
         self._clear = clear
         self._whole: GroupBuffer | None = None
-        """What this one is a cut of; it lives as long."""
+        """The buffer that this one is a cut of, kept alive."""
 
     def __len__(self) -> int:
         return self.nbytes

@@ -105,7 +105,7 @@ class GroupTransport:
         self._gone = threading.Event()
         """All ranks have closed their channels."""
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ open and close
 
     def open(self) -> None:
         """Form all channels of all ranks.

@@ -226,8 +226,9 @@ def fake_generate(
 def fake_logprobs(
     greedy_id: int, num_top: int, vocab_size: int = DEFAULT_VOCAB_SIZE, token_id: int | None = None
 ) -> TokenLogprobs:
-    """What a `FakeModelRunner` must say of `token_id` (by default of the greedy token), where `greedy_id` is its
-    greedy token. The likeliest are the greedy one and those that follow it, modulo the vocabulary."""
+    """The log-probability that a `FakeModelRunner` must give `token_id` (by default of the greedy token), where
+    `greedy_id` is its greedy token. The likeliest are the greedy one and those that follow it, modulo the
+    vocabulary."""
     top_ids = tuple((greedy_id + rank) % vocab_size for rank in range(min(num_top, vocab_size)))
     return TokenLogprobs(
         _logprob(greedy_id if token_id is None else token_id, greedy_id, vocab_size),

@@ -1,7 +1,7 @@
 """The model runner on torch: parameters, paged KV cache, decoder and sampler behind the `ModelRunner` protocol.
 
 Made once per worker, or once per rank of a worker; only the engine thread calls it. A step is arrays (what to compute,
-without torch, so that rank 0 can tell it to the others), logits, and on rank 0 sampling. `gather` and `scatter` move KV
+without torch, so that rank 0 can send it to the others), logits, and on rank 0 sampling. `gather` and `scatter` move KV
 between the cache and staging memory, between steps.
 """
 
@@ -68,7 +68,7 @@ class TorchModelRunner:
         set_num_threads(config.num_threads)
         self._device = _device(config.device)
         if self._device.type == "cpu":
-            logger.info("worker %s computes with %s", config.worker_id, describe())  # builds them now if need be
+            logger.info("worker %s: CPU kernels %s", config.worker_id, describe())  # compiles them if needed
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         model = read_model_config(config.model_path)
@@ -260,7 +260,7 @@ def _device(name: str) -> torch.device:
 
 
 def _max_model_len(model: ModelConfig, config: WorkerConfig, cache_tokens: int) -> int:
-    """What was asked for, if model and cache can hold it; without a wish, all that they can."""
+    """The configured length, if model and cache can hold it; else all that they can."""
     wanted = config.max_model_len
     if wanted is None:
         return min(model.max_exact_len, cache_tokens)

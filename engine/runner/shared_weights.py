@@ -5,7 +5,7 @@
 The first worker that needs the file writes it, under another name, and renames it; the others wait for the lock. Its
 name and key have all that its content depends on. It is mapped read-only, never changed, and only ever replaced or
 removed, so that who has it mapped keeps it; of each model the newest packing is kept. A worker that can neither find
-nor write it has weights of its own, and says so.
+nor write it keeps weights of its own and logs a warning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shared_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def shared_parameters(
     config: WorkerConfig, model: ModelConfig, fingerprint: str, make: Callable[[], ModelParameters]
 ) -> ModelParameters:
-    """The packed parameters of a whole model on the CPU, mapped where that is possible; nobody may write to them.
+    """The packed parameters of a whole model on the CPU, mapped where that is possible; read-only.
 
     Args:
         fingerprint: of the model, with `dtype` and `quantization`.
@@ -54,7 +54,10 @@ def shared_parameters(
     dtype: torch.dtype = getattr(torch, config.dtype)
     packing = packing_name(dtype, config.quantization)
     if packing is None:
-        logger.warning("share_weights: this processor multiplies %s in a form that cannot be shared", config.dtype)
+        logger.warning(
+            "share_weights: oneDNN packs %s weights on this processor and cannot share them; this worker keeps its own",
+            config.dtype,
+        )
         return make()
     times = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(config.model_path)]
     key = hashlib.sha256(json.dumps([fingerprint, packing, times]).encode()).hexdigest()[:32]
@@ -62,7 +65,7 @@ def shared_parameters(
     if (found := shared.mapped()) is not None:
         return found
     with shared.locked() as is_locked:
-        if is_locked and (found := shared.mapped(says_why=True)) is not None:
+        if is_locked and (found := shared.mapped(log_reason=True)) is not None:
             return found
         parameters = make()
         written = shared.write(parameters) if is_locked else None
@@ -85,22 +88,22 @@ class _SharedFile:
     def path(self) -> Path:
         return self.folder / f"{self.fingerprint}-{self.key}.weights"
 
-    def mapped(self, says_why: bool = False) -> ModelParameters | None:
+    def mapped(self, log_reason: bool = False) -> ModelParameters | None:
         """None where there is no such file, or it cannot be used."""
         try:
             parameters = _filled(self.model, self.dtype, map_tensors(self.path, self.key))
         except FileNotFoundError:
             return None
         except (UnusableFileError, OSError, ValueError) as error:
-            if says_why:
-                logger.warning("share_weights: %s is not used: %s", self.path, error)
+            if log_reason:
+                logger.warning("share_weights: ignoring %s, packing the weights again: %s", self.path, error)
             return None
         logger.info("weights are mapped from %s", self.path)
         return parameters
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Alone with the folder, as far as others ask; or false, and a warning, where nothing can be written there."""
+        """Holds the folder's lock; yields false, after a warning, where it cannot be taken."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -138,11 +141,11 @@ class _SharedFile:
         except OSError as error:
             self._warn(error)
             return None
-        return self.mapped(says_why=True)
+        return self.mapped(log_reason=True)
 
     def _warn(self, error: OSError) -> None:
         logger.warning(
-            "share_weights: this worker has weights of its own, because %s cannot be written: %s", self.folder, error
+            "share_weights: cannot write to %s, this worker keeps weights of its own: %s", self.folder, error
         )
 
 

@@ -1,6 +1,6 @@
 """From safetensors files to the decoder's parameters.
 
-`checkpoint_tensors` says which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
+`checkpoint_tensors` lists which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
 every header against it before it reads any data, then copies tensor by tensor out of the memory map, casting on the
 way. Beyond the parameters themselves no more than one tensor is held. Of what ranks share, each reads its own part.
 Nothing is ever unpickled.

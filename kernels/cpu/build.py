@@ -1,7 +1,7 @@
 """Compiles the C++ kernels once per (sources, flags, compiler, processor), into the user's cache folder.
 
 A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start
-together meet at a file lock, so that one compiles and the others load what it made; the library appears under its
+together take a file lock, so that one compiles and the others load its result; the library appears under its
 name in one piece.
 """
 
@@ -113,7 +113,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _is_ours(library: Path) -> bool:
-    """Whether it is there, a plain file of this user (or root) that nobody else can write."""
+    """Whether it is there, a plain file of this user (or root) that no other user can write."""
     try:
         status = library.lstat()
     except FileNotFoundError:

@@ -139,7 +139,7 @@ class Recording:
         _thread.recording = None
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See the function; a buffer is free again when the last tensor that looks at it is gone."""
+        """See `new_output` of the module; a buffer is free again when the last tensor on it is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = max(ALIGNMENT, 1 << (nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])

@@ -50,8 +50,8 @@ class HugePages:
 
 
 def map_file(file_descriptor: int, nbytes: int) -> Tensor:
-    """The first bytes of a file as a flat uint8 tensor, the same memory in every process that maps it. Nobody may write
-    to the tensor, which would end the process, nor shorten the file. The descriptor can be closed.
+    """The first bytes of a file as a flat uint8 tensor, the same memory in every process that maps it. Read-only: a
+    write to the tensor would end the process, and so would shortening the file. The descriptor can be closed.
 
     Raises:
         OSError, ValueError: the file cannot be mapped, or is shorter.
@@ -76,4 +76,4 @@ def _advise_huge_pages(memory: mmap.mmap) -> None:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            logger.info("memory is on small pages: %s", error)
+            logger.info("huge pages are not available, weights and KV are on 4 KiB pages (slower): %s", error)

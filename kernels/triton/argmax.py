@@ -32,7 +32,7 @@ def _chunk_kernel(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = columns < vocab_size
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    # NaN becomes +inf, which nothing is above and which gives no token: one number says both that a row is bad.
+    # NaN becomes +inf, which nothing is above and which gives no token: one value marks both kinds of bad rows.
     logits = tl.where(logits == logits, logits, float("inf"))
     best = tl.max(logits, axis=0)
     at = row * tl.num_programs(1) + chunk

@@ -8,7 +8,7 @@ every launch:
 2. The `num`-th largest of those bounds the `num`-th largest key of the row from below. At most `num` groups reach it,
    and with random logits only a few more than `num` keys do.
 3. The keys above the bound are collected, in any order, and the row's weights exp((logit - largest) / T) are summed.
-4. The rank of a collected key is the number of larger ones among them; it says where the key goes.
+4. The rank of a collected key is the number of larger ones among them; which is the key's place.
 
 All is exact but the sum: fp32 weights of the device's exponential, added up in fp64, in an order that depends on the
 size of the vocabulary alone. So the mass is the same number in every run on a device, and within about 1e-6 of another
@@ -58,7 +58,7 @@ class Ranking:
 
 @jit
 def scaled(logits: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Logits over the temperature in fp32, rounded as IEEE says: equal on every device."""
+    """Logits over the temperature in fp32, rounded as in IEEE 754: equal on every device."""
     temperature = tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
     return tl.div_rn(logits.to(tl.float32), temperature + tl.zeros_like(logits).to(tl.float32))
 

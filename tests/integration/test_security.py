@@ -534,8 +534,8 @@ async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCap
             for _ in range(3):
                 assert (await call_inside(address, CONTROL, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
         (line,) = caplog.messages
-        assert line.startswith("refused ipv4:127.0.0.1:")
-        assert line.endswith(", which does not know the cluster's secret (said once)")
+        assert line.startswith("refused a call from ipv4:127.0.0.1:")
+        assert line.endswith(" without the cluster's secret (logged once for each host)")
         async with grpc.aio.insecure_channel(address) as channel:
             echo = channel.unary_unary(CONTROL, None, None)
             assert await echo(b"x", metadata=SECRET.metadata) == b"x"

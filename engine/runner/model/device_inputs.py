@@ -46,18 +46,18 @@ class Staged:
         """The arrays, always at the same place."""
         pinned = device.type == "cuda"
         self._pieces = tuple(_HostPiece(nbytes, split, pinned=pinned) for _ in range(2))
-        self._turn = 0
+        self._current = 0
 
     def to_write(self) -> tuple[NDArray[Any], ...]:
         """The arrays on the host, free to be overwritten; they hold what was sent the time before last."""
-        self._turn ^= 1
-        piece = self._pieces[self._turn]
+        self._current ^= 1
+        piece = self._pieces[self._current]
         piece.read.wait()
         return piece.arrays
 
     def send(self, used: int | None = None) -> None:
         """Queue the copy of the first `used` bytes of what was written, by default of all."""
-        piece = self._pieces[self._turn]
+        piece = self._pieces[self._current]
         self._memory[:used].copy_(piece.memory[:used], non_blocking=True)
         piece.read.set()
 
@@ -154,7 +154,7 @@ class DeviceStepInputs:
         return bucket
 
     def fill_padding(self, bucket: int) -> None:
-        """Queue rows that compute nothing, for a capture that serves nobody."""
+        """Queue rows that compute nothing, for a capture without sequences."""
         _Rows(*self._staged.to_write()).pad(0, bucket)
         self._send(bucket, 0)
 
@@ -165,8 +165,8 @@ class DeviceStepInputs:
             self._tables_SM[:bucket, :width].copy_(tables_SW)
 
     def _take(self, sampled_R: Tensor, bucket: int) -> None:
-        """Put the tokens into their rows, on the device. In place of one that is none comes token 0: the answer is
-        ended when the host hears of it."""
+        """Put the tokens into their rows, on the device. A row whose token is missing (-1) gets token 0: its
+        sequence ends once the host has read that."""
         ids, sources = self._rows.ids[:bucket], self._rows.sources[:bucket]
         taken = sampled_R.index_select(0, sources.clamp(min=0)).clamp_(min=0)
         ids.copy_(torch.where(sources < 0, ids, taken))

@@ -1,8 +1,8 @@
 """The paged KV cache: one tensor, made once, owned by the model runner, and the arithmetic of its blocks.
 
-A block holds `block_size` tokens of all layers. Which block belongs to whom is the block manager's business; here a
+A block holds `block_size` tokens of all layers. The block manager assigns blocks to sequences; here a
 block is only an index. KV goes in and out through staging memory, in the slices that a worker of another width sends or
-wants (`parallel.parts`).
+wants (`sharding.kv_routes`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class KvCache:
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         for heads, staged in self._staged(data, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
-        if data.is_cuda:  # who gets the buffer back fills it on a stream of its own
+        if data.is_cuda:  # the buffer is filled again on another stream
             torch.cuda.current_stream(data.device).synchronize()
 
     @property

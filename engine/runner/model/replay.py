@@ -2,18 +2,20 @@
 
 A step whose rows are all decodes does the same whatever the tokens are: only what it reads differs. So its inputs have
 a fixed place, the step's arrays are copied there, and the capture (`disagg.kernels.capture`) computes it again, without
-Python between the ops. A step with prompts, or one of more sequences than there is place for, is the decoder's own:
-its shapes do not come again. On a CPU its ops are noted first and then computed together (`Capturer.compute`).
+Python between the ops. A step with prompts, or one of more sequences than there is place for, is computed by the
+decoder directly: its shapes do not recur. On a CPU its ops are recorded first and then computed together
+(`Capturer.compute`).
 
 Life: the first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
-because an op of the model cannot be captured, that is said once, and every step is the decoder's from then on.
+because an op of the model cannot be captured, a warning is logged once, and from then on the decoder computes every
+step op by op.
 
 On a CPU there is a capture for each number of sequences. On a GPU there is one for each bucket size, to which a step is
 padded (`device_inputs`), and all are made at start (`capture_all`): a capture waits for the whole device and needs
-memory, neither of which a request shall pay for, and a model that cannot be captured is known before it serves.
+memory, neither of which should delay a request, and a model that cannot be captured is found before it serves.
 
-The largest logit of each row is found in the same capture, where it costs no call of its own; a step that is the
-decoder's own leaves that to the sampler.
+The largest logit of each row is found in the same capture, where it costs no call of its own; of a step
+that the decoder computes directly the sampler finds it.
 
 Shapes: S decoding sequences, M blocks of a table, V vocabulary.
 """
@@ -84,7 +86,7 @@ class Scored(NamedTuple):
 
     logits_SV: Tensor
     largest_S: Tensor | None
-    """As of `argmax_rows`; None where nobody looked yet."""
+    """As of `argmax_rows`; None where it is not computed yet."""
 
     def first(self, num_rows: int) -> Scored:
         """Without the rows that only filled up a bucket."""
@@ -107,7 +109,7 @@ class ReplayedDecoder:
         try:
             self._capturer = capturer(device)
         except CaptureError as error:
-            logger.info("steps are computed op by op: %s", error)
+            logger.info("decode steps are not captured on this device, computing every step op by op: %s", error)
             return
         self._inputs: StepInputs | DeviceStepInputs
         if device.type == "cpu":
@@ -155,7 +157,7 @@ class ReplayedDecoder:
             try:
                 return self._capturer.compute(lambda: _logits(self._decoder, batch), _kind(batch))
             except CaptureError as error:
-                self._give_up(error)
+                self._disable_capture(error)
         return _logits(self._decoder, batch)
 
     def _replay(self, capturer: Capturer, bucket: int) -> Scored:
@@ -168,12 +170,12 @@ class ReplayedDecoder:
         try:
             scored, self._captured[num_seqs] = capturer.capture(lambda: self._scored(batch))
         except CaptureError as error:
-            self._give_up(error)
+            self._disable_capture(error)
             return self._scored(batch)  # what was computed before it failed is computed again
         return scored
 
-    def _give_up(self, error: CaptureError) -> None:
-        logger.warning("steps are computed op by op from now on: %s", error)
+    def _disable_capture(self, error: CaptureError) -> None:
+        logger.warning("decode steps cannot be captured, computing every step op by op from now on (slower): %s", error)
         self._capturer = None
         self._captured.clear()
 

@@ -1,6 +1,6 @@
-"""Decode steps that are queued on a GPU, each with the last one's tokens as they come to be there.
+"""Decode steps that are queued on a GPU; each reads the tokens of the one before it on the device.
 
-    host      launch n ────────── launch n+1 ── result n ── launch n+2 ── result n+1 ── ...
+    host      enqueue n ───────── enqueue n+1 ─ result n ── enqueue n+2 ─ result n+1 ── ...
     device             [ step n ─────────────][ step n+1 ─────────────][ step n+2 ...
 
 A step is a copy of its numbers, a captured graph, the choice of a token for each row, and a copy of the ids to pinned
@@ -39,7 +39,7 @@ class DeviceStepQueue:
         pinned = device.type == "cuda"
         self._copies = tuple(_IdsOnHost(draws.max_rows, pinned=pinned) for _ in range(2))
         """A step is launched before the last one's ids are read, and no other."""
-        self._turn = 0
+        self._current = 0
 
     @property
     def max_decodes(self) -> int:
@@ -56,8 +56,8 @@ class DeviceStepQueue:
         ids_S = scored.largest_S
         if ids_S is None or not all(is_greedy(sequence.spec.sampling) for sequence in sequences):
             ids_S = self._draws.draw(scored.logits_SV, sequences, num_pending)
-        self._turn ^= 1
-        on_host = self._copies[self._turn]
+        self._current ^= 1
+        on_host = self._copies[self._current]
         on_host.copy(ids_S)
         return _DeviceStep(plan, ids_S, on_host)
 
@@ -81,8 +81,8 @@ class _DeviceStep:
         self._on_host = on_host
 
     def result(self) -> StepResult:
-        """See `QueuedStep.result`. A row of a sequence that has ended was computed in vain, and may give no token; that
-        is no fault. No row is edited, so that every other row without a token is the model's fault."""
+        """See `QueuedStep.result`. The row of a sequence that has ended meanwhile is discarded, and may have no token;
+        that is no fault. No logits are edited, so that every other row without a token is the model's fault."""
         sequences = [entry.sequence for entry in self.plan.decodes]
         token_ids = self._on_host.read(len(sequences))
         faults: dict[int, RowFault] = {

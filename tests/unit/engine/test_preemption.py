@@ -56,7 +56,7 @@ from tests.support.engine import (
 
 SLOT_BYTES = 128 * 8
 """Of the fake model."""
-LOST = "the KV blocks went to a sequence that is ahead"
+LOST = "its KV blocks were needed by a sequence with more output"
 
 
 def pressed_scheduler(num_slots: int = 10, *, slot_tokens: int = 16, recomputes: bool = True) -> Scheduler:
@@ -243,7 +243,7 @@ def test_integrity_findings() -> None:
     b.swapped_tokens = 0
     scheduler.resuming[b.key] = b
     assert scheduler_findings(scheduler) == [
-        "1 sequences have blocks again and nobody copies into them",
+        "1 sequences have blocks again and no copy into them is due",
         "host memory is kept for other sequences than the suspended ones",
         "b/1 is suspended with the KV of 0 tokens in host memory",
     ]

@@ -153,7 +153,7 @@ def test_a_kernel_that_declines_later_ends_the_noting_and_not_the_answer(
         expected = of_the_decoder(other, other_plan)
         assert torch.equal(runner.forward(plan), expected)
     assert [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()] == [
-        "steps are computed op by op from now on: paged_prefill_attention: the kernel does not take these tensors "
+        "decode steps cannot be captured, computing every step op by op from now on (slower): paged_prefill_attention: the kernel does not take these tensors "
         "(torch.bfloat16)"
     ]
 
@@ -183,7 +183,7 @@ def test_without_the_cpp_kernels_nothing_is_captured(
     runner = make_runner(folder)
     step(runner, sequences(runner))
     assert [record.getMessage() for record in caplog.records if record.name == "disagg.engine.runner.model.replay"] == [
-        "steps are computed op by op: the C++ kernels are not in use"
+        "decode steps are not captured on this device, computing every step op by op: the C++ kernels are not in use"
     ]
 
 

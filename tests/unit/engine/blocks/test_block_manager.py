@@ -138,7 +138,7 @@ def test_a_hit_renews_a_chain() -> None:
     assert blocks.allocate(3, reserved=False) == [other[1], other[0], chain[1]]
 
 
-def test_reserved_blocks_are_promised_and_not_chosen() -> None:
+def test_reserved_blocks_are_counted_and_not_chosen() -> None:
     blocks = BlockManager(10, 16)
     cached_chain(blocks, 3)
     blocks.reserve(8)
@@ -146,7 +146,7 @@ def test_reserved_blocks_are_promised_and_not_chosen() -> None:
     blocks.allocate(2, reserved=False)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 available"):
         blocks.allocate(1, reserved=False)
-    with pytest.raises(AssertionError, match="1 blocks promised, 0 available"):
+    with pytest.raises(AssertionError, match="1 blocks to reserve, 0 available"):
         blocks.reserve(1)
     table = blocks.allocate(8, reserved=True)
     assert len(table) == 8
@@ -205,7 +205,7 @@ def test_integrity_findings() -> None:
     blocks.reserve(1)
     assert blocks.check_integrity([], 0) == [
         "block 0: 1 references counted, 0 tables list it",
-        "1 blocks reserved, 0 promised to sequences",
+        "1 blocks reserved, sequences have 0",
     ]
     assert [blocks._free.take(), blocks._free.take()] == [1, 2]
     blocks._free.give(1)

@@ -52,7 +52,7 @@ class TestSwapPool:
         pool._free.append(1)
         pool.num_slots = 2
         assert pool.check_integrity({key_of("a"): 70}) == [
-            "of 3 slots of host memory some are lost, or in two hands",
+            "of 3 slots of host memory some are lost or used twice",
             "3 slots of host memory were made, 2 are allowed",
         ]
 

@@ -218,9 +218,9 @@ def test_what_goes_wrong_before_all_have_joined_is_raised_and_told_to_nobody_els
     assert lost == []
 
 
-def test_ranks_that_do_not_come_or_do_not_load_in_time() -> None:
+def test_ranks_that_do_not_connect_or_do_not_load_in_time() -> None:
     followers = ConnectedFollowers(4, print)
-    with pytest.raises(RankLostError, match="rank 1, 2, 3 has not come after 0 s"):
+    with pytest.raises(RankLostError, match="rank 1, 2, 3 has not connected after 0 s"):
         followers.wait_joined(0.0, WAIT_S)
     others = [Follower(followers, rank, join=False) for rank in (1, 2, 3)]
     with pytest.raises(RankLostError, match="rank 1, 2, 3 has not loaded its model after 0 s"):

@@ -132,7 +132,7 @@ def test_a_broken_file_is_replaced(
     file.write_bytes(broken[change])
     with caplog.at_level(logging.WARNING):
         assert torch.equal(answer(runner_of(folders["qwen3"])), expected)
-    assert [record.message.count(f"{file} is not used") for record in caplog.records] == [1]
+    assert [record.message.count(f"ignoring {file}") for record in caplog.records] == [1]
     assert file.read_bytes() == good
     assert loads == ["load", "pack"] * 2
 
@@ -175,7 +175,7 @@ def test_where_nothing_can_be_written_each_has_its_own(
         assert torch.equal(answer(runner_of(folders["qwen3"])), expected)
     assert loads == ["load", "pack"]
     (message,) = [record.message for record in caplog.records]
-    assert re.search("weights of its own, because .*packed cannot be written: .*(exists|No space)", message)
+    assert re.search("cannot write to .*packed, this worker keeps weights of its own: .*(exists|No space)", message)
     assert packed.is_file() or weights(packed) == []
 
 
@@ -205,7 +205,7 @@ def test_what_has_another_form_is_not_shared(
     with caplog.at_level(logging.WARNING):
         shared = answer(runner_of(folders["qwen3"], dtype="float32"))
     assert [record.message for record in caplog.records if record.message.startswith("share_weights")] == [
-        "share_weights: this processor multiplies float32 in a form that cannot be shared"
+        "share_weights: oneDNN packs float32 weights on this processor and cannot share them; this worker keeps its own"
     ]
     assert torch.equal(shared, answer(make_runner(folders["qwen3"])))
     assert not packed.exists()
