@@ -153,8 +153,8 @@ def test_a_kernel_that_declines_later_ends_the_noting_and_not_the_answer(
         expected = of_the_decoder(other, other_plan)
         assert torch.equal(runner.forward(plan), expected)
     assert [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()] == [
-        "decode steps cannot be captured, computing every step op by op from now on (slower): paged_prefill_attention: the kernel does not take these tensors "
-        "(torch.bfloat16)"
+        "decode steps cannot be captured, computing every step op by op from now on (slower): "
+        "paged_prefill_attention: the kernel does not take these tensors (torch.bfloat16)"
     ]
 
 
