@@ -1,10 +1,10 @@
-"""What one step does, as data, and who carries it out.
+"""What one step computes, as data, and the protocols of what runs it.
 
 plan = scheduler.schedule()         pure: which tokens of which sequences
 result = runner.run(plan)           the model: one sampled token per entry that samples
 events = scheduler.apply(plan, result)
 
-On a GPU decode steps are queued instead of run, each before the last one's tokens are known: `ahead.py`, `steps.py`.
+On a GPU decode steps are queued instead of run, each before the last one's tokens are known: `core/steps.py`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class StepResult:
     token_ids: list[int]
     """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that have a token and whose sequences ask (`Sampling.logprobs` is not
-    negative)."""
+    """By place in `token_ids`: of exactly those that have a token and whose sequences ask for it (`Sampling.logprobs`
+    is not negative)."""
     faults: Mapping[int, RowFault] = field(default_factory=dict)
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
 
@@ -106,8 +106,8 @@ class QueuedStep(Protocol):
 
 
 class StepQueue(Protocol):
-    """Queues decode steps on a device and returns before they are computed. What the runner does later, whatever it is,
-    happens behind them."""
+    """Queues decode steps on a device and returns before they are computed. All later work of the runner is ordered
+    behind them."""
 
     @property
     def max_decodes(self) -> int:
@@ -115,7 +115,7 @@ class StepQueue(Protocol):
         ...
 
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        """Queue a step of decodes only. `after` is the last one that was launched, where its result was not asked for
+        """Queue a step of decodes only. `after` is the last one that was queued, where its result was not read
         yet: the ids that it samples are inputs of this step.
 
         An entry's last token is known, or it is the one that `after` samples for the same sequence. No entry asks for
@@ -138,7 +138,7 @@ class ModelRunner(Protocol):
 
     @property
     def step_queue(self) -> StepQueue | None:
-        """Where steps can be queued; None where each is computed when it is called for."""
+        """Where steps can be queued; None where `run` computes each of them."""
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -152,7 +152,7 @@ class ModelRunner(Protocol):
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Copy the KV of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of the copy.
 
-        Each rank's part of `out` holds its slices (`parallel.slices`) one after the other, each in canonical order
+        Each rank's part of `out` holds its slices (`sharding.kv_routes`) one after the other, each in canonical order
         [layer][k|v][head][token][dim].
         """
         ...

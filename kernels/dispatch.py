@@ -193,7 +193,7 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
     processor has the instructions; else oneDNN's. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); where the
     C++ product does not take these, the rounded weight is packed as a plain one: the same model, no faster.
 
-    `fp8` is for GPUs that multiply 8-bit floats (`kernels/fp8.py`).
+    `fp8` is for GPUs that multiply 8-bit floats.
 
     Raises:
         ValueError: `int8` or `fp8` of a weight that is not finite.

@@ -27,7 +27,7 @@ from disagg.kernels.linear import PackedWeight
 LARGEST_INT8 = 127
 
 Quantization = Literal["none", "int8", "fp8"]
-"""Of the weights of linear layers; `fp8` is in `kernels/fp8.py`."""
+"""Of the weights of linear layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,22 +1,22 @@
 """Which tokens of which sequences the next step computes. Pure, and one for all roles.
 
     plan = scheduler.schedule()              what the mode takes first, within the token budget
-    effects = scheduler.take_effects()       copies to make before the step, and what it ended, in order
+    effects = scheduler.take_effects()       copies to make before the step, and sequences that it ended, in order
     result = runner.run(plan)
     events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
 A step that is planned before the last one's tokens are known is made by `steps.plan_ahead`.
 
-Modes (`Scheduling`). What is served is `decode_first`: every decode gets its token, prompt chunks take what is left of
-the budget. The others are for comparison, on workers that have both roles:
+Modes (`Scheduling`). The default is `decode_first` (chunked prefill): every decode gets its token, prompt chunks take
+what is left of the budget. The others are for comparison, on workers that have both roles:
 
-    prefill_first   while a prompt is unfinished, or waits and finds room, a step computes prompts only
-    static          a batch forms from all that waits when the engine is empty, and as far as blocks suffice; no
-                    sequence joins it until its last answer has ended; its prompts are computed before it decodes
+    prefill_first   while a prompt is unfinished, or waits and can be admitted, a step computes prompts only
+    static          a batch forms from all that waits when the engine is empty, as far as blocks suffice; no sequence
+                    joins it until its last answer has ended; its prompts are computed before it decodes
 
-SortKey is first come, first served within a priority, but that in the prefill role a prompt of several steps lets those
-of one step pass for a while, also when it has begun (`batching.queue_order`). A preempted sequence goes before those of
-its priority that never ran. While one waits, nothing new is reserved.
+Order: first come, first served within a priority, except that in the prefill role a prompt of several steps lets
+prompts of one step pass for a while, also when it has begun (`policy.queue_order`). A preempted sequence goes before
+those of its priority that never ran. While one waits, nothing new is reserved.
 
 Preemption. A decode that outgrows its reservation takes what is available; when nothing is, running sequences are
 preempted: lowest priority first, then fewest output tokens, then newest. So the sequence with most output is never
@@ -24,12 +24,12 @@ preempted for others and always finishes. Sequences of the prefill role (`hold_a
 are never preempted: a peer copies from them or into them. They end by themselves, by a command or by their deadline, so
 waiting for their blocks is no deadlock.
 
-What was computed of a victim is kept in host memory, and copied back when there is room for it again (SUSPENDED). Where
-host memory is full, or the copy fails, it must be computed again: here, if this worker computes prompts (WAITING); else
-it ends as `preempted`, and the router has its prompt and output computed where that is done. An attempt brings at least
-the token that was sampled with its prompt, so that is no livelock.
+The computed KV of a preempted sequence is kept in host memory, and copied back when it is admitted again (SUSPENDED).
+Where host memory is full, or the copy fails, it must be computed again: here, if this worker computes prompts
+(WAITING); else the sequence ends as `preempted`, and the router has its prompt and output computed by a prefill worker.
+An attempt produces at least the token that was sampled with its prompt, so that is no livelock.
 
-No deadlock at admission either: a sequence that is alone gets in whenever its known tokens fit, see
+No deadlock at admission either: a sequence that is alone is admitted whenever its known tokens fit, see
 `blocks/kv_cache_manager.py`.
 """
 

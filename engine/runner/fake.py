@@ -45,7 +45,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 class FakeModelRunner:
-    """A `ModelRunner`, and a `parallel.runner.ShardRunner`, over numpy pages.
+    """A `ModelRunner`, and a `parallel.interfaces.ShardRunner`, over numpy pages.
 
     Args:
         step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.

@@ -48,8 +48,8 @@ GPU_WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class TorchModelRunner:
-    """The model with its paged KV cache, or one rank's part of both; a `parallel.runner.ShardRunner`. Owner: the engine
-    thread.
+    """The model with its paged KV cache, or one rank's part of both; a `parallel.interfaces.ShardRunner`. Owner: the
+    engine thread.
 
     Construction reads the checkpoint, sets the number of threads for the whole process, and allocates the cache; one
     rank of several does that in `join`, when all ranks know how many blocks they have. `layout` and `fingerprint` are

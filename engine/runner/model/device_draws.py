@@ -1,7 +1,7 @@
 """Draws tokens on the device that has the logits, so that the host does not wait for them.
 
 The same rows give the same tokens whether the host waits or not: on a device with such a kernel, every draw is made by
-it. The sampling parameters of a step's rows cross to the device as one copy (`staged.py`).
+it. The sampling parameters of a step's rows cross to the device as one copy (`Staged`).
 
 Shapes: R rows, V vocabulary.
 """

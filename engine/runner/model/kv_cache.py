@@ -96,7 +96,7 @@ class KvCache:
     def gather_part(
         self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int, checksum: Checksum = UNKEYED
     ) -> list[int]:
-        """See `parallel.runner.ShardRunner.gather_part`; `out` is a flat uint8 tensor."""
+        """See `parallel.interfaces.ShardRunner.gather_part`; `out` is a flat uint8 tensor."""
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
         checksums: list[int] = []
         for heads, staged in self._staged(out, slices, start, end):
@@ -105,7 +105,7 @@ class KvCache:
         return checksums
 
     def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
-        """See `parallel.runner.ShardRunner.scatter_part`; `data` is a flat uint8 tensor."""
+        """See `parallel.interfaces.ShardRunner.scatter_part`; `data` is a flat uint8 tensor."""
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         for heads, staged in self._staged(data, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
