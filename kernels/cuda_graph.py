@@ -8,9 +8,9 @@ The graphs of a capturer share one pool of memory, so that fifty batch sizes nee
 they must be replayed one at a time, and a result be read (or queued to be read, on the same stream) before the next
 replay.
 
-A graph freezes pointers, shapes and launch grids. So `run` reads its inputs from tensors that stay where they are, asks
-the device for nothing, and launches grids that suit any input: lengths are read by the kernels. Kernels that compile or
-tune themselves do so in the warm-up, where that is allowed.
+A graph freezes pointers, shapes and launch grids. So `run` reads its inputs from tensors that stay where they are,
+waits for nothing from the device, and launches grids that suit any input: lengths are read by the kernels. Kernels that
+compile or tune themselves do so in the warm-up, where that is allowed.
 
 Other threads use the GPU meanwhile (KV transfers): what they do is neither captured nor forbidden, because only the
 capturing thread's calls are checked.

@@ -95,7 +95,7 @@ class EngineCore:
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
         self.planned = StepPlan()
-        """What `run_step` will compute or launch."""
+        """What `run_step` will compute or queue."""
         self._planned_at = 0.0
         self._stalled = False
         """The last step found that nothing can go on, and freed nothing; only a command or a deadline changes that."""
@@ -263,7 +263,7 @@ class EngineCore:
         return events
 
     def run_step(self) -> list[Event]:
-        """Compute what was planned, or launch it and finish what was launched before."""
+        """Compute what was planned, or queue it and finish what was queued before."""
         events = self._steps.run(self.planned, self._planned_at)
         self.planned = StepPlan()
         self._forget_ended(events)

@@ -99,7 +99,7 @@ class Outbox:
         self._for(gateway_id).ends.append(message)
 
     def flush(self) -> dict[GatewayId, StepUpdate]:
-        """One update for each gateway that has news; the outbox is empty afterwards."""
+        """One update for each gateway with something to send; the outbox is empty afterwards."""
         pending, self._pending = self._pending, {}
         return {gateway_id: box.to_update() for gateway_id, box in pending.items()}
 

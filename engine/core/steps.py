@@ -50,12 +50,12 @@ def can_enqueue(plan: StepPlan, max_decodes: int) -> bool:
     """Whether a step needs nothing but its decodes' own last tokens."""
     if plan.prefills or not 0 < len(plan.decodes) <= max_decodes:
         return False
-    return all(_needs_ids_alone(entry.sequence) for entry in plan.decodes)
+    return all(_needs_ids_only(entry.sequence) for entry in plan.decodes)
 
 
 def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> StepPlan:
-    """The step behind `under_way`, which was launched and is not applied yet. Empty where that must come first, or
-    where all its answers end with it. Blocks that it took for some sequences before it found that stay with them."""
+    """The step behind `under_way`, which was queued and is not applied yet. Empty where that must come first, or
+    where all its answers end with it. Blocks that were allocated before that was found stay with their sequences."""
     if len(scheduler.running) > max_decodes or (scheduler.scheduling != "static" and scheduler.would_admit()):
         return NOTHING
     pending = {entry.sequence for entry in under_way.decodes}
@@ -64,7 +64,7 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
         num_pending = int(sequence in pending)
         if num_pending and is_full(sequence, scheduler.max_model_len, num_pending):
             continue
-        if sequence.num_uncomputed_tokens != 1 or not _needs_ids_alone(sequence):
+        if sequence.num_uncomputed_tokens != 1 or not _needs_ids_only(sequence):
             return NOTHING
         end = sequence.num_tokens + num_pending
         if not scheduler.kv_cache.can_extend(sequence, end):
@@ -76,7 +76,7 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
     return plan
 
 
-def _needs_ids_alone(sequence: Sequence) -> bool:
+def _needs_ids_only(sequence: Sequence) -> bool:
     """Whether its next tokens depend on nothing but the ids before them, which the device has. Once that is so it stays
     so: a sequence outgrows the mask of its stop ids."""
     return not (sequence.hold_after_prefill or sequence.spec.sampling.logprobs >= 0 or edits_logits(sequence))
@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     plan: StepPlan
-    launched: QueuedStep
+    queued: QueuedStep
     began: float
 
 
@@ -111,7 +111,7 @@ class Steps:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step was launched whose tokens are not known yet."""
+        """Whether a step was queued whose tokens are not known yet."""
         return self._under_way is not None
 
     def plan(self) -> StepPlan:
@@ -126,26 +126,26 @@ class Steps:
         return plan_ahead(self._scheduler, self._under_way.plan, step_queue.max_decodes)
 
     def run(self, plan: StepPlan, now: float) -> list[Event]:
-        """Compute or launch a plan, and finish the step that was under way; what came of the finished ones."""
+        """Compute or queue a plan, and finish the step that was under way; what came of the finished ones."""
         self.last_plan = NOTHING
         before, self._under_way = self._under_way, None
         step_queue = self._runner.step_queue
         if step_queue is not None and can_enqueue(plan, step_queue.max_decodes):
-            return self._launch(step_queue, plan, before, now)
+            return self._enqueue(step_queue, plan, before, now)
         if before is not None:
             assert not plan.entries, "a step is run while another one is under way"
-            return self._finish(before.plan, before.launched.result, before.began)
+            return self._finish(before.plan, before.queued.result, before.began)
         return self._finish(plan, lambda: self._runner.run(plan), now) if plan.entries else []
 
-    def _launch(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
-        """The tokens of the step before come first, also where this one cannot be launched."""
+    def _enqueue(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
+        """The tokens of the step before come first, also where this one cannot be queued."""
         error: Exception | None = None
         try:
-            launched = step_queue.enqueue(plan, before.launched if before else None)
-            self._under_way = _UnderWay(plan, launched, now)
+            queued = step_queue.enqueue(plan, before.queued if before else None)
+            self._under_way = _UnderWay(plan, queued, now)
         except Exception as failure:
             error = failure
-        events = self._finish(before.plan, before.launched.result, before.began) if before else []
+        events = self._finish(before.plan, before.queued.result, before.began) if before else []
         return events if error is None else events + self._failed(plan, error)
 
     def _finish(self, plan: StepPlan, wait: Callable[[], StepResult], began: float) -> list[Event]:
@@ -174,8 +174,8 @@ class Steps:
 
 
 def _check_logits(plan: StepPlan, result: StepResult) -> None:
-    """Raise BadLogitsError if the model gave nothing good in any row of several: then the device is at fault, or what
-    the rows share. Sequences that ended before do not count."""
+    """Raise BadLogitsError if the model gave nothing good in any row of several: then the device is at fault, or
+    something that the rows share. Sequences that ended before do not count."""
     live = [entry for entry in plan.entries if entry.samples and entry.sequence.state is not SequenceState.ENDED]
     if len(live) > 1 and sum(fault == "model" for fault in result.faults.values()) == len(live):
         raise BadLogitsError(f"the model's logits are not finite in any of {len(live)} rows")

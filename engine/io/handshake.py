@@ -77,7 +77,7 @@ def proof(
     name: str,
     rank: int,
 ) -> bytes:
-    """What `giver` shows; `nonces` are the listener's and the joiner's, one behind the other."""
+    """The proof of `giver`; `nonces` are the listener's and the joiner's, concatenated."""
     return secret.sign(f"disagg {purpose}", giver, nonces, name, rank)
 
 

@@ -83,7 +83,7 @@ def serve_rank(
     try:
         connection = connect(leader_address, CONNECT_TIMEOUT_S)
     except ConnectionFailedError as error:
-        logger.error("%s: %s", name, error)
+        logger.error("%s cannot connect to rank 0, exiting: %s", name, error)
         return EXIT_LOST
     try:
         answer(connection, secret, "rank connection", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
@@ -211,7 +211,7 @@ class Follower:
 
     def _on_transport_command(self, command: TransportCommand) -> None:
         if self._transports is None:
-            raise ValueError("an command for the transport came before this rank has joined")
+            raise ValueError("a command for the transport came before this rank has joined")
         self._transports.handle(command, self._answer, lambda: self._answer(Posted(call=command.call)))
 
     def _answer(self, answer: Answer) -> None:

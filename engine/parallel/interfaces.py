@@ -56,7 +56,7 @@ class NoFollowers:
 
 
 class Ranks(Protocol):
-    """The follower processes of a worker, as whoever started them sees them."""
+    """The follower processes of a worker, as seen by the code that started them."""
 
     def stop(self) -> None:
         """End those that still run, and return when none does. Idempotent."""
@@ -71,7 +71,7 @@ class RankTransports(Protocol):
     """What a rank (also rank 0) does for the transport: all pairs' channels of this rank. Thread-safe."""
 
     def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
-        """Carry out an command; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
+        """Carry out a command; `on_posted` is called where it is a `ReceivePart`, once its receives are posted."""
         ...
 
     def close(self) -> None:

@@ -42,8 +42,8 @@ COPY_TIMEOUT_S = 60.0
 
 
 class GroupRunner:
-    """See `ModelRunner`. `local` is rank 0's, joined already; it has as many blocks as every other rank. Steps are not
-    queued: ranks meet inside the layers."""
+    """A `ModelRunner` over all ranks. `local` is rank 0's, joined already; it has as many blocks as every other rank.
+    Steps are not queued: ranks exchange tensors inside the layers."""
 
     step_queue: StepQueue | None = None
 
@@ -108,7 +108,7 @@ class GroupRunner:
         Raises:
             ValueError: the heads cannot be divided among `peer_tp` ranks, `out` is too small, or the table does not
                 cover `end`.
-            RankLostError: a follower could not do its part, or is gone.
+            RankLostError: a follower could not do its part, or is lost.
         """
         plan = plan_pair(self.layout, self.tp, peer_tp)
         command = self._command(GatherPart, plan, block_table, start, end, out, peer_tp)
@@ -125,7 +125,7 @@ class GroupRunner:
 
         Raises:
             ValueError: as `gather`.
-            RankLostError: a follower could not do its part, or is gone.
+            RankLostError: a follower could not do its part, or is lost.
         """
         plan = plan_pair(self.layout, peer_tp, self.tp)
         command = self._command(ScatterPart, plan, block_table, start, end, data, peer_tp)

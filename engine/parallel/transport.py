@@ -281,7 +281,7 @@ class ShardTransports:
         """See `RankTransports.handle`. Does not block: channels are formed and closed on threads of their own.
 
         Raises:
-            ValueError: for an command that rank 0 must not give, such as more bytes than a staging buffer has.
+            ValueError: for a command that rank 0 must not give, such as more bytes than a staging buffer has.
         """
         match command:
             case OpenPair():

@@ -113,7 +113,7 @@ class TorchModelRunner:
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
         self._replayed: ReplayedDecoder | None = None
-        if collective is None:  # ranks meet in every layer
+        if collective is None:  # ranks exchange tensors in every layer
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
             self._replayed = ReplayedDecoder(
                 self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
@@ -230,7 +230,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def _warm_up_choices(runner: ModelRunner) -> None:
-    """One token of each kind of row where the host waits for it, and two drawn ones that are launched."""
+    """One token of each kind of row where the host waits for it, and two drawn ones through the step queue."""
     for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
         sequence = dummy_sequence(1, 0, runner.block_size, **sampling)
         runner.run(_decode_of(sequence, 0))

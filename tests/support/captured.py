@@ -89,7 +89,7 @@ class CapturedRunner(SampledRunner):
         draws = DeviceDraws(MAX_NUM_SEQS, self.vocab_size, CPU)
         self._sampler = Sampler(self.vocab_size, draws)
         self.num_behind = 0
-        """Steps that were launched behind one whose tokens were not known."""
+        """Steps that were queued behind one whose tokens were not known."""
         self._step_queue = DeviceStepQueue(self._replayed, self._batches, draws, CPU) if ahead else None
         if self._step_queue is not None:
             self._step_queue.enqueue = self._counting(self._step_queue.enqueue)  # type: ignore[method-assign]
@@ -99,10 +99,10 @@ class CapturedRunner(SampledRunner):
         """See `ModelRunner.step_queue`."""
         return self._step_queue
 
-    def _counting(self, launch: Callable[[StepPlan, QueuedStep | None], QueuedStep]) -> Any:
+    def _counting(self, enqueue: Callable[[StepPlan, QueuedStep | None], QueuedStep]) -> Any:
         def counted(plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
             self.num_behind += after is not None
-            return launch(plan, after)
+            return enqueue(plan, after)
 
         return counted
 

@@ -1,7 +1,7 @@
 """A fake runner whose steps are queued: what a GPU's stream does, in numpy, and strict about it.
 
 Nothing that is queued happens before its result, or a later one, is awaited; then all of it happens in
-order. A launched step keeps copies of its block tables, since the scheduler may change them meanwhile, and reads the
+order. A queued step keeps copies of its block tables, since the scheduler may change them meanwhile, and reads the
 ids that the host has not read from the step that samples them.
 """
 
@@ -52,8 +52,8 @@ class HostQueuedStep:
 
 
 class QueueingRunner(FakeModelRunner):
-    """See the module. `failing` names the numbers of launches, from 0, that fail: `enqueue` at once, `result` when they
-    are computed."""
+    """See the module. `failing` names the numbers of queued steps, from 0, that fail: `enqueue` at once, `result` when
+    they are computed."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class QueueingRunner(FakeModelRunner):
         self.max_decodes = max_decodes
         self.failing = failing or {}
         self.is_launching = True
-        self.num_launched = 0
+        self.num_queued = 0
         self.num_behind = 0
-        """Launches behind a step whose ids had not been read."""
+        """Steps queued behind a step whose ids had not been read."""
         self.runs: list[StepPlan] = []
-        """Plans that were not launched."""
+        """Plans that were not queued."""
         self._queue: deque[Callable[[], None]] = deque()
 
     @property
@@ -86,9 +86,9 @@ class QueueingRunner(FakeModelRunner):
         assert 0 < len(plan.decodes) <= self.max_decodes
         assert after is None or isinstance(after, HostQueuedStep)
         assert after is None or not after.was_asked
-        self.num_launched += 1
+        self.num_queued += 1
         self.num_behind += after is not None
-        failing = self.failing.get(self.num_launched - 1)
+        failing = self.failing.get(self.num_queued - 1)
         if failing == "enqueue":
             raise RuntimeError("enqueue is broken")
         step = HostQueuedStep(plan, self._wait)
@@ -128,7 +128,7 @@ class QueueingRunner(FakeModelRunner):
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a launch reads of an entry: nothing that changes behind it."""
+    """What a queued step reads of an entry: nothing that changes behind it."""
 
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]

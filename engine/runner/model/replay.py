@@ -6,7 +6,7 @@ Python between the ops. A step with prompts, or one of more sequences than there
 decoder directly: its shapes do not recur. On a CPU its ops are recorded first and then computed together
 (`Capturer.compute`).
 
-Life: the first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
+The first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
 because an op of the model cannot be captured, a warning is logged once, and from then on the decoder computes every
 step op by op.
 

@@ -38,7 +38,7 @@ class DeviceStepQueue:
         self._draws = draws
         pinned = device.type == "cuda"
         self._copies = tuple(_IdsOnHost(draws.max_rows, pinned=pinned) for _ in range(2))
-        """A step is launched before the last one's ids are read, and no other."""
+        """One step at most is queued before the ids of the last one are read."""
         self._current = 0
 
     @property

@@ -64,7 +64,7 @@ class TestAnswers:
         core = make_core(runner=runner)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=10))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 10)
-        assert (runner.num_launched, runner.num_behind) == (9, 8)
+        assert (runner.num_queued, runner.num_behind) == (9, 8)
         assert [len(plan.prefills) for plan in runner.runs] == [1]
         assert core.totals().output_tokens == 10
         assert core.load().steps == 10
@@ -94,7 +94,7 @@ class TestAnswers:
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
         for n, (name, prompt) in enumerate(prompts.items()):
             assert token_ids_of(events, name) == expected_output(prompt, 3 + 4 * n)
-        assert (runner.num_launched, runner.num_behind, len(runner.runs)) == (18, 17, 1)
+        assert (runner.num_queued, runner.num_behind, len(runner.runs)) == (18, 17, 1)
         assert_idle(core)
 
     def test_a_stop_id_costs_one_row_of_one_step(self) -> None:
@@ -111,7 +111,7 @@ class TestAnswers:
         assert token_ids_of(events, "a") == output[:6]
         assert end_of(events, "a").reason == "stop"
         assert token_ids_of(events, "b") == expected_output(other, 12)
-        assert (runner.num_launched, runner.num_behind) == (11, 10), "b never waited for a"
+        assert (runner.num_queued, runner.num_behind) == (11, 10), "b never waited for a"
         assert core.totals().output_tokens == 6 + 12
         assert_idle(core)
 
@@ -121,7 +121,7 @@ class TestAnswers:
         core = make_core(runner=runner)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=50, stop=[output[5]]))) + run_until_idle(core)
         assert token_ids_of(events, "a") == output[:6]
-        assert runner.num_launched == 6
+        assert runner.num_queued == 6
         assert core.totals().output_tokens == 6
         assert_idle(core)
 
@@ -130,7 +130,7 @@ class TestAnswers:
         core = make_core(runner=runner, max_model_len=45)
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=100))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 5)
-        assert runner.num_launched == 4
+        assert runner.num_queued == 4
 
     @pytest.mark.parametrize("swap_bytes", [0, 8192])
     def test_preemptions_wait_for_what_is_known(self, swap_bytes: int) -> None:
@@ -164,12 +164,12 @@ class TestAnswers:
         core.step(0.0)
         events = handle_all(core, Add(make_spec("b", PROMPT[:30], max_tokens=9))) + run_until_idle(core)
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 9)
-        assert (runner.num_launched, runner.num_behind) == (16, 14)
+        assert (runner.num_queued, runner.num_behind) == (16, 14)
 
 
 class TestWhatWaits:
     @pytest.mark.parametrize(
-        ("changes", "num_launched"),
+        ("changes", "num_queued"),
         [
             ({}, 9),
             ({"temperature": 0.8, "seed": 3}, 9),
@@ -182,7 +182,7 @@ class TestWhatWaits:
             ({"min_tokens": 5, "stop_token_ids": (1000,)}, 5),
         ],
     )
-    def test_what_depends_on_ids_that_are_not_known(self, changes: dict[str, Any], num_launched: int) -> None:
+    def test_what_depends_on_ids_that_are_not_known(self, changes: dict[str, Any], num_queued: int) -> None:
         """Nine of the ten tokens are decoded; stop ids are masked for those before `min_tokens`."""
         runner = QueueingRunner()
         core = make_core(runner=runner)
@@ -190,7 +190,7 @@ class TestWhatWaits:
         spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, **changes))
         events = handle_all(core, Add(spec)) + run_until_idle(core)
         assert len(token_ids_of(events, "a")) == 10
-        assert runner.num_launched == num_launched
+        assert runner.num_queued == num_queued
         assert_idle(core)
 
     def test_one_that_waits_holds_up_its_batch(self) -> None:
@@ -198,7 +198,7 @@ class TestWhatWaits:
         core = make_core(runner=runner, token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=10), make_spec("b", PROMPT[:30], max_tokens=4, logprobs=1)]
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
-        assert (runner.num_launched, runner.num_behind) == (6, 5)
+        assert (runner.num_queued, runner.num_behind) == (6, 5)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 10)
 
     def test_more_sequences_than_can_be_launched(self) -> None:
@@ -206,7 +206,7 @@ class TestWhatWaits:
         core = make_core(runner=runner, token_budget=100)
         specs = [make_spec("a", PROMPT, max_tokens=10), make_spec("b", PROMPT[:30], max_tokens=4)]
         events = handle_all(core, *map(Add, specs)) + run_until_idle(core)
-        assert (runner.num_launched, runner.num_behind) == (6, 5)
+        assert (runner.num_queued, runner.num_behind) == (6, 5)
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 4)
 
     def test_a_prompt_that_comes_is_computed_when_the_step_under_way_is_known(self) -> None:
@@ -243,7 +243,7 @@ class TestWhatWaits:
         first, second = make_spec("a", PROMPT, max_tokens=9), make_spec("b", PROMPT[:30], max_tokens=9)
         events = handle_all(core, Add(first), Add(second)) + run_until_idle(core)
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 9)
-        assert (runner.num_launched, runner.num_behind) == (16, 14)
+        assert (runner.num_queued, runner.num_behind) == (16, 14)
 
     def test_a_prompt_without_room_holds_up_nobody(self) -> None:
         """It is looked at again when blocks came back."""
@@ -253,7 +253,7 @@ class TestWhatWaits:
         events = handle_all(core, Add(first), Add(second)) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 60)
         assert token_ids_of(events, "b") == expected_output(make_prompt(100, seed=1), 9)
-        assert (runner.num_launched, runner.num_behind) == (59 + 8, 58 + 7)
+        assert (runner.num_queued, runner.num_behind) == (59 + 8, 58 + 7)
 
     def test_a_suspended_sequence_without_room_holds_up_nobody(self) -> None:
         runner = QueueingRunner(8)
@@ -266,9 +266,7 @@ class TestWhatWaits:
         assert core.totals().preemptions == 1
         for name, prompt in prompts.items():
             assert token_ids_of(events, name) == expected_output(prompt, 60)
-        assert runner.num_launched - runner.num_behind == 3, (
-            "at the start, behind the preemption, and behind the return"
-        )
+        assert runner.num_queued - runner.num_behind == 3, "at the start, behind the preemption, and behind the return"
         assert_idle(core)
 
     def test_the_last_token_of_a_prompt_to_hand_over_is_run(self) -> None:
@@ -277,7 +275,7 @@ class TestWhatWaits:
         core = make_core(runner=runner, token_budget=32)
         handle_all(core, Add(make_spec("a", PROMPT[:33], max_tokens=10), hold_after_prefill=True))
         run_until_idle(core)
-        assert runner.num_launched == 0
+        assert runner.num_queued == 0
         assert [(len(plan.prefills), len(plan.decodes)) for plan in runner.runs] == [(1, 0), (0, 1)]
         handle_all(core, Release(key_of("a")))
         assert_idle(core)
@@ -307,7 +305,7 @@ class TestWhileAStepIsUnderWay:
         assert (indices(events), indices(events, "b")) == ([2, 3], [0, 1])
         events += run_until_idle(core)
         assert token_ids_of(events, "b") == output
-        assert runner.num_behind == runner.num_launched - 1
+        assert runner.num_behind == runner.num_queued - 1
 
     def test_a_deadline(self) -> None:
         runner = QueueingRunner(20)
@@ -321,7 +319,7 @@ class TestWhileAStepIsUnderWay:
         events += late + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 3)
         assert token_ids_of(events, "b") == expected_output(PROMPT[:30], 20)
-        assert runner.num_behind == runner.num_launched - 1
+        assert runner.num_behind == runner.num_queued - 1
         assert_idle(core)
 
     def test_an_attempt_that_is_started_again(self) -> None:
@@ -342,7 +340,7 @@ class TestFailures:
         runner.is_launching = False
         events = run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 9)[3:]
-        assert (runner.num_launched, len(runner.runs)) == (3, 1 + 5)
+        assert (runner.num_queued, len(runner.runs)) == (3, 1 + 5)
 
     def test_a_step_that_cannot_be_launched_ends_its_sequences_behind_the_tokens_of_the_last_one(self) -> None:
         core = make_core(runner=QueueingRunner(failing={3: "enqueue"}))
@@ -357,7 +355,7 @@ class TestFailures:
         events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=20))) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 4)
         assert end_of(events, "a").detail == "step: RuntimeError: result is broken"
-        assert runner.num_launched == 5
+        assert runner.num_queued == 5
         assert core.last_plan == StepPlan((core.last_plan.decodes[0],)), "the one behind it was finished"
         assert_idle(core)
 

@@ -292,7 +292,7 @@ def test_a_step_that_raises_when_it_is_launched() -> None:
     events = handle_all(core, Add(make_spec("a", prompt, max_tokens=20))) + run_until_idle(core)
     assert token_ids_of(events, "a") == expected_output(prompt, 3)
     assert end_of(events, "a").detail.startswith("step: RuntimeError: failpoint: engine.step=raise")
-    assert runner.num_launched == 2
+    assert runner.num_queued == 2
     assert_idle(core)
 
 
