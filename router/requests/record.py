@@ -61,7 +61,7 @@ class Attempt(msgspec.Struct, gc=False):
     """Known tokens that were cached on the worker which computes the prompt; None until it reported that."""
 
     def note_cached(self, num_tokens: int) -> None:
-        """The worker that computed the prompt had this many of its tokens. Told twice, the larger number counts."""
+        """The worker that computes the prompt had this many of its tokens cached. Of two reports the larger counts."""
         self.cached_tokens = max(self.cached_tokens or 0, num_tokens)
 
     def advance(self, event: AttemptEvent) -> None:

@@ -99,7 +99,7 @@ class Audit:
     def _limited(self, line: str) -> None:
         left_out = self._budget.take(self._clock())
         if left_out is not None:
-            logger.warning("%s%s", line, f" ({left_out} such lines were left out before)" if left_out else "")
+            logger.warning("%s%s", line, f" ({left_out} such lines omitted before)" if left_out else "")
 
 
 def shown(text: str) -> str:

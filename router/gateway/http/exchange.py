@@ -1,6 +1,6 @@
 """One HTTP request and its response, on bare ASGI: the body within its limits, the answer at once or as a stream.
 
-    read_body ─> respond                                       whole
+    read_body ─> respond                                       at once
     read_body ─> start_stream ─> write* ─> end                 a stream
                  └─ until_disconnect: the client leaves ─> the work inside is cancelled
 

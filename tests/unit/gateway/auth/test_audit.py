@@ -58,7 +58,7 @@ def test_many_refusals_are_all_counted_and_few_have_lines(
     clock.now += 1 / LINES_PER_S
     audit.refused("grpc", "unknown", PEER)
     assert caplog.messages[BURST_LINES:] == [
-        f"refused a call over grpc from {PEER}: unknown key ({1000 - BURST_LINES} such lines were left out before)"
+        f"refused a call over grpc from {PEER}: unknown key ({1000 - BURST_LINES} such lines omitted before)"
     ]
 
 
