@@ -30,7 +30,6 @@ class Cause(NamedTuple):
 
 CANCELLED = Cause(Failure.CANCELLED, "cancelled")
 DEADLINE = Cause(Failure.DEADLINE, "the deadline passed")
-LEASE_LOST = Cause(Failure.LEASE_LOST, "lease lost: the peer was silent for too long")
 PAIR_CLOSED = Cause(Failure.PAIR_CLOSED, "the pair was closed")
 STUCK = Cause(Failure.STUCK, "the peer sends heartbeats, but not what is due")
 KV_GONE = Cause(Failure.KV_GONE, "its KV is gone on the prefill worker")

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from disagg.engine.kv_transfer.commands import LEASE_LOST, PAIR_CLOSED, STUCK, Cause, ClosePair, Send
+from disagg.engine.kv_transfer.commands import PAIR_CLOSED, STUCK, Cause, ClosePair, Send
 from disagg.proto.handover import Abort, AbortAck, Failure, PairHeartbeat, ReservationMessage
 from disagg.proto.ids import AttemptKey
 
@@ -295,9 +295,10 @@ class PairHalf(ABC, Generic[A, M, C]):
         if self._clock.tick(now):
             out.append(Send(PairHeartbeat()))
         silence_s, lease_s = self._clock.silence_s, self._clock.lease_timeout_s
-        self._expire(now, silence_s >= lease_s, out)
+        lost = Cause(Failure.LEASE_LOST, f"lease lost: the {self.PEER} was silent for {silence_s:.1f} s")
+        self._expire(now, lost if silence_s >= lease_s else None, out)
         if silence_s >= 2 * lease_s and (self._attempts or len(self._window)):
-            return out + self._close_pair(LEASE_LOST)
+            return out + self._close_pair(lost)
         oldest = self._oldest_debt()
         if oldest is not None and self._clock.now - oldest >= self._transfer_timeout_s:
             return out + self._close_pair(STUCK)
@@ -345,8 +346,8 @@ class PairHalf(ABC, Generic[A, M, C]):
         """Do all that slots and credits allow."""
 
     @abstractmethod
-    def _expire(self, now: float, lease_is_lost: bool, out: list[C | Send | ClosePair]) -> None:
-        """End the attempts whose time is over; all of them if the lease is lost."""
+    def _expire(self, now: float, lease_lost: Cause | None, out: list[C | Send | ClosePair]) -> None:
+        """End the attempts whose time is over; all of them if the lease is lost, with this cause."""
 
     @abstractmethod
     def _oldest_debt(self) -> float | None:

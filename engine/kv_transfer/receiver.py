@@ -17,7 +17,6 @@ from disagg.engine.kv_transfer.commands import (
     BLOCKS_GONE,
     CANCELLED,
     DEADLINE,
-    LEASE_LOST,
     Cause,
     JoinSequence,
     ReceiveOutcome,
@@ -343,12 +342,12 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
 
     # ------------------------------------------------------------ time
 
-    def _expire(self, now: float, lease_is_lost: bool, out: Commands) -> None:
+    def _expire(self, now: float, lease_lost: Cause | None, out: Commands) -> None:
         self._cancelled_early.expire(now)
         self._ended.expire(now)
-        if lease_is_lost:
+        if lease_lost is not None:
             for attempt in list(self._attempts.values()):
-                self._give_up(attempt, LEASE_LOST, out)
+                self._give_up(attempt, lease_lost, out)
 
     def _oldest_debt(self) -> float | None:
         return self._window.oldest_clear

@@ -18,7 +18,6 @@ from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
     KV_GONE,
-    LEASE_LOST,
     PAIR_CLOSED,
     STUCK,
     Cause,
@@ -330,10 +329,10 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
 
     # ------------------------------------------------------------ time
 
-    def _expire(self, now: float, lease_is_lost: bool, out: Commands) -> None:
+    def _expire(self, now: float, lease_lost: Cause | None, out: Commands) -> None:
         for attempt in [a for a in self._attempts.values() if a.live]:
-            if lease_is_lost:
-                self._give_up(attempt, "failed", LEASE_LOST, out)
+            if lease_lost is not None:
+                self._give_up(attempt, "failed", lease_lost, out)
             elif attempt.deadline is not None and now >= attempt.deadline:
                 self._give_up(attempt, "cancelled", DEADLINE, out)
             elif attempt.awaits_answer and now - attempt.waiting_since >= self._transfer_timeout_s:

@@ -105,6 +105,16 @@ def test_no_modules_import_each_other() -> None:
     assert arch.import_cycles(SOURCES) == []
 
 
+def test_only_the_start_of_a_worker_imports_the_faults() -> None:
+    """So that no code of a worker has a branch for faults on purpose: it gets them as its parts, or not at all."""
+    importers = {
+        path
+        for path in CODE
+        if any(found.name.startswith("disagg.engine.faults") for found in arch.imports(path, SOURCES[path]))
+    }
+    assert {path for path in importers if not path.startswith("engine/faults/")} == {"cluster/hosts/worker_host.py"}
+
+
 def test_a_room_has_few_modules() -> None:
     paths = [path for path in [*CODE, *arch.source_files("benchmarks")] if not path.endswith("__init__.py")]
     rooms = Counter(str(PurePosixPath(path).parent) for path in paths)

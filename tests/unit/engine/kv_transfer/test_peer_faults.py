@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.kv_transfer.commands import DEADLINE, LEASE_LOST, STUCK
+from disagg.engine.kv_transfer.commands import DEADLINE, STUCK, Cause
 from disagg.proto.handover import (
     Abort,
     AbortAck,
@@ -290,7 +290,9 @@ def test_silence_ends_all_attempts(silent: str, num_deliveries: int) -> None:
     machine: Any = pair.receiver.machine if silent == "p" else pair.sender.machine
     overs: Any = pair.d_overs.get(key, []) if silent == "p" else pair.p_overs[key]
     assert not any(machine.holdings().values())
-    assert all(over.cause == LEASE_LOST for over in overs if over.outcome not in ("handed_over", "committed"))
+    peer = "prefill" if silent == "p" else "decode"
+    lost = Cause(Failure.LEASE_LOST, f"lease lost: the {peer} worker was silent for 5.0 s")
+    assert all(over.cause == lost for over in overs if over.outcome not in ("handed_over", "committed"))
     pair.break_stream()
     pair.run()
     pair.assert_at_rest()
