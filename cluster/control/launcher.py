@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 class Launcher(Protocol):
     """Starts and ends processes. Its methods may block; the controller calls them on one thread of its own, one after
-    the other. The name of a worker's process is its id, that of the gateway's is `launch.GATEWAY`."""
+    the other. The name of a worker's process is its id, that of the gateway's is `gateways.GATEWAY`."""
 
     restarts: bool
     """Whether the launcher restarts a process that ends by itself (Ray does that)."""

@@ -1,7 +1,7 @@
 """The controller's actor, from outside: created, found, called, ended. Used by `disagg up`, whose controller ends with
 it, and by `disagg cluster`, whose controller stands by itself in a Ray cluster.
 
-All of it needs an open `ray_session.Session`.
+All of it needs an open `session.Session`.
 """
 
 from __future__ import annotations
