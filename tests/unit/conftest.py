@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
 
 from disagg.router.gateway.event_loop import turns
 
 os.environ["TRITON_INTERPRET"] = "1"
 """Triton reads this when it is imported, which transformers does: so here, before any test's imports."""
+
+hypothesis.settings.register_profile("unit", deadline=None)  # by default an example of 200 ms fails: a timing assert
+hypothesis.settings.load_profile("unit")
 
 REAL_TIME_SLEEP = time.sleep
 REAL_ASYNCIO_SLEEP = asyncio.sleep
