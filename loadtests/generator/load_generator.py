@@ -49,7 +49,7 @@ class GeneratorOptions:
     request_timeout_s: float | None = None
 
     def arguments(self) -> list[str]:
-        """As Locust takes them."""
+        """Arguments of Locust's command line."""
         found = [f"--generator-nice={self.nice}", f"--max-in-flight={self.max_in_flight}"]
         if self.cores:
             found.append(f"--generator-cores={','.join(map(str, self.cores))}")

@@ -47,7 +47,7 @@ _down: msgspec.msgpack.Decoder[GatewayToWorker] = msgspec.msgpack.Decoder(Gatewa
 
 
 class ScriptedWorker:
-    """See the module docstring. One session at a time."""
+    """Accepts one session at a time."""
 
     def __init__(self, worker_id: str, **info: Any) -> None:
         self.info: WorkerInfo = worker_info(worker_id, address="127.0.0.1:0", **info)

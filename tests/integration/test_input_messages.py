@@ -46,7 +46,6 @@ class CountedTurns(selectors.DefaultSelector):
         self._num_calls += event in ("call", "c_call")
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors.BaseSelector`."""
         self.most_calls = max(self.most_calls, self._num_calls)
         self._num_calls = 0
         return super().select(timeout)

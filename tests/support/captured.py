@@ -96,7 +96,6 @@ class CapturedRunner(SampledRunner):
 
     @property
     def step_queue(self) -> StepQueue | None:  # type: ignore[override]
-        """See `ModelRunner.step_queue`."""
         return self._step_queue
 
     def _counting(self, enqueue: Callable[[StepPlan, QueuedStep | None], QueuedStep]) -> Any:
@@ -107,14 +106,12 @@ class CapturedRunner(SampledRunner):
         return counted
 
     def forward(self, batch: Batch) -> Tensor:
-        """See `Decoder.forward`."""
         rows = slice(None) if batch.sample_rows is None else batch.sample_rows
         words_R = batch.token_ids_T[rows] * 31 + batch.positions_T[rows] * 7
         columns_RV = (torch.arange(VOCAB_SIZE)[None, :] - words_R[:, None]) % VOCAB_SIZE
         return self._rows[words_R % len(self._rows)].gather(1, columns_RV)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         logits_SV, largest_S = self._replayed.forward(self._batches.arrays(plan))
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
         tokens = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []

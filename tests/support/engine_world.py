@@ -50,7 +50,6 @@ class QuickRunner(FakeModelRunner):
     """Answers with `TOKEN` and computes nothing."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         return StepResult([TOKEN] * sum(entry.samples for entry in plan.entries))
 
     def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:

@@ -30,8 +30,6 @@ from tests.support.engine import BLOCK, VOCAB_SIZE
 
 @dataclass
 class HostQueuedStep:
-    """See `plan.QueuedStep`."""
-
     plan: StepPlan
     wait: Callable[[], None]
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +39,6 @@ class HostQueuedStep:
     was_asked: bool = False
 
     def result(self) -> StepResult:
-        """See `plan.QueuedStep.result`."""
         assert not self.was_asked, "a result is read twice"
         self.was_asked = True
         self.wait()
@@ -81,7 +78,6 @@ class QueueingRunner(FakeModelRunner):
         return self if self.is_launching else None
 
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        """See `plan.StepQueue.enqueue`."""
         assert not plan.prefills
         assert 0 < len(plan.decodes) <= self.max_decodes
         assert after is None or isinstance(after, HostQueuedStep)
@@ -106,7 +102,6 @@ class QueueingRunner(FakeModelRunner):
         return step
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         self.runs.append(plan)
         self._wait()
         return super().run(plan)

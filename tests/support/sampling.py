@@ -46,7 +46,6 @@ class SampledRunner(FakeModelRunner):
         self._rows = rows.bfloat16()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         written = StepPlan(prefills=tuple(dataclasses.replace(entry, samples=False) for entry in plan.entries))
         assert not super().run(written).token_ids
         entries = [entry for entry in plan.entries if entry.samples]

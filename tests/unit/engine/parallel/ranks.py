@@ -60,17 +60,14 @@ class ThreadCollective:
         self._exchange = exchange
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Collective.all_reduce`."""
         self.num_reduced += 1
         return self._exchange.meet(self.shard.rank, tensor, _sum)
 
     def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
-        """See `Collective.gather_columns`."""
         gathered = self._exchange.meet(self.shard.rank, tensor_RC, lambda parts: torch.cat(parts, dim=1))
         return gathered if self.shard.rank == 0 else None
 
     def close(self) -> None:
-        """See `Collective.close`."""
         self._exchange.end()
 
 

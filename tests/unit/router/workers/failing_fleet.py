@@ -61,8 +61,6 @@ class Fault:
 
 @dataclass
 class FailingFleet:
-    """See the module docstring."""
-
     workers: Sequence[str]
     faults: Sequence[Fault]
     config: RouterConfig = field(default_factory=RouterConfig)
