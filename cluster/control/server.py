@@ -129,6 +129,7 @@ class Controller:
         self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
         """Encoded, so that what goes to several is encoded once."""
+        self._lost_grace_s = RESTART_GRACE_S if launcher.restarts else LOST_GRACE_S
         self._stopping = False
 
     # ------------------------------------------------------------ start and stop
@@ -141,8 +142,9 @@ class Controller:
         """
         loop = asyncio.get_running_loop()
         running = await loop.run_in_executor(self._executor, self._launcher.running)
-        grace_s = RESTART_GRACE_S if self._launcher.restarts else LOST_GRACE_S
-        settings = Settings(drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=grace_s)
+        settings = Settings(
+            drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=self._lost_grace_s
+        )
         self._core = ControlCore(self._sizes, settings, running, controller_id=uuid.uuid4().hex[:8])
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
@@ -224,14 +226,14 @@ class Controller:
     def _publish(self, change: MembershipChange | None, snapshot_for: Collection[GatewayId], core: ControlCore) -> None:
         """A gateway for which too many changes wait gets a snapshot of the membership instead."""
         frame = None if change is None else encode(change)
-        whole: bytes | None = None
+        snapshot: bytes | None = None
         for gateway_id, frames in self._followers.items():
             is_late = frames.qsize() >= MAX_CHANGES_WAITING
             if gateway_id in snapshot_for or is_late:
                 while not frames.empty():
                     frames.get_nowait()
-                whole = whole or encode(core.membership())
-                frames.put_nowait(whole)
+                snapshot = snapshot or encode(core.membership())
+                frames.put_nowait(snapshot)
             elif frame is not None:
                 frames.put_nowait(frame)
 
@@ -300,6 +302,12 @@ class Controller:
                 del self._workers[key]
                 self._supervisor.forget(watched)
                 self._handle(events.WorkerLeft(*key))
+                self._log_if_lost(watched)
+
+    def _log_if_lost(self, process: ProcessIncarnation) -> None:
+        if any(worker.phase == "lost" and worker.worker_id == process.name for worker in self._state.workers):
+            text = "%s (process %d) is lost: its connection broke; it is restarted unless it reconnects within %g s"
+            logger.warning(text, process.name, process.pid, self._lost_grace_s)
 
     async def _read_heartbeats(self, requests: AsyncIterator[bytes], process: ProcessIncarnation) -> None:
         async for message in _messages(requests, WorkerToController, process.name):

@@ -1,5 +1,5 @@
 """What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`). A worker's other
-ranks are in `ranks.py`, the controller is in `controller.py`.
+ranks are in `rank_actors.py`, the controller is in `controller_actor.py`.
 
 An actor *is* the process: its content runs on threads of its own, started when the actor is made, and no actor method
 is needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
