@@ -133,7 +133,8 @@ def test_killed_processes_are_started_again_and_serve() -> None:
             assert cluster.address == address
             details = {str(record.worker_id): record.detail for record in cluster.state().workers}
             details["gateway"] = cluster.state().gateways[0].detail
-            assert details[name] == "killed by SIGKILL"
+            # a busy machine may have had it log something before
+            assert details[name].partition("; the end of its log:")[0] == "killed by SIGKILL"
             serves(cluster, name)
     assert cluster.killed == []
 
