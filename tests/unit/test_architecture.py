@@ -32,6 +32,9 @@ PURE_ROOMS = (
     "loadtests",
     "loadtests/workload",
     "loadtests/verdict",
+    "simulator/step_times",
+    "simulator/workers",
+    "simulator/world",
 )
 """Folders whose modules decide and do nothing else; what lies in their sub-folders has rules of its own."""
 

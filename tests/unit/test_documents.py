@@ -26,7 +26,17 @@ MAP = "docs/architecture.md"
 BENCHMARKS = "benchmarks/README.md"
 BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"}
 """Programs that benchmarks start."""
-CODE_TOPS = ("cluster", "decode_worker", "engine", "kernels", "loadtests", "prefill_worker", "proto", "router")
+CODE_TOPS = (
+    "cluster",
+    "decode_worker",
+    "engine",
+    "kernels",
+    "loadtests",
+    "prefill_worker",
+    "proto",
+    "router",
+    "simulator",
+)
 TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")
 
 

@@ -1,0 +1,1 @@
+"""Workers that only take time. Pure."""
