@@ -1,6 +1,7 @@
 """The requests of a load test: prompts and output lengths, complete before the run begins.
 
-    WorkloadConfig + ArrivalConfig ──plan_requests──> [PlannedRequest] ──> open_loop.py
+    WorkloadConfig + ArrivalConfig ──outline──> [OutlinedRequest] ──plan──> [PlannedRequest] ──> open_loop.py
+                                                      └──> the simulator, which needs no token ids
 
 A plan is a function of the two configs, the size of the vocabulary and the trace file, if there is one: the same
 seeds give the same token ids and due times on every machine (see randomness.py). Clusters that are compared thus get
@@ -14,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -139,6 +140,57 @@ _LENGTH_FIELDS = {
 }
 
 
+class PromptPart(NamedTuple):
+    """Tokens of a prompt that are drawn from one key: of two parts with the same key the shorter is a prefix of the
+    longer."""
+
+    num_tokens: int
+    key: tuple[int | str, ...]
+
+    def token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """The ids, each in [0, vocab_size)."""
+        return token_ids(self.num_tokens, vocab_size, *self.key)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutlinedRequest:
+    """A planned request whose prompt is named and not drawn; fields as in `PlannedRequest`."""
+
+    index: int
+    due_s: float
+    parts: tuple[PromptPart, ...]
+    """The prompt, or the new part of it in a later turn."""
+    max_tokens: int
+    after: int | None = None
+    group: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of `parts`."""
+        return sum(part.num_tokens for part in self.parts)
+
+    def planned(self, vocab_size: int) -> PlannedRequest:
+        """The same with its token ids."""
+        return PlannedRequest(
+            index=self.index,
+            due_s=self.due_s,
+            prompt_token_ids=tuple(token_id for part in self.parts for token_id in part.token_ids(vocab_size)),
+            max_tokens=self.max_tokens,
+            after=self.after,
+            group=self.group,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """All requests of a run, without token ids."""
+
+    requests: list[OutlinedRequest]
+    """As in `Plan`."""
+    window_s: float
+    """As in `Plan`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """All requests of a run."""
@@ -147,6 +199,27 @@ class Plan:
     """In the order of their due times; a conversation's turns in their own order."""
     window_s: float
     """The time that the arrivals stand for: what goodput divides by."""
+
+
+def outline(workload: WorkloadConfig, arrivals: ArrivalConfig, *, max_model_len: int) -> Outline:
+    """The requests of a run and its length; arguments and errors as in `plan`."""
+    if arrivals.kind == "trace" and not isinstance(workload, TraceWorkload):
+        raise ValueError("arrivals.kind: times of a trace need a workload of kind trace")
+    match workload:
+        case RandomWorkload():
+            requests = _outline_random(workload, arrivals)
+        case SharedPrefixWorkload():
+            requests = _outline_shared_prefix(workload, arrivals)
+        case MultiTurnWorkload():
+            requests = _outline_multi_turn(workload, arrivals)
+        case TraceWorkload():
+            requests = _outline_trace(workload, arrivals)
+    _check_fits(requests, _LENGTH_FIELDS[type(workload)], max_model_len)
+    due_s = [request.due_s for request in requests]
+    nominal_s = window_s(arrivals, due_s)
+    # The last turns of conversations are due after the last conversation has begun.
+    late_s = due_s[-1] if isinstance(workload, MultiTurnWorkload) else 0.0
+    return Outline(requests=requests, window_s=max(nominal_s, late_s))
 
 
 def plan(workload: WorkloadConfig, arrivals: ArrivalConfig, *, vocab_size: int, max_model_len: int) -> Plan:
@@ -164,23 +237,8 @@ def plan(workload: WorkloadConfig, arrivals: ArrivalConfig, *, vocab_size: int, 
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size: expected at least 1; got {vocab_size}")
-    if arrivals.kind == "trace" and not isinstance(workload, TraceWorkload):
-        raise ValueError("arrivals.kind: times of a trace need a workload of kind trace")
-    match workload:
-        case RandomWorkload():
-            requests = _plan_random(workload, arrivals, vocab_size)
-        case SharedPrefixWorkload():
-            requests = _plan_shared_prefix(workload, arrivals, vocab_size)
-        case MultiTurnWorkload():
-            requests = _plan_multi_turn(workload, arrivals, vocab_size)
-        case TraceWorkload():
-            requests = _plan_trace(workload, arrivals, vocab_size)
-    _check_fits(requests, _LENGTH_FIELDS[type(workload)], max_model_len)
-    due_s = [request.due_s for request in requests]
-    nominal_s = window_s(arrivals, due_s)
-    # The last turns of conversations are due after the last conversation has begun.
-    late_s = due_s[-1] if isinstance(workload, MultiTurnWorkload) else 0.0
-    return Plan(requests=requests, window_s=max(nominal_s, late_s))
+    outlined = outline(workload, arrivals, max_model_len=max_model_len)
+    return Plan(requests=[request.planned(vocab_size) for request in outlined.requests], window_s=outlined.window_s)
 
 
 def plan_requests(
@@ -193,39 +251,34 @@ def plan_requests(
 # ---------------------------------------------------------------- kinds
 
 
-def _plan_random(workload: RandomWorkload, arrivals: ArrivalConfig, vocab_size: int) -> list[PlannedRequest]:
+def _outline_random(workload: RandomWorkload, arrivals: ArrivalConfig) -> list[OutlinedRequest]:
     requests = []
     for index, due_s in enumerate(due_times(arrivals)):
         lengths = Stream("random lengths", workload.seed, index)
         num_tokens = _draw(workload.isl, lengths)
         requests.append(
-            PlannedRequest(
+            OutlinedRequest(
                 index=index,
                 due_s=due_s,
-                prompt_token_ids=token_ids(num_tokens, vocab_size, "random prompt", workload.seed, index),
+                parts=(PromptPart(num_tokens, ("random prompt", workload.seed, index)),),
                 max_tokens=_draw(workload.osl, lengths),
             )
         )
     return requests
 
 
-def _plan_shared_prefix(
-    workload: SharedPrefixWorkload, arrivals: ArrivalConfig, vocab_size: int
-) -> list[PlannedRequest]:
-    prefixes = [
-        token_ids(workload.prefix_tokens, vocab_size, "shared prefix", workload.seed, prefix)
-        for prefix in range(workload.num_prefixes)
-    ]
+def _outline_shared_prefix(workload: SharedPrefixWorkload, arrivals: ArrivalConfig) -> list[OutlinedRequest]:
     requests = []
     for index, due_s in enumerate(due_times(arrivals)):
         draws = Stream("shared prefix lengths", workload.seed, index)
         prefix = draws.integer(0, workload.num_prefixes - 1)
-        own = token_ids(_draw(workload.own_tokens, draws), vocab_size, "own tokens", workload.seed, index)
+        shared = PromptPart(workload.prefix_tokens, ("shared prefix", workload.seed, prefix))
+        own = PromptPart(_draw(workload.own_tokens, draws), ("own tokens", workload.seed, index))
         requests.append(
-            PlannedRequest(
+            OutlinedRequest(
                 index=index,
                 due_s=due_s,
-                prompt_token_ids=prefixes[prefix] + own,
+                parts=(shared, own),
                 max_tokens=_draw(workload.osl, draws),
                 group=f"prefix {prefix}",
             )
@@ -242,7 +295,7 @@ class _Turn:
     num_output_tokens: int
 
 
-def _plan_multi_turn(workload: MultiTurnWorkload, arrivals: ArrivalConfig, vocab_size: int) -> list[PlannedRequest]:
+def _outline_multi_turn(workload: MultiTurnWorkload, arrivals: ArrivalConfig) -> list[OutlinedRequest]:
     assert arrivals.rate_per_s is not None
     mean_turns = sum(_bounds(workload.turns)) / 2
     starts = due_times(msgspec.structs.replace(arrivals, rate_per_s=arrivals.rate_per_s / mean_turns))
@@ -252,12 +305,10 @@ def _plan_multi_turn(workload: MultiTurnWorkload, arrivals: ArrivalConfig, vocab
         turns = [turn for turn in turns if turn.due_s < arrivals.duration_s]
     index_of = {(turn.conversation, turn.turn): index for index, turn in enumerate(turns)}
     return [
-        PlannedRequest(
+        OutlinedRequest(
             index=index,
             due_s=turn.due_s,
-            prompt_token_ids=token_ids(
-                turn.num_new_tokens, vocab_size, "turn", workload.seed, turn.conversation, turn.turn
-            ),
+            parts=(PromptPart(turn.num_new_tokens, ("turn", workload.seed, turn.conversation, turn.turn)),),
             max_tokens=turn.num_output_tokens,
             after=index_of.get((turn.conversation, turn.turn - 1)),
             group=f"conversation {turn.conversation}",
@@ -285,7 +336,7 @@ def _turns(workload: MultiTurnWorkload, conversation: int, start_s: float) -> li
     return turns
 
 
-def _plan_trace(workload: TraceWorkload, arrivals: ArrivalConfig, vocab_size: int) -> list[PlannedRequest]:
+def _outline_trace(workload: TraceWorkload, arrivals: ArrivalConfig) -> list[OutlinedRequest]:
     own_pace = arrivals.kind == "trace" and arrivals.rate_per_s is None
     if workload.time_scale != 1.0 and not own_pace:
         raise ValueError("time_scale: only for arrivals of kind trace without rate_per_s, which sets the pace itself")
@@ -297,29 +348,41 @@ def _plan_trace(workload: TraceWorkload, arrivals: ArrivalConfig, vocab_size: in
             "lower num_requests, duration_s or rate_per_s"
         )
     return [
-        PlannedRequest(
+        OutlinedRequest(
             index=index,
             due_s=due_s,
-            prompt_token_ids=_trace_prompt(workload, index, request, vocab_size)[: workload.max_input_tokens],
+            parts=_cut(_trace_prompt(workload, index, request), workload.max_input_tokens),
             max_tokens=_scaled(request.num_output_tokens, workload.output_scale, workload.max_output_tokens),
         )
         for index, (due_s, request) in enumerate(zip(times, trace, strict=False))
     ]
 
 
-def _trace_prompt(workload: TraceWorkload, index: int, request: TraceRequest, vocab_size: int) -> tuple[int, ...]:
+def _trace_prompt(workload: TraceWorkload, index: int, request: TraceRequest) -> tuple[PromptPart, ...]:
     if not request.block_ids:
         num_tokens = _scaled(request.num_input_tokens, workload.input_scale, workload.max_input_tokens)
-        return token_ids(num_tokens, vocab_size, "trace prompt", workload.seed, index)
+        return (PromptPart(num_tokens, ("trace prompt", workload.seed, index)),)
     *full, last = request.block_ids
     num_last = request.num_input_tokens - BLOCK_TOKENS * len(full)
     tokens_per_block = workload.tokens_per_block
-    prompt: list[int] = []
-    for block_id in full:
-        prompt += token_ids(tokens_per_block, vocab_size, "trace block", workload.seed, block_id)
     num_tail_tokens = max(1, num_last * tokens_per_block // BLOCK_TOKENS)
-    prompt += token_ids(num_tail_tokens, vocab_size, "trace block", workload.seed, last)
-    return tuple(prompt)
+    return (
+        *(PromptPart(tokens_per_block, ("trace block", workload.seed, block_id)) for block_id in full),
+        PromptPart(num_tail_tokens, ("trace block", workload.seed, last)),
+    )
+
+
+def _cut(parts: tuple[PromptPart, ...], most: int | None) -> tuple[PromptPart, ...]:
+    """The first `most` tokens; all of them where that is None."""
+    if most is None or sum(part.num_tokens for part in parts) <= most:
+        return parts
+    kept: list[PromptPart] = []
+    for part in parts:
+        kept.append(part._replace(num_tokens=min(part.num_tokens, most)))
+        most -= part.num_tokens
+        if most <= 0:
+            break
+    return tuple(kept)
 
 
 # ---------------------------------------------------------------- lengths
@@ -352,12 +415,12 @@ def _check_range(field: str, bounds: tuple[float, float], least: int) -> None:
         raise ValueError(f"{field}: expected a number of at least {least}, or [least, most]; got {[low, high]}")
 
 
-def _check_fits(requests: Sequence[PlannedRequest], field: str, max_model_len: int) -> None:
+def _check_fits(requests: Sequence[OutlinedRequest], field: str, max_model_len: int) -> None:
     """Refuse a plan with a request that the model can never take; the answers before a turn count."""
     num_tokens: list[int] = []
     for request in requests:
         before = 0 if request.after is None else num_tokens[request.after]
-        total = before + len(request.prompt_token_ids) + request.max_tokens
+        total = before + request.num_prompt_tokens + request.max_tokens
         if total > max_model_len:
             raise ValueError(
                 f"{field}: request {request.index} needs {total} tokens with its {request.max_tokens} output tokens, "
