@@ -1,0 +1,177 @@
+"""A worker's KV blocks as numbers and one set: which prefixes are cached, who holds how many, what is promised.
+
+What `engine/blocks/` decides, without naming blocks: what was computed of a chain of hashes is found by it; what is
+held stays; the rest leaves in the order in which it was given back, the end of a chain first. Room is counted in units
+of 16 tokens, as many as all blocks hold; sequences take whole blocks of them. Hashes that stand for several units
+(`world.prompts.HashRuns`) come and go as a whole.
+
+Not here: extents, for which the real block manager gives cached blocks up a little ahead of need, and tenants.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import AttemptKey, BlockHash
+from disagg.proto.messages import BlocksRemoved, BlocksStored, KvEvent
+
+PieceKey = BlockHash | AttemptKey
+"""A hash, or for what nobody can find (answers that no later prompt repeats) whose it was."""
+
+
+class BlockSet:
+    """`num_blocks` blocks of `block_size` tokens. Owner: the fast worker."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.per_block = block_size // HASH_BLOCK_TOKENS
+        """Units of a block."""
+        self.num_units = num_blocks * self.per_block
+        self.num_reserved = 0
+        """Units that are promised and not written."""
+        self.num_own = 0
+        """Units that one sequence each holds and nobody can find."""
+        self.num_held = 0
+        """Units that can be found and that sequences hold."""
+        self.num_cached = 0
+        """Units that can be found and that nobody holds."""
+        self._held: dict[PieceKey, int] = {}
+        """What is held, and by how many sequences."""
+        self._cached: OrderedDict[PieceKey, int] = OrderedDict()
+        """What nobody holds, next to go first, and its units."""
+        self._events: list[tuple[bool, list[BlockHash]]] = []
+        """(stored or removed, hashes), in order."""
+
+    @property
+    def num_available(self) -> int:
+        """Units that may be taken without breaking a promise."""
+        return self.num_units - self.num_own - self.num_held - self.num_reserved
+
+    def units_for(self, num_tokens: int) -> int:
+        """Units of the blocks that hold so many tokens."""
+        return -(-num_tokens // (self.per_block * HASH_BLOCK_TOKENS)) * self.per_block
+
+    # ------------------------------------------------------------ prefixes
+
+    def match(self, keys: Sequence[PieceKey], ends: Sequence[int], most: int) -> tuple[int, int]:
+        """How many leading pieces can be found, and of how many units, whole blocks and `most` at most. What can be
+        found is closed under prefixes.
+
+        Args:
+            keys: of the pieces.
+            ends: up to which unit each goes.
+            most: units.
+        """
+        held, cached = self._held, self._cached
+        first, last = 0, min(len(keys), bisect_right(ends, most) + 1)
+        while first < last:
+            middle = (first + last + 1) >> 1
+            key = keys[middle - 1]
+            if key in held or key in cached:
+                first = middle
+            else:
+                last = middle - 1
+        num_units = min(ends[first - 1], most) if first else 0
+        num_units -= num_units % self.per_block
+        while first and (ends[first - 2] if first > 1 else 0) >= num_units:
+            first -= 1  # not even one block of the last piece counts
+        return first, num_units
+
+    def num_evictable(self, keys: Sequence[PieceKey]) -> int:
+        """Units of these pieces that nobody holds."""
+        cached = self._cached
+        return sum(cached.get(key, 0) for key in keys)
+
+    def lock(self, keys: Sequence[PieceKey]) -> None:
+        """Hold for one more sequence what can be found."""
+        held, cached = self._held, self._cached
+        for key in keys:
+            size = cached.pop(key, 0)
+            if size:
+                held[key] = 1
+                self.num_cached -= size
+                self.num_held += size
+            else:
+                held[key] += 1
+
+    def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int]) -> None:
+        """Computed pieces of one sequence, its own until now, can be found from now on; it goes on holding them. What
+        can be found already replaces the sequence's own copy."""
+        held, cached = self._held, self._cached
+        new: list[BlockHash] = []
+        for key, size in zip(keys, sizes, strict=True):
+            self.num_own -= size
+            if key in held:
+                held[key] += 1
+                continue
+            if cached.pop(key, 0):
+                self.num_cached -= size
+            elif not isinstance(key, AttemptKey):
+                new.append(key)
+            held[key] = 1
+            self.num_held += size
+        self._announce(True, new)
+
+    def release(self, keys: Sequence[PieceKey], ends: Sequence[int], num_own: int) -> None:
+        """A sequence lets go of the pieces that it holds, and of `num_own` units of its own."""
+        self.num_own -= num_own
+        held, cached = self._held, self._cached
+        for number in range(len(keys) - 1, -1, -1):
+            key = keys[number]
+            count = held[key]
+            if count > 1:
+                held[key] = count - 1
+                continue
+            del held[key]
+            size = ends[number] - (ends[number - 1] if number else 0)
+            cached[key] = size
+            self.num_held -= size
+            self.num_cached += size
+
+    def make_room(self) -> None:
+        """Evict what is written over."""
+        surplus = self.num_own + self.num_held + self.num_cached - self.num_units
+        if surplus <= 0:
+            return
+        gone: list[BlockHash] = []
+        while surplus > 0:
+            key, size = self._cached.popitem(last=False)
+            surplus -= size
+            self.num_cached -= size
+            if not isinstance(key, AttemptKey):
+                gone.append(key)
+        self._announce(False, gone)
+
+    # ------------------------------------------------------------ what the router hears
+
+    def drain_events(self) -> tuple[KvEvent, ...]:
+        """What became findable, or went, since the last call, in order."""
+        events, self._events = self._events, []
+        return tuple(
+            BlocksStored(hashes=tuple(hashes)) if is_stored else BlocksRemoved(hashes=tuple(hashes))
+            for is_stored, hashes in events
+        )
+
+    def _announce(self, is_stored: bool, hashes: list[BlockHash]) -> None:
+        if not hashes:
+            return
+        if self._events and self._events[-1][0] == is_stored:
+            self._events[-1][1].extend(hashes)
+        else:
+            self._events.append((is_stored, hashes))
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        problems = []
+        if self.num_own < 0 or self.num_reserved < 0:
+            problems.append(f"{self.num_own} units of sequences, {self.num_reserved} promised")
+        if self.num_own + self.num_held + self.num_cached > self.num_units:
+            problems.append(f"{self.num_own + self.num_held + self.num_cached} units used of {self.num_units}")
+        if self._held.keys() & self._cached.keys():
+            problems.append("blocks are held and cached")
+        if self.num_cached != sum(self._cached.values()):
+            problems.append(f"{self.num_cached} cached units are counted, and {sum(self._cached.values())} are there")
+        return problems

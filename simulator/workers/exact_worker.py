@@ -1,0 +1,482 @@
+"""A worker whose engine core is the real one: every step is planned by the real scheduler, on real blocks.
+
+    dispatch ──> prefill role: a pair's Sender, offers first            ──> engine core ──> outbox ──> gateway
+             ──> decode role: taken over by a pair's Receiver, or whole ──┘
+
+Real here: engine core (scheduler, block manager, prefix cache, preemption, swap), outbox, pacing, pending prompts, step
+sampler, both halves of the hand-over. Written again without threads and sockets: the engine's turn
+(`engine/shell/engine_thread.py`), the routing of the two roles (`prefill_worker/role.py`, `decode_worker/role.py`) and
+the report stream. A step takes the time of the step model; what it samples is known to nobody before it ends.
+
+Left out: several ranks (their time is in the step model), steps launched ahead, counters for `/metrics`, deadlines of
+attempts that wait for a pair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from disagg.engine.commands import (
+    Add,
+    ChunkPlanned,
+    Command,
+    Ended,
+    Event,
+    Gather,
+    Gathered,
+    Joined,
+    PrefillComputed,
+    Release,
+    Reserved,
+    ReserveRefused,
+    Scattered,
+    TokenSampled,
+)
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.outbox import Outbox, TokenPacing
+from disagg.engine.core.reports import PendingPrompts
+from disagg.engine.kv_transfer.commands import Cause, ReceiveOver, SendOver
+from disagg.proto.handover import Failure
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import (
+    Cancel,
+    Connect,
+    Dispatch,
+    GatewayToWorker,
+    HandedOver,
+    Load,
+    PeerRef,
+    SequenceSpec,
+    StepSample,
+    WorkerInfo,
+)
+from disagg.router.requests import events
+from disagg.simulator.workers.hand_over import Pair
+from disagg.simulator.workers.reports import Reports
+from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.workers.timed_runner import TimedRunner
+
+MAX_ROUNDS = 4
+"""So often a turn looks for more commands before its step, as in `EngineThread`."""
+
+
+def register(
+    config: WorkerConfig, runner: TimedRunner, max_model_len: int, calibration: tuple[StepSample, ...], incarnation: str
+) -> WorkerInfo:
+    """What a worker says of itself once it listens, as `engine/shell/worker.py` makes it."""
+    return WorkerInfo(
+        worker_id=WorkerId(config.worker_id),
+        incarnation=Incarnation(incarnation),
+        roles=config.roles,
+        address=f"{config.worker_id}:1",
+        pid=1,
+        fingerprint=runner.fingerprint,
+        kv_layout=runner.layout,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        max_num_seqs=config.num_places,
+        token_budget=config.token_budget,
+        max_model_len=max_model_len,
+        calibration=calibration,
+        decode_reserve_tokens=config.decode_reserve_tokens,
+        watermark_blocks=config.watermark_blocks(runner.num_blocks),
+    )
+
+
+@dataclass(slots=True)
+class _Sending:
+    """An attempt that is offered to a decode worker, or sent to it."""
+
+    pair: Pair
+    gateway_id: GatewayId
+    dispatched_at: float
+    alloc_wait_s: float = 0.0
+    is_over: bool = False
+    """Decided; only a copy may still be owed."""
+
+
+class ExactWorker:
+    """See the module docstring. Owner: the simulated cluster."""
+
+    def __init__(
+        self,
+        world: Surroundings,
+        config: WorkerConfig,
+        runner: TimedRunner,
+        calibration: tuple[StepSample, ...],
+        incarnation: str,
+    ) -> None:
+        self.config = config
+        self.core = EngineCore(runner, config=config)
+        self.info = register(config, runner, self.core.max_model_len, calibration, incarnation)
+        self.is_dead = False
+        self._world = world
+        self._loop = world.loop
+        self._runner = runner
+        self._outbox = Outbox()
+        self._pacing = TokenPacing(config.token_interval_s)
+        self._pending_prompts = PendingPrompts()
+        self._inbox: deque[tuple[float, Command]] = deque()
+        self._untold: list[Event] = []
+        self._is_busy = False
+        """A turn is under way or planned."""
+        self._pairs: dict[PeerRef, Pair] = {}
+        """As P."""
+        self._sending: dict[AttemptKey, _Sending] = {}
+        self._incoming: dict[Pair, None] = {}
+        """As D: the pairs that others began with it."""
+        self._receiving: dict[AttemptKey, Pair] = {}
+        """As D: attempts whose hand-over is under way, or whose bytes the engine still copies."""
+        self._under_way: set[AttemptKey] = set()
+        """As D: attempts whose hand-over is under way."""
+        self._gateway_of: dict[AttemptKey, GatewayId] = {}
+        """As D: every attempt, from offer or dispatch to its end."""
+        self._step = StepSample(0.0)
+        """The latest one, with its time."""
+        self._reports = Reports(
+            self._loop,
+            self.info.worker_id,
+            self.info.incarnation,
+            config.report_interval_s,
+            config.report_idle_s,
+            self.load,
+            self.core.drain_kv_events,
+            lambda report: world.to_gateway(events.WorkerReported(report)),
+        )
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._reports.start(self.core.prefix_snapshot())
+
+    def stop_reporting(self) -> None:
+        """The run is over."""
+        self._reports.stop()
+
+    def die(self) -> None:
+        """End without a word; the pairs of others are closed by `Pair.close`."""
+        self.is_dead = True
+        self._reports.stop()
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since its start."""
+        return self.core.totals().preemptions
+
+    def pairs(self) -> list[Pair]:
+        """Those that it began, as P."""
+        return list(self._pairs.values())
+
+    def forget_pair(self, peer: PeerRef) -> None:
+        """Its decode worker died."""
+        if (pair := self._pairs.pop(peer, None)) is not None:
+            pair.close()
+
+    def load(self) -> Load:
+        """Of the engine, and prompts that it does not count yet."""
+        load = self.core.load()
+        num_more = self._pending_prompts.num_tokens(self._owns)
+        if not num_more:
+            return load
+        return Load(**{**_fields(load), "uncomputed_prompt_tokens": load.uncomputed_prompt_tokens + num_more})
+
+    def audit(self) -> tuple[dict[str, int], list[str]]:
+        """What is held (all zero when idle), and what does not fit together."""
+        counts, problems = self.core.audit()
+        held = {"attempts": len(self._sending) + len(self._gateway_of), "receiving": len(self._receiving)}
+        for pair in self._pairs.values():
+            for name, count in pair.holdings().items():
+                if name != "tombstones":  # they fade
+                    held[name] = held.get(name, 0) + count
+        return {**counts, **held}, problems
+
+    # ------------------------------------------------------------ messages of the gateway
+
+    def receive(self, message: GatewayToWorker) -> None:
+        """A dispatch, a cancel, or a pair to form."""
+        if self.is_dead:
+            return
+        match message:
+            case Dispatch():
+                self._dispatch(message)
+            case Cancel():
+                self._cancel(AttemptKey(message.request_id, message.attempt))
+            case Connect():
+                self._pair_with(message.decode_peer)
+        self.flush()
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        spec, peer = dispatch.spec, dispatch.decode_peer
+        if ("decode" if peer is None else "prefill") not in self.config.roles:
+            self._outbox.end(spec.gateway_id, spec.key, "refused", f"{self.config.worker_id} cannot run this dispatch")
+            return
+        self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
+        if peer is None:
+            self._gateway_of[spec.key] = spec.gateway_id
+            self.post(Add(spec))
+            return
+        is_new = peer not in self._pairs
+        pair = self._pair_with(peer)
+        if pair is None:
+            reason = f"pair lost: {peer.worker_id} is gone"
+            self._outbox.end(spec.gateway_id, spec.key, "refused", reason, in_transfer=True)
+            return
+        self._sending[spec.key] = _Sending(pair, spec.gateway_id, self._loop.now)
+        if is_new and self._world.overheads.pair_s:
+            self._loop.after(self._world.overheads.pair_s, self._offer, pair, spec)
+        else:
+            pair.offer(spec)
+
+    def _offer(self, pair: Pair, spec: SequenceSpec) -> None:
+        if not self.is_dead and not pair.is_closed and spec.key in self._sending:
+            pair.offer(spec)
+            self.flush()
+
+    def _pair_with(self, peer: PeerRef) -> Pair | None:
+        pair = self._pairs.get(peer)
+        if pair is None:
+            other = self._world.find_worker(peer)
+            if not isinstance(other, ExactWorker):
+                return None
+            pair = self._pairs[peer] = Pair(self._world, self, other)
+        return pair
+
+    def _cancel(self, key: AttemptKey) -> None:
+        if (sending := self._sending.get(key)) is not None:
+            sending.pair.cancel_sending(key)
+        if (pair := self._receiving.get(key)) is not None:
+            pair.cancel_receiving(key)
+        elif key in self._gateway_of:
+            self.post(Release(key))
+        elif "decode" in self.config.roles:
+            for each in self._incoming:  # its offer may be on its way
+                each.cancel_receiving(key)
+        self._gateway_of.pop(key, None)
+
+    # ------------------------------------------------------------ the engine's turns
+
+    def post(self, command: Command) -> None:
+        """A command for the engine."""
+        self._inbox.append((self._loop.now, command))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.at(self._loop.now, self._turn)
+
+    def _turn(self) -> None:
+        if self.is_dead:
+            return
+        rounds = MAX_ROUNDS
+        while rounds and self._handle_arrived():
+            rounds -= 1
+        planned = self.core.plan_step(self._loop.now)
+        plan = self.core.planned
+        if planned or (plan.prefills and self._untold):
+            self._tell(planned)
+        copy_s, step_s = self._take_copy_s(), 0.0
+        if plan.entries:
+            self._step = self._runner.timed(plan)
+            step_s = self._step.ms / 1e3
+        if plan.entries or copy_s:
+            self._loop.after(copy_s + step_s, self._end_step)
+        else:
+            self._end_step()
+
+    def _handle_arrived(self) -> bool:
+        if not self._inbox:
+            return False
+        commands, self._inbox = self._inbox, deque()
+        told: list[Event] = []
+        for posted_at, command in commands:
+            told += self.core.handle(command, posted_at)
+            if isinstance(command, Add):
+                self._pending_prompts.added((command.spec.key,))
+        if told:
+            self._tell(told)
+        else:
+            self._reports.note()
+        return True
+
+    def _end_step(self) -> None:
+        if self.is_dead:
+            return
+        happened = self.core.run_step()
+        while self._inbox and isinstance(self._inbox[0][1], Gather):
+            posted_at, command = self._inbox.popleft()
+            happened += self.core.handle(command, posted_at)
+        copy_s = self._take_copy_s()
+        if copy_s:
+            self._loop.after(copy_s, self._end_turn, happened)
+        else:
+            self._end_turn(happened)
+
+    def _end_turn(self, happened: list[Event]) -> None:
+        if self.is_dead:
+            return
+        plan = self.core.last_plan
+        now, is_busy = self._loop.now, self.core.has_work
+        if plan.entries:
+            self._reports.offer(self._step)
+            self._reports.note()
+        if is_busy and plan.entries and self._pacing.may_wait(happened, self._step.ms / 1e3, now):
+            self._untold += happened
+        else:
+            self._pacing.flushed(now)
+            self._tell(happened)
+        if self._inbox or self.core.has_work:
+            self._loop.after(self._world.overheads.step_s if plan.entries else 0.0, self._turn)
+            return
+        self._is_busy = False
+        if (deadline := self.core.next_deadline) is not None:
+            self._loop.at(deadline, self._wake)
+
+    def _take_copy_s(self) -> float:
+        num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0
+        return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
+
+    def _tell(self, happened: list[Event]) -> None:
+        """What the engine did, to roles and gateway."""
+        if self._untold:
+            happened, self._untold = self._untold + happened, []
+        for event in happened:
+            if isinstance(event, TokenSampled):
+                self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+            elif event.key in self._sending:
+                self._on_prefill_event(self._sending[event.key], event)
+            elif event.key in self._gateway_of or event.key in self._receiving:
+                self._on_decode_event(event)
+        self._reports.note()
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is in the outbox."""
+        for update in self._outbox.flush().values():
+            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+    # ------------------------------------------------------------ the prefill role
+
+    def _on_prefill_event(self, sending: _Sending, event: Event) -> None:
+        key, pair = event.key, sending.pair
+        match event:
+            case ChunkPlanned():
+                pair.on_chunk_planned(key, event.end)
+            case PrefillComputed():
+                self._outbox.prefill_done(
+                    event.gateway_id,
+                    key,
+                    event.cached_tokens,
+                    alloc_wait_s=sending.alloc_wait_s,
+                    queue_s=event.queue_s,
+                )
+                pair.on_prefill_computed(key, event.token_id)
+            case Ended():
+                self._outbox.end(event.gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
+                pair.cancel_sending(key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
+            case Gathered():
+                pair.on_gathered(event)
+                self._forget_if_sent(key)
+            case _:
+                raise AssertionError(f"a prefill worker got {event}")
+
+    def on_reserved(self, key: AttemptKey) -> None:
+        """See `PrefillEnd`."""
+        sending = self._sending[key]
+        sending.alloc_wait_s = self._loop.now - sending.dispatched_at
+
+    def on_sent_over(self, over: SendOver) -> None:
+        """See `PrefillEnd`."""
+        sending = self._sending[over.key]
+        sending.is_over = True
+        cause = over.cause
+        if cause is not None and cause.failure is Failure.DEADLINE:
+            self._outbox.end(sending.gateway_id, over.key, "deadline", cause.detail)
+        elif cause is not None and (over.outcome == "refused" or over.outcome == "failed"):
+            is_pair = over.outcome == "failed"  # else D has no room
+            self._outbox.end(sending.gateway_id, over.key, over.outcome, cause.detail, in_transfer=is_pair)
+        self._forget_if_sent(over.key)
+
+    def _forget_if_sent(self, key: AttemptKey) -> None:
+        sending = self._sending.get(key)
+        if sending is not None and sending.is_over and not sending.pair.is_gathering(key):
+            del self._sending[key]
+
+    # ------------------------------------------------------------ the decode role
+
+    def _on_decode_event(self, event: Event) -> None:
+        key = event.key
+        pair = self._receiving.get(key)
+        match event:
+            case PrefillComputed():
+                self._outbox.prefill_done(event.gateway_id, key, event.cached_tokens, queue_s=event.queue_s)
+            case Ended():
+                if (gateway_id := self._gateway_of.pop(key, None)) is not None:
+                    self._outbox.end(gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
+                if pair is not None:
+                    pair.on_ended(key, event.reason)
+            case Reserved() if pair is not None:
+                pair.on_reserved(key, event.cached_tokens)
+            case ReserveRefused() if pair is not None:
+                pair.on_reserve_refused(key, event.reason)
+            case Scattered() if pair is not None:
+                pair.on_scattered(key, event.seq, event.ok)
+                self._forget_if_received(key)
+            case Joined() | Reserved() | ReserveRefused() | Scattered():
+                """The hand-over was committed when the join was asked for; the others came too late."""
+            case _:
+                raise AssertionError(f"a decode worker got {event}")
+
+    def on_paired(self, pair: Pair) -> None:
+        """See `DecodeEnd`."""
+        self._incoming[pair] = None
+
+    def on_unpaired(self, pair: Pair) -> None:
+        """See `DecodeEnd`."""
+        self._incoming.pop(pair, None)
+
+    def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
+        """See `DecodeEnd`."""
+        if self._owns(spec.key):
+            return False
+        self._under_way.add(spec.key)
+        self._receiving[spec.key] = pair
+        self._gateway_of[spec.key] = spec.gateway_id
+        return True
+
+    def on_received_over(self, pair: Pair, over: ReceiveOver) -> None:
+        """See `DecodeEnd`."""
+        key = over.key
+        if self._receiving.get(key) is not pair:
+            return
+        if over.outcome == "committed":
+            if (gateway_id := self._gateway_of.get(key)) is not None:
+                began_at = self._loop.now if over.began_at is None else over.began_at
+                message = HandedOver(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    kv_bytes=over.kv_bytes,
+                    cached_tokens=over.cached_tokens,
+                    transport=self.config.transport,
+                    transfer_s=self._loop.now - began_at,
+                )
+                self._outbox.handed_over(gateway_id, message)
+        else:
+            self._gateway_of.pop(key, None)
+        self._under_way.discard(key)
+        self._forget_if_received(key)
+
+    def _forget_if_received(self, key: AttemptKey) -> None:
+        pair = self._receiving.get(key)
+        if pair is not None and key not in self._under_way and not pair.is_scattering(key):
+            del self._receiving[key]
+
+    def _owns(self, key: AttemptKey) -> bool:
+        return key in self._sending or key in self._gateway_of or key in self._receiving
+
+
+def _fields(load: Load) -> dict[str, int]:
+    return {name: getattr(load, name) for name in load.__struct_fields__}

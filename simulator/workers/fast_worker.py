@@ -1,0 +1,1051 @@
+"""A worker as a few numbers: it jumps over decode steps in which nothing changes.
+
+    inbox ──> reserve, add, join, release ──> next step: prompts in work, one step at a time
+                                                       no prompts: n steps at once, until an answer ends, blocks run
+                                                       short, or something comes; that waits for the end of its step
+
+The rules are those of the real scheduler (`engine/core/scheduler.py`, `policy.py`, `blocks/kv_cache_manager.py`):
+order, budget, chunks, tails, admission, reserves, preemption, suspension. A sequence that decodes is a place in the
+count of steps at which it ends; contexts are one sum. Tokens of an answer go to the router with its first token, at its
+end, and once a second between; when each was made is kept beside. The hand-over moves the same bytes at the same times,
+without messages for each chunk. Reports go out when sequences come, end or are computed.
+
+Times between two steps of a jump follow a line (`jump_length` sees to it that they nearly do).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from msgspec.structs import replace
+
+from disagg.engine.blocks.swap import slot_tokens_for
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.outbox import Outbox
+from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
+from disagg.engine.core.reports import PendingPrompts
+from disagg.engine.kv_transfer.pair_half import tokens_per_chunk
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, max_cached_tokens
+from disagg.proto.ids import AttemptKey, BlockHash
+from disagg.proto.messages import (
+    BlocksSnapshot,
+    Cancel,
+    Connect,
+    Dispatch,
+    EndReason,
+    GatewayToWorker,
+    HandedOver,
+    Load,
+    PeerRef,
+    SequenceSpec,
+    StepSample,
+    StepUpdate,
+    TokenOut,
+    WorkerInfo,
+)
+from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids, pack_token_ids
+from disagg.router.requests import events
+from disagg.simulator.step_times.interface import StepTimes, StepWork
+from disagg.simulator.workers.block_set import BlockSet, PieceKey
+from disagg.simulator.workers.reports import Reports
+from disagg.simulator.workers.surroundings import GATEWAY, Answers, Surroundings
+from disagg.simulator.world.prompts import HashRuns
+
+TELL_S = 1.0
+"""Tokens of running answers are sent together after so long."""
+MAX_JUMP = 1024
+_BEND = 0.002
+"""By what share the step in the middle of a jump may differ from the line between its ends."""
+
+
+class _Sequence:
+    """One attempt on one worker."""
+
+    __slots__ = (
+        "alloc_wait_s",
+        "arrival",
+        "attends",
+        "cached_tokens",
+        "computed",
+        "end_at",
+        "ends",
+        "gateway_id",
+        "holds",
+        "joined_at",
+        "key",
+        "keys",
+        "kv_bytes",
+        "locked",
+        "next_kv_token",
+        "num_given",
+        "num_known",
+        "num_preemptions",
+        "order",
+        "other",
+        "own",
+        "phase",
+        "promised",
+        "queue_s",
+        "sent",
+        "spec",
+        "swapped",
+        "told_at",
+        "transfer_began",
+    )
+
+    def __init__(self, spec: SequenceSpec, now: float, *, holds: bool) -> None:
+        self.spec = spec
+        self.key = spec.key
+        self.gateway_id = spec.gateway_id
+        self.keys: Sequence[PieceKey] = ()
+        """Of the full blocks of what was given, each perhaps for several."""
+        self.ends: Sequence[int] = ()
+        """Up to which unit of 16 tokens each of them goes."""
+        self.note_hashes(spec.block_hashes)
+        self.num_given = self.num_known = spec.num_known_tokens
+        """`num_known`: to be computed before the next token is sampled."""
+        self.holds = holds
+        """Computed for another worker."""
+        self.phase = "waiting"
+        """waiting, prefill, held, offered, reserved, resumed, decode, over."""
+        self.other: FastWorker | None = None
+        """The other worker of its pair."""
+        self.arrival = now
+        """Of what the engine is to do: of the dispatch, the offer, or the reservation."""
+        self.alloc_wait_s = 0.0
+        self.computed = 0
+        self.cached_tokens = 0
+        self.locked = 0
+        """Leading `keys` that it holds."""
+        self.own = 0
+        """Units that it holds beside these."""
+        self.promised = 0
+        self.num_preemptions = 0
+        self.swapped = 0
+        """Tokens in host memory."""
+        self.sent = len(spec.emitted_token_ids)
+        """Output tokens that the gateway has or gets from another worker."""
+        self.joined_at = 0
+        """The worker's count of decode steps when it began to decode."""
+        self.told_at = 0
+        """The count of decode steps whose tokens were sent."""
+        self.attends = 0
+        """Tokens that its first decode step attends to."""
+        self.end_at = 0
+        """The count of decode steps at which its answer ends."""
+        self.next_kv_token = 0
+        """P: tokens before this one are on D or on their way."""
+        self.kv_bytes = 0
+        self.transfer_began: float | None = None
+        self.queue_s: float | None = None
+        self.order: tuple[float, ...] = ()
+
+    def note_hashes(self, hashes: tuple[BlockHash, ...]) -> None:
+        """Of its full blocks."""
+        self.keys = tuple(hashes)
+        self.ends = hashes.ends if isinstance(hashes, HashRuns) else range(1, len(hashes) + 1)
+
+    @property
+    def num_locked(self) -> int:
+        """Units of the `keys` that it holds."""
+        return self.ends[self.locked - 1] if self.locked else 0
+
+
+class FastWorker:
+    """See the module docstring. Owner: the simulated cluster.
+
+    Raises:
+        ValueError: for scheduling `static`, which only the exact engine has.
+    """
+
+    def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
+        if config.scheduling == "static":
+            raise ValueError("engine: fast has no scheduling static; use exact")
+        self.config = config
+        self.info = info
+        self.is_dead = False
+        self._world = world
+        self._loop = world.loop
+        self._answers = world.answers
+        self._step_times = times
+        self._blocks = BlockSet(info.num_blocks, info.block_size)
+        self._watermark = info.watermark_blocks * self._blocks.per_block
+        self._max_model_len = info.max_model_len
+        self._max_num_seqs = config.num_places
+        self._bytes_per_token = info.kv_layout.bytes_per_token
+        self._chunk_tokens = tokens_per_chunk(config.transfer.chunk_bytes, self._bytes_per_token)
+        slot_tokens = slot_tokens_for(info.block_size)
+        self._swap_slots = config.swap_bytes // (slot_tokens * self._bytes_per_token)
+        self._slot_tokens = slot_tokens
+        self._inbox: deque[tuple[Callable[[_Sequence], None], _Sequence]] = deque()
+        self._sequences: dict[AttemptKey, _Sequence] = {}
+        self._waiting: list[tuple[tuple[float, ...], int, _Sequence]] = []
+        self._num_waiting = 0
+        self._num_reserved = 0
+        self._num_preempted = 0
+        self._started: list[_Sequence] = []
+        self._resumed: list[_Sequence] = []
+        """Their KV is copied back before the step that is planned; they decode from the next one on."""
+        self._decoding: dict[_Sequence, None] = {}
+        self._ends: list[tuple[int, int, _Sequence]] = []
+        self._steps = 0
+        """Decode steps since the start."""
+        self._attends = 0
+        """Tokens that the next decode step attends to, of all that decode."""
+        self._times: list[float] = []
+        """When each decode step ended, from number `_first_time` on."""
+        self._first_time = 0
+        self._safe_until = 0
+        """Until this count of steps no sequence needs a block beyond its promise."""
+        self._lanes: dict[FastWorker, deque[tuple[int, Callable[[], None]]]] = {}
+        self._is_busy = False
+        self._jump: tuple[float, float, float, int] | None = None
+        """Of the jump under way: its start, its first step's time, the growth from step to step, its steps."""
+        self._version = 0
+        """Of the plan for the end of the jump."""
+        self._serial = 0
+        self._num_steps = 0
+        self.num_preemptions = 0
+        """Since its start."""
+        self._copy_s = 0.0
+        """Of copies that are to be made before the next step."""
+        self._copy_token_s = self._bytes_per_token * world.overheads.copy_byte_s
+        self._told_at = 0.0
+        self._pending_prompts = PendingPrompts()
+        self._tokens: list[TokenOut] = []
+        self._outbox = Outbox()
+        self._reports = Reports(
+            self._loop,
+            info.worker_id,
+            info.incarnation,
+            config.report_interval_s,
+            None,
+            self.load,
+            self._blocks.drain_events,
+            lambda report: world.to_gateway(events.WorkerReported(report)),
+        )
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._reports.start(BlocksSnapshot(hashes=()))
+
+    def stop_reporting(self) -> None:
+        """The run is over."""
+        self._reports.stop()
+
+    def die(self) -> None:
+        """End without a word."""
+        self.is_dead = True
+        self._reports.stop()
+
+    def forget_pair(self, peer: PeerRef) -> None:
+        """Another worker died: what was to come from it, or to go to it, is given up."""
+        for sequence in list(self._sequences.values()):
+            other = sequence.other
+            if other is not None and other.is_dead and sequence.phase != "decode":
+                self._end(sequence, "failed", f"pair lost: {peer.worker_id} is gone")
+        self._lanes = {other: lane for other, lane in self._lanes.items() if not other.is_dead}
+        self._flush()
+
+    def load(self) -> Load:
+        """What it does."""
+        blocks, per_block = self._blocks, self._blocks.per_block
+        uncomputed = sum(max(0, s.num_known - max(s.computed, s.swapped)) for s in self._uncomputed())
+        uncomputed += self._pending_prompts.num_tokens(self._sequences.__contains__)
+        num_suspended = sum(s.swapped > 0 for s in self._sequences.values()) if self._num_preempted else 0
+        return Load(
+            num_running=len(self._decoding) + len(self._started),
+            num_waiting=self._num_waiting - num_suspended + self._num_reserved,
+            num_suspended=num_suspended,
+            uncomputed_prompt_tokens=uncomputed,
+            blocks_total=blocks.num_blocks,
+            blocks_active=(blocks.num_own + blocks.num_held) // per_block,
+            blocks_cached=blocks.num_cached // per_block,
+            blocks_reserved=blocks.num_reserved // per_block,
+            steps=self._num_steps,
+            num_preempted=self._num_preempted,
+        )
+
+    def _uncomputed(self) -> list[_Sequence]:
+        return [*self._started, *(s for _, _, s in self._waiting if s.phase == "waiting")]
+
+    def audit(self) -> tuple[dict[str, int], list[str]]:
+        """What is held (all zero when idle), and what does not fit together."""
+        blocks = self._blocks
+        counts = {
+            "sequences": len(self._sequences),
+            "decoding": len(self._decoding),
+            "units_own": blocks.num_own,
+            "units_held": blocks.num_held,
+            "units_reserved": blocks.num_reserved,
+            "reserved": self._num_reserved,
+            "waiting": self._num_waiting,
+            "preempted": self._num_preempted,
+            "attended": self._attends,
+        }
+        return counts, blocks.check_integrity()
+
+    # ------------------------------------------------------------ messages of the gateway
+
+    def receive(self, message: GatewayToWorker) -> None:
+        """A dispatch or a cancel."""
+        if self.is_dead:
+            return
+        match message:
+            case Dispatch():
+                self._dispatch(message)
+            case Cancel():
+                if (sequence := self._sequences.get(AttemptKey(message.request_id, message.attempt))) is not None:
+                    self._cancel(sequence)
+            case Connect():
+                """A pair costs nothing once somebody asked for it."""
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        spec, peer = dispatch.spec, dispatch.decode_peer
+        if ("decode" if peer is None else "prefill") not in self.config.roles:
+            self._outbox.end(spec.gateway_id, spec.key, "refused", f"{self.config.worker_id} cannot run this dispatch")
+            self._flush()
+            return
+        sequence = self._new_sequence(spec, holds=peer is not None)
+        self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
+        if peer is None:
+            self._post(self._add, sequence)
+            return
+        decode = self._world.find_worker(peer)
+        if not isinstance(decode, FastWorker):
+            del self._sequences[spec.key]
+            reason = f"pair lost: {peer.worker_id} is gone"
+            self._outbox.end(spec.gateway_id, spec.key, "refused", reason, in_transfer=True)
+            self._flush()
+            return
+        sequence.other = decode
+        overheads = self._world.overheads
+        delay_s = overheads.message_s
+        if decode not in self._lanes:
+            self._lanes[decode] = deque()
+            delay_s += overheads.pair_s
+        self._loop.after(delay_s, decode.on_offer, spec, self)
+
+    def _new_sequence(self, spec: SequenceSpec, *, holds: bool) -> _Sequence:
+        sequence = self._sequences[spec.key] = _Sequence(spec, self._loop.now, holds=holds)
+        return sequence
+
+    def _cancel(self, sequence: _Sequence) -> None:
+        """The gateway gives it up; it hears nothing more of it."""
+        other = sequence.other
+        if other is not None and sequence.holds:
+            self._loop.after(self._world.overheads.message_s, other.on_abort, sequence.key)
+        self._post(self._release, sequence)
+
+    # ------------------------------------------------------------ the hand-over
+
+    def on_offer(self, spec: SequenceSpec, prefill: FastWorker) -> None:
+        """D: a prefill worker is about to compute this."""
+        if self.is_dead or prefill.is_dead or spec.key in self._sequences:
+            return
+        sequence = self._new_sequence(spec, holds=False)
+        sequence.phase = "offered"
+        sequence.other = prefill
+        self._post(self._reserve, sequence)
+
+    def on_abort(self, key: AttemptKey) -> None:
+        """The other worker gives an attempt up."""
+        if not self.is_dead and (sequence := self._sequences.get(key)) is not None and sequence.phase != "decode":
+            self._post(self._release, sequence)
+
+    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
+        """P: the decode worker has room."""
+        sequence = None if self.is_dead else self._sequences.get(key)
+        if sequence is None:
+            return
+        sequence.next_kv_token = cached_tokens
+        sequence.alloc_wait_s = self._loop.now - sequence.arrival
+        sequence.arrival = self._loop.now
+        self._post(self._add, sequence)
+
+    def on_refused(self, key: AttemptKey, reason: str) -> None:
+        """P: the decode worker has no room."""
+        sequence = None if self.is_dead else self._sequences.get(key)
+        if sequence is not None:
+            self._end(sequence, "refused", reason)
+            self._flush()
+
+    def on_ack(self, key: AttemptKey) -> None:
+        """P: the decode worker owns the sequence."""
+        sequence = None if self.is_dead else self._sequences.get(key)
+        if sequence is not None:
+            self._release(sequence)
+            self._wake()
+
+    def _send_kv(self, sequence: _Sequence, *, is_complete: bool) -> None:
+        """P: what of the computed prompt is worth a payload goes to D, see `kv_transfer/send_window.py`."""
+        num_tokens = sequence.computed - sequence.next_kv_token
+        if not is_complete and num_tokens > 0:
+            rest = num_tokens % self._chunk_tokens
+            num_tokens -= rest if 2 * rest < self._chunk_tokens else 0
+        decode = sequence.other
+        assert decode is not None
+        if num_tokens <= 0:
+            return
+        sequence.next_kv_token += num_tokens
+        if sequence.transfer_began is None:
+            sequence.transfer_began = self._loop.now
+        nbytes = num_tokens * self._bytes_per_token
+        sequence.kv_bytes += nbytes
+        self._copy_s += nbytes * self._world.overheads.copy_byte_s
+        message_s = self._world.overheads.message_s
+        if is_complete:
+            computed_at = self._loop.now
+            is_promised = self.config.transport != "nccl"
+            self._loop.after(
+                0.0 if is_promised else 2 * message_s,
+                self._send,
+                decode,
+                nbytes,
+                lambda: self._loop.at(computed_at + message_s, decode.on_kv, sequence),
+            )
+        else:
+            self._loop.after(2 * message_s, self._send, decode, nbytes, _nothing)
+
+    def _send(self, decode: FastWorker, nbytes: int, done: Callable[[], None]) -> None:
+        """Payloads of a pair travel one after the other."""
+        lane = self._lanes.get(decode)
+        if lane is None or self.is_dead:
+            return
+        lane.append((nbytes, done))
+        if len(lane) == 1:
+            self._send_next(decode)
+
+    def _send_next(self, decode: FastWorker) -> None:
+        nbytes = self._lanes[decode][0][0]
+        self._world.network.send(self.info.worker_id, decode.info.worker_id, nbytes, lambda: self._on_sent(decode))
+
+    def _on_sent(self, decode: FastWorker) -> None:
+        lane = self._lanes.get(decode)
+        if lane is None or self.is_dead or not lane:
+            return
+        _, done = lane.popleft()
+        if lane:
+            self._send_next(decode)
+        done()
+
+    def on_kv(self, sent: _Sequence) -> None:
+        """D: all KV of a sequence of P has come."""
+        sequence = None if self.is_dead else self._sequences.get(sent.key)
+        if sequence is not None and sequence.phase == "reserved":
+            sequence.kv_bytes, sequence.transfer_began = sent.kv_bytes, sent.transfer_began
+            self._post(self._join, sequence)
+
+    # ------------------------------------------------------------ commands, between two steps
+
+    def _post(self, what: Callable[[_Sequence], None], sequence: _Sequence) -> None:
+        self._inbox.append((what, sequence))
+        if self._jump is not None:
+            self._cut()
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.at(self._loop.now, self._turn)
+
+    def _add(self, sequence: _Sequence) -> None:
+        if sequence.phase != "waiting":
+            return
+        self._reports.note()
+        self._pending_prompts.added((sequence.key,))
+        if sequence.num_known >= self._max_model_len:
+            self._end(sequence, "refused", f"{sequence.num_known} tokens and an answer do not fit")
+            return
+        self._queue(sequence)
+
+    def _queue(self, sequence: _Sequence) -> None:
+        is_long = sequence.holds and sequence.num_given > self.config.token_budget
+        is_first = sequence.num_preemptions == 0
+        sequence.order = (-sequence.spec.priority, is_first, sequence.arrival + PASS_S * is_long)
+        self._serial += 1
+        self._num_waiting += 1
+        heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
+
+    def _reserve(self, sequence: _Sequence) -> None:
+        if sequence.phase != "offered":
+            return
+        reason = None
+        if self._num_preempted:
+            reason = "preempted sequences go first"
+        elif self._num_places() < 1:
+            reason = "the batch is full"
+        elif not self._place(sequence):
+            reason = "not enough free KV blocks"
+        prefill, key = sequence.other, sequence.key
+        assert prefill is not None
+        message_s = self._world.overheads.message_s
+        if reason is not None:
+            self._reports.note()
+            sequence.phase = "over"
+            del self._sequences[key]
+            self._loop.after(message_s, prefill.on_refused, key, reason)
+            return
+        sequence.phase = "reserved"
+        self._num_reserved += 1
+        self._loop.after(message_s, prefill.on_reserved, key, sequence.cached_tokens)
+
+    def _join(self, sequence: _Sequence) -> None:
+        if sequence.phase != "reserved":
+            return
+        now, prefill = self._loop.now, sequence.other
+        assert prefill is not None
+        self._num_reserved -= 1
+        self._copy_s += sequence.kv_bytes * self._world.overheads.copy_byte_s
+        self._extend(sequence, sequence.num_known)
+        sequence.computed = sequence.num_known
+        self._publish(sequence)
+        sequence.sent += 1
+        self._decode(sequence)
+        began = sequence.transfer_began
+        message = HandedOver(
+            request_id=sequence.key.request_id,
+            attempt=sequence.key.attempt,
+            kv_bytes=sequence.kv_bytes,
+            cached_tokens=sequence.cached_tokens,
+            transport=self.config.transport,
+            transfer_s=0.0 if began is None else now - began,
+        )
+        self._outbox.handed_over(sequence.gateway_id, message)
+        self._loop.after(self._world.overheads.message_s, prefill.on_ack, sequence.key)
+        self._reports.note()
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Drop it and all that it holds. Idempotent."""
+        if sequence.phase == "over":
+            return
+        if sequence.phase == "waiting":
+            self._num_preempted -= sequence.num_preemptions > 0 and sequence.order != ()
+            self._num_waiting -= sequence.order != ()
+            self._give_back_swap(sequence)
+        elif sequence.phase == "prefill":
+            self._started.remove(sequence)
+        elif sequence.phase == "reserved":
+            self._num_reserved -= 1
+        elif sequence.phase == "decode":
+            self._sync(sequence)
+            del self._decoding[sequence]
+            self._attends -= sequence.attends + self._steps - sequence.joined_at
+            self._keep_answer(sequence)
+        self._let_go(sequence)
+        sequence.phase = "over"
+        del self._sequences[sequence.key]
+
+    def _end(self, sequence: _Sequence, reason: EndReason, detail: str = "") -> None:
+        """Drop it and tell the gateway."""
+        in_transfer = detail.startswith("pair lost")
+        self._release(sequence)
+        if sequence.other is not None and not sequence.holds and reason == "failed":
+            return  # P, or the loss of P, says so.
+        self._outbox.end(
+            sequence.gateway_id,
+            sequence.key,
+            reason,
+            detail,
+            sequence.cached_tokens,
+            sequence.queue_s or 0.0,
+            in_transfer=in_transfer,
+        )
+
+    # ------------------------------------------------------------ turns
+
+    def _turn(self) -> None:
+        if self.is_dead:
+            return
+        self._jump = None
+        while self._inbox:
+            what, sequence = self._inbox.popleft()
+            what(sequence)
+        resumed, self._resumed = self._resumed, []
+        for sequence in resumed:
+            if sequence.phase == "resumed":
+                self._decode(sequence)
+        self._plan()
+        self._flush()
+
+    def _plan(self) -> None:
+        num_decodes = len(self._decoding)
+        num_preemptions = self._num_preempted
+        if num_decodes and self._steps >= self._safe_until:
+            self._make_safe()
+            num_decodes = len(self._decoding)
+        may_admit = self._num_preempted == num_preemptions
+        alone_first = self.config.scheduling == "prefill_first"
+        budget = self.config.token_budget - (0 if alone_first else num_decodes)
+        prefills = self._plan_prefills(budget, may_admit) if self._started or self._num_waiting else []
+        if prefills:
+            if alone_first:
+                num_decodes = 0
+            num_decodes = num_decodes and len(self._decoding)
+            tokens = sum(n for _, _, n in prefills)
+            attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
+            work = StepWork(tokens, attended, num_decodes, self._attends if num_decodes else 0, len(prefills))
+            step_s = self._step_times.step_s(work)
+            self._loop.after(self._take_copy_s() + step_s, self._end_step, prefills, work, step_s)
+        elif self._decoding:
+            self._begin_jump()
+        elif self._resumed:
+            self._loop.after(self._take_copy_s(), self._turn)
+        else:
+            self._is_busy = False
+
+    def _begin_jump(self) -> None:
+        num_steps, first_s, growth_s = self._jump_length()
+        self._jump = (self._loop.now + self._take_copy_s(), first_s, growth_s, num_steps)
+        self._version += 1
+        self._loop.at(self._boundary(num_steps), self._end_jump, self._version)
+
+    def _take_copy_s(self) -> float:
+        copy_s, self._copy_s = self._copy_s, 0.0
+        return copy_s
+
+    def _jump_length(self) -> tuple[int, float, float]:
+        """How many steps to take at once; the first one's time, and by how much each takes longer than the one
+        before."""
+        num_decodes, attends = len(self._decoding), self._attends
+        step_s = self._step_times.step_s
+        first_s = step_s(StepWork(0, 0, num_decodes, attends))
+        most = min(MAX_JUMP, self._next_end() - self._steps, self._safe_until - self._steps, int(TELL_S / first_s) + 1)
+        if most <= 1:
+            return 1, first_s, 0.0
+        while True:
+            last_s = step_s(StepWork(0, 0, num_decodes, attends + (most - 1) * num_decodes))
+            if most <= 8:
+                break
+            middle = most // 2
+            middle_s = step_s(StepWork(0, 0, num_decodes, attends + middle * num_decodes))
+            straight_s = first_s + (last_s - first_s) * middle / (most - 1)
+            if abs(middle_s - straight_s) <= _BEND * middle_s:
+                break
+            most //= 2
+        return most, first_s, (last_s - first_s) / (most - 1)
+
+    def _next_end(self) -> int:
+        ends = self._ends
+        while ends[0][2].phase != "decode" or ends[0][2].end_at != ends[0][0]:
+            heapq.heappop(ends)
+        return ends[0][0]
+
+    def _boundary(self, number: int) -> float:
+        """When step `number`, from 1, of the jump ends."""
+        assert self._jump is not None
+        start, first_s, growth_s, _ = self._jump
+        between_s = self._world.overheads.step_s
+        return start + number * first_s + growth_s * number * (number - 1) / 2 + between_s * (number - 1)
+
+    def _cut(self) -> None:
+        """Something came: the jump ends with the step that is under way, or with the one before, where that is over and
+        the next one has not begun."""
+        assert self._jump is not None
+        start, first_s, growth_s, num_steps = self._jump
+        between_s = self._world.overheads.step_s
+        passed = self._loop.now - between_s
+        number = max(1, math.ceil((self._loop.now - start) / (first_s + between_s)))
+        while number > 1 and self._boundary(number - 1) >= passed:
+            number -= 1
+        while number < num_steps and self._boundary(number) < passed:
+            number += 1
+        if number < num_steps:
+            self._jump = (start, first_s, growth_s, number)
+            self._version += 1
+            self._loop.at(self._boundary(number), self._end_jump, self._version)
+
+    def _end_jump(self, version: int) -> None:
+        if version != self._version or self._jump is None or self.is_dead:
+            return
+        start, first_s, growth_s, num_steps = self._jump
+        ended = self._boundary(num_steps)
+        self._jump = None
+        between_s = self._world.overheads.step_s
+        if num_steps == 1:
+            self._times.append(ended)
+        else:
+            step_s = first_s + between_s
+            durations = (step_s + growth_s * number for number in range(1, num_steps))
+            self._times += accumulate(durations, initial=start + first_s)
+        num_decodes = len(self._decoding)
+        self._reports.offer(StepSample(first_s * 1e3, 0, 0, num_decodes, self._attends))
+        self._stepped(num_steps)
+        self._next_turn(ended)
+
+    def _next_turn(self, ended: float) -> None:
+        """The step before it ended then."""
+        self._flush()
+        self._loop.at(ended + self._world.overheads.step_s, self._turn)
+
+    def _stepped(self, num_steps: int) -> None:
+        """So many decode steps were done."""
+        self._steps += num_steps
+        self._num_steps += num_steps
+        self._attends += num_steps * len(self._decoding)
+        steps, ends = self._steps, self._ends
+        while ends and ends[0][0] <= steps:
+            _, _, sequence = heapq.heappop(ends)
+            if sequence.phase == "decode" and sequence.end_at <= steps:
+                self._tell_tokens(sequence)
+                self._end(sequence, self._finish_reason(sequence))
+                self._reports.note()
+        if not self._decoding:
+            self._times.clear()
+            self._first_time = steps
+        elif self._loop.now - self._told_at >= TELL_S:
+            self._told_at = self._loop.now
+            self._reports.note()
+            for sequence in self._decoding:
+                self._tell_tokens(sequence)
+
+    def _end_step(self, prefills: list[tuple[_Sequence, int, int]], work: StepWork, step_s: float) -> None:
+        if self.is_dead:
+            return
+        self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
+        self._reports.note()
+        if work.num_decodes:
+            self._times.append(self._loop.now)
+            self._stepped(1)
+        else:
+            self._num_steps += 1
+        for sequence, start, num_tokens in prefills:
+            if sequence.phase != "prefill":
+                continue  # its pair was lost meanwhile
+            sequence.computed = start + num_tokens
+            self._publish(sequence)
+            is_complete = sequence.computed == sequence.num_known
+            if is_complete:
+                self._started.remove(sequence)
+                self._computed(sequence)
+            if sequence.holds and sequence.phase != "over":
+                self._send_kv(sequence, is_complete=is_complete)
+        self._next_turn(self._loop.now)
+
+    def _computed(self, sequence: _Sequence) -> None:
+        """The prompt is computed and its first token sampled."""
+        now, key, index = self._loop.now, sequence.key, sequence.sent
+        self._answers.note_times(key.request_id, index, [now])
+        self._tokens.append(TokenOut(key.request_id, key.attempt, index, (self._answers.token(key.request_id, index),)))
+        sequence.sent += 1
+        if self._num_left(sequence) == 0:
+            sequence.phase = "held"
+            other = sequence.other
+            if other is not None:
+                self._loop.after(self._world.overheads.message_s, other.on_abort, key)
+            self._end(sequence, self._finish_reason(sequence))
+            return
+        if sequence.holds:
+            sequence.phase = "held"
+            self._outbox.prefill_done(
+                sequence.gateway_id,
+                key,
+                sequence.cached_tokens,
+                alloc_wait_s=sequence.alloc_wait_s,
+                queue_s=sequence.queue_s or 0.0,
+            )
+            return
+        self._decode(sequence)
+
+    # ------------------------------------------------------------ prompts
+
+    def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[_Sequence, int, int]]:
+        """As `Scheduler._plan_prefills`."""
+        started = deque(sorted(self._started, key=lambda sequence: sequence.order))
+        planned: list[tuple[_Sequence, int, int]] = []
+        block_size, tail_tokens = self.info.block_size, self.config.tail_tokens
+        while budget > 0:
+            head = self._head() if may_admit else None
+            if head is not None and (not started or head.order < started[0].order):
+                may_admit = self._admit(head)
+                if not may_admit or head.phase != "prefill":
+                    continue
+                sequence = head
+            elif started:
+                sequence = started.popleft()
+            else:
+                break
+            start, num_left = sequence.computed, sequence.num_known - sequence.computed
+            num_tokens = chunk_length(start, num_left, budget, block_size, first=not planned)
+            if sequence.holds and num_tokens == num_left:
+                num_tokens = before_tail(start, num_tokens, tail_tokens, block_size)
+            if num_tokens == 0:
+                break
+            self._extend(sequence, start + num_tokens)
+            planned.append((sequence, start, num_tokens))
+            budget -= num_tokens
+            if tail_tokens and sequence.holds:
+                longest = tail_tokens + block_size - 1
+                is_tail = start > sequence.cached_tokens and num_tokens <= longest
+                if is_tail if num_tokens == num_left else num_left - num_tokens <= longest:
+                    break
+        return planned
+
+    def _head(self) -> _Sequence | None:
+        waiting = self._waiting
+        while waiting and waiting[0][2].phase != "waiting":
+            heapq.heappop(waiting)
+        return waiting[0][2] if waiting else None
+
+    def _num_places(self) -> int:
+        num_running = len(self._decoding) + len(self._started) + len(self._resumed)
+        return self._max_num_seqs - num_running - self._num_reserved
+
+    def _admit(self, sequence: _Sequence) -> bool:
+        """The head of the queue begins, if there is room."""
+        if self._num_places() < 1 or not self._place(sequence):
+            return False
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        if sequence.num_preemptions:
+            self._num_preempted -= 1
+            self._reports.note()
+        if sequence.queue_s is None:
+            sequence.queue_s = self._loop.now - sequence.arrival
+        if sequence.swapped:
+            self._copy_s += max(0, sequence.swapped - sequence.computed) * self._copy_token_s
+            sequence.computed = sequence.swapped
+            self._give_back_swap(sequence)
+            self._publish(sequence)
+            sequence.phase = "resumed"
+            self._resumed.append(sequence)
+        else:
+            sequence.phase = "prefill"
+            self._started.append(sequence)
+        return True
+
+    # ------------------------------------------------------------ blocks
+
+    def _place(self, sequence: _Sequence) -> bool:
+        """As `Room.place`."""
+        blocks, known = self._blocks, _num_tokens(sequence)
+        most = max_cached_tokens(known) // HASH_BLOCK_TOKENS if sequence.spec.root_hash else 0
+        num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
+        matched = sequence.keys[:num_matched]
+        num_locked = sequence.ends[num_matched - 1] if num_matched else 0
+        room = blocks.num_available - blocks.num_evictable(matched)
+        wanted = max(0, blocks.units_for(self._num_tokens_to_reserve(sequence)) - num_locked)
+        if wanted > room - self._watermark:
+            is_alone = len(self._sequences) - self._num_offered() <= self._num_waiting
+            if not is_alone or blocks.units_for(known) - num_locked > room:
+                return False
+            wanted = min(wanted, room)
+        blocks.lock(matched)
+        blocks.num_reserved += wanted
+        sequence.promised = wanted
+        sequence.locked, sequence.own = num_matched, 0
+        sequence.computed = num_cached * HASH_BLOCK_TOKENS
+        if sequence.num_preemptions == 0:
+            sequence.cached_tokens = sequence.computed
+        if sequence.swapped:
+            self._extend(sequence, sequence.swapped)
+        return True
+
+    def _num_offered(self) -> int:
+        """Attempts that the engine does not have yet, or not any more."""
+        return sum(s.phase == "offered" or (s.phase == "waiting" and s.order == ()) for s in self._sequences.values())
+
+    def _num_tokens_to_reserve(self, sequence: _Sequence) -> int:
+        known = _num_tokens(sequence)
+        if sequence.holds:
+            return known
+        num_left = sequence.spec.sampling.max_tokens - sequence.sent
+        num_tokens = known + min(num_left - 1, self.config.decode_reserve_tokens)
+        return min(num_tokens, max(self._max_model_len - 1, known))
+
+    def _extend(self, sequence: _Sequence, num_tokens: int) -> None:
+        """Blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is available."""
+        blocks = self._blocks
+        num_missing = blocks.units_for(num_tokens) - sequence.num_locked - sequence.own
+        if num_missing <= 0:
+            return
+        num_promised = min(num_missing, sequence.promised)
+        sequence.promised -= num_promised
+        blocks.num_reserved -= num_promised
+        sequence.own += num_missing
+        blocks.num_own += num_missing
+        blocks.make_room()
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """What is computed of what was given can be found from now on."""
+        ends, first = sequence.ends, sequence.locked
+        last = bisect_right(ends, sequence.computed // HASH_BLOCK_TOKENS)
+        if last <= first or not sequence.spec.root_hash:
+            return
+        before = sequence.num_locked
+        sizes = [ends[number] - (ends[number - 1] if number else 0) for number in range(first, last)]
+        self._blocks.publish(sequence.keys[first:last], sizes)
+        sequence.own -= ends[last - 1] - before
+        sequence.locked = last
+
+    def _keep_answer(self, sequence: _Sequence) -> None:
+        """Blocks that the answer filled stay as cached ones: a later prompt finds them, or nobody does."""
+        if not sequence.spec.root_hash:
+            return
+        if self._answers.is_followed(sequence.key.request_id):
+            sequence.note_hashes(answer_hashes(sequence.spec, sequence.computed, self._answers))
+            self._publish(sequence)
+        blocks = self._blocks
+        num_computed = sequence.computed // HASH_BLOCK_TOKENS // blocks.per_block * blocks.per_block
+        num_full = min(num_computed - sequence.num_locked, sequence.own)
+        if num_full > 0:
+            names = [AttemptKey(sequence.key.request_id, self._serial)]
+            self._serial += 1
+            blocks.publish(names, [num_full])
+            blocks.release(names, [num_full], 0)
+            sequence.own -= num_full
+
+    def _let_go(self, sequence: _Sequence) -> None:
+        blocks = self._blocks
+        blocks.release(sequence.keys[: sequence.locked], sequence.ends, sequence.own)
+        blocks.num_reserved -= sequence.promised
+        sequence.locked = sequence.own = sequence.promised = 0
+
+    # ------------------------------------------------------------ decoding
+
+    def _decode(self, sequence: _Sequence) -> None:
+        """It is in the batch; its latest token is known and has no KV."""
+        sequence.phase = "decode"
+        sequence.joined_at = sequence.told_at = self._steps
+        sequence.attends = sequence.num_known + 1
+        sequence.end_at = self._steps + self._num_left(sequence)
+        self._attends += sequence.attends
+        self._decoding[sequence] = None
+        self._serial += 1
+        heapq.heappush(self._ends, (sequence.end_at, self._serial, sequence))
+        safe = self._safe_steps(sequence)
+        self._safe_until = safe if len(self._decoding) == 1 else min(safe, self._safe_until)
+
+    def _num_left(self, sequence: _Sequence) -> int:
+        """Output tokens that are still to come, the latest one made."""
+        request_id = sequence.key.request_id
+        num_tokens = min(self._answers.num_tokens(request_id), sequence.spec.sampling.max_tokens)
+        return min(num_tokens - sequence.sent, self._max_model_len - sequence.num_known - 1)
+
+    def _finish_reason(self, sequence: _Sequence) -> EndReason:
+        sampling = sequence.spec.sampling
+        is_stopped = sampling.stop_token_ids and self._answers.num_tokens(sequence.key.request_id) == sequence.sent
+        return "stop" if is_stopped else "length"
+
+    def _tell_tokens(self, sequence: _Sequence) -> None:
+        """Send what it made since the last time."""
+        num_new = self._steps - sequence.told_at
+        if num_new <= 0:
+            return
+        first, last = sequence.sent, self._steps - self._first_time
+        request_id, attempt = sequence.key
+        answers = self._answers
+        answers.note_times(request_id, first, self._times[last - num_new : last])
+        ids = (answers.token(request_id, first),) * num_new
+        if num_new > 1:
+            ids = (*ids[:-1], answers.token(request_id, first + num_new - 1))
+        self._tokens.append(TokenOut(request_id, attempt, first, ids))
+        sequence.sent += num_new
+        sequence.told_at = self._steps
+
+    def _safe_steps(self, sequence: _Sequence) -> int:
+        """Until which count of steps it has blocks, or a promise of them."""
+        num_units = sequence.num_locked + sequence.own + sequence.promised
+        return sequence.joined_at + num_units * HASH_BLOCK_TOKENS - sequence.num_known
+
+    def _sync(self, sequence: _Sequence) -> None:
+        """Note the tokens and blocks of the steps that were done."""
+        sequence.computed = sequence.num_known + self._steps - sequence.joined_at
+        self._extend(sequence, sequence.computed)
+
+    def _make_safe(self) -> None:
+        """Before the next step: sequences that outgrew their promise get a block; where there is none, others are
+        preempted for them, as `Scheduler._plan_decodes` does."""
+        for sequence in list(self._decoding):
+            if sequence.phase != "decode":
+                continue  # preempted for one before it
+            self._sync(sequence)
+            while sequence.phase == "decode" and self._safe_steps(sequence) <= self._steps:
+                if self._blocks.num_available >= self._blocks.per_block:
+                    self._extend(sequence, sequence.computed + 1)
+                else:
+                    self._preempt(self._victim())
+        self._safe_until = min(map(self._safe_steps, self._decoding), default=0)
+
+    def _victim(self) -> _Sequence:
+        """Who is preempted first: lowest priority, fewest output tokens, newest."""
+        running = [*self._decoding, *(sequence for sequence in self._started if not sequence.holds)]
+        return min(running, key=lambda s: (s.spec.priority, self._num_output(s), -s.arrival))
+
+    def _num_output(self, sequence: _Sequence) -> int:
+        return sequence.sent + (self._steps - sequence.told_at if sequence.phase == "decode" else 0)
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self.num_preemptions += 1
+        self._reports.note()
+        if sequence.phase == "decode":
+            self._sync(sequence)
+            self._tell_tokens(sequence)
+            del self._decoding[sequence]
+            self._attends -= sequence.attends + self._steps - sequence.joined_at
+            self._keep_answer(sequence)
+            sequence.num_known = sequence.computed
+            is_decoding = True
+        else:
+            self._started.remove(sequence)
+            is_decoding = False
+        slots = -(-sequence.computed // self._slot_tokens)
+        if is_decoding and slots <= self._swap_slots:
+            self._swap_slots -= slots
+            sequence.swapped = sequence.computed
+            self._copy_s += sequence.computed * self._copy_token_s
+        elif "prefill" not in self.config.roles:
+            sequence.phase = "held"
+            self._end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")
+            return
+        elif is_decoding:
+            sequence.num_known += 1  # its latest token, too
+        self._let_go(sequence)
+        sequence.computed = 0
+        sequence.phase = "waiting"
+        sequence.num_preemptions += 1
+        self._num_preempted += 1
+        self._queue(sequence)
+
+    def _give_back_swap(self, sequence: _Sequence) -> None:
+        if sequence.swapped:
+            self._swap_slots += -(-sequence.swapped // self._slot_tokens)
+            sequence.swapped = 0
+
+    # ------------------------------------------------------------ what goes out
+
+    def _flush(self) -> None:
+        """Send what there is for the gateway."""
+        update = self._outbox.flush().get(GATEWAY)
+        if self._tokens:
+            tokens, self._tokens = tuple(self._tokens), []
+            update = StepUpdate(tokens=tokens) if update is None else replace(update, tokens=tokens)
+        if update is not None:
+            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+
+def _num_tokens(sequence: _Sequence) -> int:
+    """Tokens that are known; the latest one of a suspended sequence has no KV."""
+    return sequence.num_known + (sequence.swapped > 0)
+
+
+def answer_hashes(spec: SequenceSpec, num_tokens: int, answers: Answers) -> tuple[BlockHash, ...]:
+    """The hashes of all full blocks of the first `num_tokens` tokens of a sequence, its answer included."""
+    emitted, hashes = spec.emitted_token_ids, spec.block_hashes
+    known = spec.prompt_token_ids + pack_token_ids(emitted)
+    num_answered = num_tokens - num_token_ids(PackedTokenIds(known))
+    made = [answers.token(spec.request_id, len(emitted) + number) for number in range(num_answered)]
+    rest = known[len(hashes) * HASH_BLOCK_TOKENS * TOKEN_ID_BYTES :] + pack_token_ids(made)
+    return hashes + tuple(chain_hashes(hashes[-1] if hashes else spec.root_hash, PackedTokenIds(rest)))
+
+
+def _nothing() -> None:
+    """Nobody waits for this payload alone."""

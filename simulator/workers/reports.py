@@ -1,0 +1,88 @@
+"""When a worker reports its load to the router, and which steps it tells: the cadence of `engine/shell/service.py`.
+
+    changed ──> report, at least `report_interval_s` after the last one       unchanged for `report_idle_s` ──> report
+
+A load is taken when its report goes out; a real worker sends the one of its latest news, up to a step older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.engine.core.reports import StepSampler
+from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.messages import KvEvent, Load, StepSample, WorkerReport
+from disagg.simulator.world.clock import EventLoop
+
+
+class Reports:
+    """The report stream of one worker. `load` and `kv_events` say what a report carries, `send` sends it."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        interval_s: float,
+        idle_s: float | None,
+        load: Callable[[], Load],
+        kv_events: Callable[[], tuple[KvEvent, ...]],
+        send: Callable[[WorkerReport], None],
+    ) -> None:
+        self._loop = loop
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._interval_s = interval_s
+        self._idle_s = idle_s
+        self._load = load
+        self._kv_events = kv_events
+        self._send = send
+        self._steps = StepSampler()
+        self._sequence = 0
+        self._last = -interval_s
+        self._version = 0
+        """Of the plan for the next report."""
+        self._has_changed = False
+        self._is_stopped = False
+
+    def offer(self, step: StepSample) -> None:
+        """A step was done; the next report may carry it."""
+        self._steps.offer(step)
+
+    def note(self) -> None:
+        """Something changed that the router is to hear of."""
+        if not self._has_changed and not self._is_stopped:
+            self._has_changed = True
+            self._plan(max(self._loop.now, self._last + self._interval_s))
+
+    def start(self, snapshot: KvEvent) -> None:
+        """Send the first report, which carries all that is cached."""
+        self._report((snapshot,))
+
+    def stop(self) -> None:
+        """Report nothing more."""
+        self._is_stopped = True
+
+    def _plan(self, when: float) -> None:
+        self._version += 1
+        self._loop.at(when, self._on_due, self._version)
+
+    def _on_due(self, version: int) -> None:
+        if version == self._version and not self._is_stopped:
+            self._report(self._kv_events())
+
+    def _report(self, kv_events: tuple[KvEvent, ...]) -> None:
+        self._has_changed = False
+        self._last = self._loop.now
+        report = WorkerReport(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            load=self._load(),
+            kv_events=kv_events,
+            steps=self._steps.take(),
+        )
+        self._sequence += 1
+        self._send(report)
+        if self._idle_s is not None:
+            self._plan(self._last + self._interval_s + self._idle_s)

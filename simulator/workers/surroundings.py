@@ -1,0 +1,74 @@
+"""What a simulated worker needs of the world around it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import PeerRef
+from disagg.router.requests import events
+from disagg.simulator.world.clock import EventLoop
+from disagg.simulator.world.network import Network
+from disagg.simulator.world.prompts import STOP_TOKEN
+from disagg.simulator.world.settings import Overheads
+
+GATEWAY = GatewayId("gateway")
+
+
+class Answers:
+    """What the model would say: of each request one token again and again, for as long as the workload says. Neither
+    router nor scheduler sees it before it is sampled."""
+
+    def __init__(self) -> None:
+        self._answers: dict[RequestId, tuple[int, int]] = {}
+        self._no_answer = (2, 1 << 60)
+        self._followed: set[RequestId] = set()
+        self.times: dict[RequestId, list[float]] = {}
+        """When each output token left the worker that made it, where workers send several together."""
+
+    def add(self, request_id: RequestId, token_id: int, num_tokens: int, *, is_followed: bool) -> None:
+        """The answer to a request; a later prompt may repeat it."""
+        self._answers[request_id] = (token_id, num_tokens)
+        if is_followed:
+            self._followed.add(request_id)
+
+    def discard(self, request_id: RequestId) -> None:
+        """Nobody waits for it any more."""
+        self._answers.pop(request_id, None)
+        self._followed.discard(request_id)
+        self.times.pop(request_id, None)
+
+    def is_followed(self, request_id: RequestId) -> bool:
+        """Whether a later prompt may repeat the answer."""
+        return request_id in self._followed
+
+    def note_times(self, request_id: RequestId, first_index: int, times: list[float]) -> None:
+        """Output tokens from `first_index` on left their worker at these times."""
+        if request_id in self._answers:
+            self.times.setdefault(request_id, [])[first_index:] = times
+
+    def token(self, request_id: RequestId, index: int) -> int:
+        """Output token `index`; the last one is `STOP_TOKEN`, which ends the answer unless its length is forced."""
+        token_id, num_tokens = self._answers.get(request_id, self._no_answer)
+        return STOP_TOKEN if index + 1 == num_tokens else token_id
+
+    def num_tokens(self, request_id: RequestId) -> int:
+        """Of the answer, its last token included."""
+        return self._answers.get(request_id, self._no_answer)[1]
+
+
+class Surroundings(Protocol):
+    """Owner: the simulated cluster."""
+
+    loop: EventLoop
+    network: Network
+    overheads: Overheads
+    answers: Answers
+
+    def to_gateway(self, event: events.Event) -> None:
+        """Send something to the gateway; it arrives a message's time later."""
+        ...
+
+    def find_worker(self, peer: PeerRef) -> object | None:
+        """That life of a worker, if it is there."""
+        ...

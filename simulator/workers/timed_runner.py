@@ -1,0 +1,99 @@
+"""A model runner that computes nothing: steps take the time that a model of them says, and tokens are looked up.
+
+The engine core plans on it as on any other. There is no KV: copies of it are counted, so that they can take time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+import numpy as np
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.calibration import calibrate
+from disagg.engine.plan import Buffer, StepPlan, StepQueue, StepResult
+from disagg.proto.messages import KvLayout, StepSample
+from disagg.simulator.step_times.interface import StepTimes, StepWork
+from disagg.simulator.workers.surroundings import Answers
+from disagg.simulator.world.prompts import VOCAB_SIZE
+
+
+class TimedRunner:
+    """See `ModelRunner`."""
+
+    fingerprint = "simulated"
+    step_queue: StepQueue | None = None
+    tp = 1
+
+    def __init__(
+        self,
+        times: StepTimes,
+        answers: Answers,
+        *,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        self._times = times
+        self._answers = answers
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
+        self.num_copied_tokens = 0
+        """Tokens whose KV was copied, out of the cache or into it."""
+
+    def timed(self, plan: StepPlan) -> StepSample:
+        """What the step computes, and how long it takes."""
+        work = plan.measured(0.0)
+        step_s = self._times.step_s(
+            StepWork(
+                work.prefill_tokens, work.prefill_attended, work.num_decodes, work.decode_context, len(plan.prefills)
+            )
+        )
+        return msgspec.structs.replace(work, ms=step_s * 1e3)
+
+    def calibrated(self, config: WorkerConfig) -> tuple[StepSample, ...]:
+        """What a worker would measure at its start."""
+        clock = _Stopwatch(self)
+        return calibrate(clock, config, lambda: clock.elapsed_s)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The tokens of the step."""
+        token = self._answers.token
+        return StepResult(
+            [
+                token(entry.sequence.spec.request_id, entry.sequence.num_output_tokens)
+                for entry in plan.entries
+                if entry.samples
+            ]
+        )
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """Memory that is never touched."""
+        return np.empty(nbytes, dtype=np.uint8)
+
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+        """Count the copy."""
+        self.num_copied_tokens += end - start
+        return 0
+
+    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+        """Count the copy."""
+        self.num_copied_tokens += end - start
+
+
+class _Stopwatch(TimedRunner):
+    """Adds up the time of its steps."""
+
+    def __init__(self, runner: TimedRunner) -> None:
+        self.__dict__.update(runner.__dict__)
+        self.elapsed_s = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The step, timed."""
+        self.elapsed_s += self.timed(plan).ms / 1e3
+        return super().run(plan)

@@ -1,0 +1,55 @@
+"""Virtual time: what is due next happens next, and takes no time itself.
+
+Events that are due at the same time happen in the order in which they were planned, so a run is a function of what was
+planned at its start.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+class EventLoop:
+    """The clock, in seconds from 0, and the agenda. Owner: the simulated cluster."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        """That have happened."""
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_planned = 0
+        self._is_stopped = False
+
+    def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
+        """Call `what(*args)` at that time, or now if it has passed. What must not happen any more is for `what` to see:
+        nothing is taken back."""
+        heapq.heappush(self._agenda, (when if when > self.now else self.now, self._num_planned, what, args))
+        self._num_planned += 1
+
+    def after(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
+        """The same, so many seconds from now."""
+        heapq.heappush(self._agenda, (self.now + delay_s, self._num_planned, what, args))
+        self._num_planned += 1
+
+    @property
+    def next_due(self) -> float:
+        """When the next event happens; infinity without one."""
+        return self._agenda[0][0] if self._agenda else math.inf
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Let things happen, up to and including `until_s`, until nothing is planned or `stop` is called."""
+        agenda, pop = self._agenda, heapq.heappop
+        self._is_stopped = False
+        while agenda and agenda[0][0] <= until_s and not self._is_stopped:
+            self.now, _, what, args = pop(agenda)
+            self.num_events += 1
+            what(*args)
+        if not self._is_stopped and self.now < until_s < math.inf:
+            self.now = until_s
+
+    def stop(self) -> None:
+        """End `run` after the present event."""
+        self._is_stopped = True

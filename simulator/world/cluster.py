@@ -1,0 +1,269 @@
+"""A cluster in virtual time: loop, gateway, workers, links and users, put together; and what comes of a run.
+
+    spec + requests ──SimulatedCluster──> run ──> Result: records as of a load test, samples over time, counts
+
+Everything is a function of its arguments: no clock, no randomness. The same spec and requests give the same records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg.engine.config import WorkerConfig
+from disagg.loadtests.records import RequestRecord
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import PeerRef, StepSample
+from disagg.router.requests import events
+from disagg.simulator.workers.exact_worker import ExactWorker, register
+from disagg.simulator.workers.fast_worker import FastWorker
+from disagg.simulator.workers.surroundings import Answers
+from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.world.clock import EventLoop
+from disagg.simulator.world.gateway import Gateway
+from disagg.simulator.world.network import Network
+from disagg.simulator.world.prompts import run_for
+from disagg.simulator.world.series import Sample
+from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
+from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
+
+SimulatedWorker = ExactWorker | FastWorker
+
+
+@dataclass(slots=True)
+class _Member:
+    """One place in a pool, and who has it now."""
+
+    pool: PoolSpec
+    worker: SimulatedWorker | None
+    num_starts: int = 0
+    is_draining: bool = False
+    is_removed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run gave."""
+
+    records: list[RequestRecord]
+    """One for each request, in the order of their indices."""
+    samples: list[Sample]
+    end_s: float
+    """When the last request ended."""
+    num_events: int
+    kv_bytes_moved: int
+    placements: dict[str, int]
+    """How often each kind of placement was made, see `Attempts.decisions`."""
+    counters: dict[str, int]
+    """What the router dropped or had to repeat, by name."""
+    problems: list[str]
+    """What is still held after the last request, or does not fit together; empty when all is well."""
+
+
+class SimulatedCluster:
+    """See the module docstring. A caller may step it by `advance`, look at it, and change it between two steps."""
+
+    def __init__(self, spec: ClusterSpec, requests: Sequence[UserRequest], habits: Habits = LOAD_TEST) -> None:
+        self.spec = spec
+        self.loop = EventLoop()
+        self.overheads = spec.overheads
+        self.network = Network(self.loop, spec.link)
+        self.answers = Answers()
+        self.gateway = Gateway(self.loop, spec.router, spec.overheads, self._on_drained)
+        self.samples: list[Sample] = []
+        self._members: dict[WorkerId, _Member] = {}
+        self._calibrations: dict[str, tuple[StepSample, ...]] = {}
+        self._end_s = 0.0
+        for pool in spec.pools:
+            for _ in range(pool.size):
+                self._start(self._new_member(pool))
+        self.users = Users(
+            self.loop,
+            self.gateway,
+            self.answers,
+            spec.overheads,
+            requests,
+            habits,
+            run=1 if spec.engine == "exact" else run_for(_smallest_cache(spec)),
+        )
+        for fault in spec.faults:
+            if WorkerId(fault.worker_id) not in self._members:
+                raise ValueError(f"faults: there is no worker {fault.worker_id}; got {', '.join(self._members)}")
+            self.loop.at(fault.at_s, self._fail, fault)
+        self.loop.at(0.0, self._sample)
+
+    # ------------------------------------------------------------ running
+
+    def run(self) -> Result:
+        """Until every request has ended and everything has been given back."""
+        self.advance(math.inf)
+        for member in self._members.values():
+            if member.worker is not None:
+                member.worker.stop_reporting()
+        self.loop.run()
+        return Result(
+            records=sorted(self.users.records, key=lambda record: record.index),
+            samples=self.samples,
+            end_s=self._end_s,
+            num_events=self.loop.num_events,
+            kv_bytes_moved=self.network.bytes_sent,
+            placements=dict(self.gateway.core.view(self.loop.now).stats.decisions),
+            counters=dict(self.gateway.core.counters),
+            problems=self.problems(),
+        )
+
+    def advance(self, until_s: float) -> bool:
+        """Let time pass until then, or until every request has ended; whether that is so."""
+        if not self.users.is_done:
+            self.loop.run(until_s)
+            self._end_s = self.loop.now
+        return self.users.is_done
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of the workers that are there."""
+        return sum(member.worker.num_preemptions for member in self._members.values() if member.worker is not None)
+
+    def problems(self) -> list[str]:
+        """What is held, and what does not fit together."""
+        found = [f"router: {count} {name}" for name, count in self.gateway.core.holdings().items() if count]
+        found += self.gateway.core.check_integrity()
+        for worker_id, member in self._members.items():
+            if member.worker is not None:
+                counts, problems = member.worker.audit()
+                found += [f"{worker_id}: {count} {name}" for name, count in counts.items() if count]
+                found += [f"{worker_id}: {problem}" for problem in problems]
+        if self.network.num_under_way:
+            found.append(f"network: {self.network.num_under_way} transfers")
+        return found
+
+    # ------------------------------------------------------------ what may be changed
+
+    def add_worker(self, pool_name: str) -> WorkerId:
+        """Start one more worker of a pool; it serves after the pool's cold start."""
+        pool = next(pool for pool in self.spec.pools if pool.name == pool_name)
+        worker_id = self._new_member(pool)
+        self.loop.after(pool.cold_start_s, self._start, worker_id)
+        return worker_id
+
+    def remove_worker(self, worker_id: WorkerId) -> None:
+        """Drain a worker; it ends when nothing runs there any more."""
+        member = self._members[worker_id]
+        member.is_removed = True
+        if member.worker is not None and not member.is_draining:
+            member.is_draining = True
+            self.gateway.drain(member.worker)
+
+    # ------------------------------------------------------------ `Surroundings`
+
+    def to_gateway(self, event: events.Event) -> None:
+        """See `Surroundings`."""
+        self.loop.after(self.overheads.message_s, self.gateway.handle, event)
+
+    def find_worker(self, peer: PeerRef) -> SimulatedWorker | None:
+        """See `Surroundings`."""
+        member = self._members.get(peer.worker_id)
+        worker = None if member is None else member.worker
+        return worker if worker is not None and worker.info.incarnation == peer.incarnation else None
+
+    # ------------------------------------------------------------ workers come and go
+
+    def _new_member(self, pool: PoolSpec) -> WorkerId:
+        number = sum(member.pool is pool for member in self._members.values())
+        worker_id = WorkerId(f"{pool.name}-{number}")
+        self._members[worker_id] = _Member(pool, None)
+        return worker_id
+
+    def _start(self, worker_id: WorkerId) -> None:
+        member = self._members[worker_id]
+        if member.is_removed:
+            return
+        pool, spec = member.pool, self.spec
+        member.num_starts += 1
+        config = msgspec.structs.replace(pool.worker, worker_id=worker_id, num_blocks=pool.num_blocks)
+        runner = TimedRunner(
+            pool.times,
+            self.answers,
+            layout=spec.kv_layout,
+            num_blocks=pool.num_blocks,
+            block_size=config.block_size,
+            max_model_len=spec.max_model_len,
+        )
+        if pool.name not in self._calibrations:
+            self._calibrations[pool.name] = runner.calibrated(config)
+        incarnation = f"{worker_id}.{member.num_starts}"
+        worker = self._make_worker(pool, config, runner, incarnation)
+        member.worker = worker
+        self.gateway.worker_up(worker)
+        worker.start()
+
+    def _make_worker(
+        self, pool: PoolSpec, config: WorkerConfig, runner: TimedRunner, incarnation: str
+    ) -> SimulatedWorker:
+        calibration = self._calibrations[pool.name]
+        if self.spec.engine == "exact":
+            return ExactWorker(self, config, runner, calibration, incarnation)
+        most = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
+        longest = min(most, runner.num_blocks * runner.block_size)
+        return FastWorker(self, config, register(config, runner, longest, calibration, incarnation), pool.times)
+
+    def _fail(self, fault: Fault) -> None:
+        member = self._members[WorkerId(fault.worker_id)]
+        if member.worker is None:
+            return
+        worker, member.worker = member.worker, None
+        self._bury(worker)
+        if fault.back_after_s is not None:
+            self.loop.after(fault.back_after_s, self._start, worker.info.worker_id)
+
+    def _bury(self, worker: SimulatedWorker) -> None:
+        """Everybody who is connected to it sees that it is gone."""
+        worker.die()
+        info = worker.info
+        self.network.drop(info.worker_id)
+        peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
+        for member in self._members.values():
+            if member.worker is not None:
+                member.worker.forget_pair(peer)
+        if isinstance(worker, ExactWorker):
+            for pair in worker.pairs():
+                pair.close()
+        self.gateway.worker_lost(worker)
+
+    def _on_drained(self, worker_id: WorkerId) -> None:
+        member = self._members[worker_id]
+        if member.is_removed and member.worker is not None:
+            worker, member.worker, member.is_draining = member.worker, None, False
+            self.loop.at(self.loop.now, self._bury, worker)
+
+    # ------------------------------------------------------------ looking
+
+    def _sample(self) -> None:
+        loads = [(member, member.worker.load()) for member in self._members.values() if member.worker is not None]
+        total = sum(load.blocks_total for _, load in loads) or 1
+        self.samples.append(
+            Sample(
+                time_s=self.loop.now,
+                num_queued=self.gateway.core.holdings()["queued"],
+                num_in_flight=self.gateway.num_in_flight,
+                kv_use=sum(load.blocks_active + load.blocks_reserved for _, load in loads) / total,
+                kv_cached=sum(load.blocks_cached for _, load in loads) / total,
+                num_up=sum(not member.is_draining for member, _ in loads),
+                num_starting=sum(member.worker is None and not member.is_removed for member in self._members.values()),
+                num_draining=sum(member.is_draining for member, _ in loads),
+                num_busy=sum(load.num_running > 0 for _, load in loads),
+                prompt_tokens=self.users.prompt_tokens,
+                cached_tokens=self.users.cached_tokens,
+                num_transfers=self.network.num_under_way,
+            )
+        )
+        if not self.users.is_done:
+            self.loop.after(self.spec.sample_s, self._sample)
+
+
+def _smallest_cache(spec: ClusterSpec) -> int:
+    """Tokens that it holds."""
+    return min(pool.num_blocks * pool.worker.block_size for pool in spec.pools)

@@ -1,0 +1,170 @@
+"""The gateway: the real router core, and around it what its shell does, in virtual time.
+
+Clients hand requests in by `submit` and hear of them by the `Client` protocol. The router's commands go to the workers
+as messages, whose answers come back as events. A request is charged to its tenant as by the real gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.proto.errors import DisaggError
+from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.proto.messages import Cancel, Connect, GatewayToWorker, WorkerInfo
+from disagg.router.api import NO_LIMITS, CallDemand, Completion, RoutedRequest
+from disagg.router.config import RouterConfig
+from disagg.router.requests import events
+from disagg.router.requests.router_core import RouterCore
+from disagg.simulator.workers.surroundings import GATEWAY
+from disagg.simulator.world.clock import EventLoop
+from disagg.simulator.world.settings import Overheads
+
+
+class Client(Protocol):
+    """Whoever waits for one answer."""
+
+    def on_tokens(self, num_tokens: int, now: float) -> None:
+        """So many more tokens came at this time."""
+        ...
+
+    def on_finish(self, completion: Completion, now: float) -> None:
+        """The answer is complete."""
+        ...
+
+    def on_error(self, error: DisaggError, now: float) -> None:
+        """It failed or was refused."""
+        ...
+
+
+class ServingWorker(Protocol):
+    """A worker, as the gateway sees it."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What it registered."""
+        ...
+
+    def receive(self, message: GatewayToWorker) -> None:
+        """A message of the gateway."""
+        ...
+
+
+class Gateway:
+    """Owner of the router core. `on_drained` is called when nothing runs any more on a worker that was drained."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        config: RouterConfig,
+        overheads: Overheads,
+        on_drained: Callable[[WorkerId], None] = lambda worker_id: None,
+    ) -> None:
+        self.core = RouterCore(config, GATEWAY)
+        self._loop = loop
+        self._overheads = overheads
+        self._on_drained = on_drained
+        self._workers: dict[WorkerId, ServingWorker] = {}
+        self._clients: dict[RequestId, Client] = {}
+        self._timer_due = math.inf
+
+    # ------------------------------------------------------------ clients
+
+    def submit(self, request: RoutedRequest, arrival: float, client: Client) -> None:
+        """A request that has been checked and tokenized; `arrival` is when its first byte came."""
+        now = self._loop.now
+        num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
+        call = CallDemand(tenant=request.tenant, limits=NO_LIMITS, num_answers=1, num_tokens=num_tokens)
+        error: DisaggError | None = self.core.admit(call, now)
+        if error is not None:
+            client.on_error(error, now)
+            return
+        self._clients[request.request_id] = client
+        self.handle(events.Submit(request, arrival))
+        if request.request_id not in self._clients:  # refused at once
+            self.core.give_back(request.tenant, num_tokens, 1, now)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client went away; it hears nothing more."""
+        self._clients.pop(request_id, None)
+        self.handle(events.CancelRequest(request_id))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose clients wait."""
+        return len(self._clients)
+
+    # ------------------------------------------------------------ workers
+
+    def worker_up(self, worker: ServingWorker) -> None:
+        """A worker can be used."""
+        self._workers[worker.info.worker_id] = worker
+        self.handle(events.WorkerUp(worker.info))
+
+    def worker_lost(self, worker: ServingWorker) -> None:
+        """Its session broke."""
+        info = worker.info
+        if self._workers.get(info.worker_id) is worker:
+            self.handle(events.WorkerLost(info.worker_id, info.incarnation))
+            del self._workers[info.worker_id]
+
+    def drain(self, worker: ServingWorker) -> None:
+        """Place nothing on it any more."""
+        self.handle(events.DrainWorker(worker.info.worker_id, worker.info.incarnation))
+
+    # ------------------------------------------------------------ events and commands
+
+    def handle(self, event: events.Event) -> None:
+        """Give an event to the core and carry out what it says."""
+        now = self._loop.now
+        commands = self.core.handle(event, now)
+        if commands:
+            num_tokens = 0
+            for command in commands:
+                if isinstance(command, events.Emit):
+                    num_tokens += len(command.batch.token_ids)
+            seen = now + num_tokens * self._overheads.token_s
+            for command in commands:
+                self._execute(command, seen)
+        self._set_timer()
+
+    def _execute(self, command: events.Command, seen: float) -> None:
+        match command:
+            case events.Emit(request_id=request_id, batch=batch):
+                if (client := self._clients.get(request_id)) is not None:
+                    client.on_tokens(len(batch.token_ids), seen)
+            case events.Dispatch(worker_id=worker_id, message=message):
+                self._send(worker_id, message)
+            case events.CancelOn(worker_id=worker_id, key=key):
+                self._send(worker_id, _cancel(key))
+            case events.Finish(request_id=request_id, completion=completion):
+                if (client := self._clients.pop(request_id, None)) is not None:
+                    client.on_finish(completion, seen)
+            case events.Fail(request_id=request_id, error=error):
+                if (client := self._clients.pop(request_id, None)) is not None:
+                    client.on_error(error, seen)
+            case events.ConnectPair(prefill_id=prefill_id, decode_peer=peer):
+                self._send(prefill_id, Connect(decode_peer=peer))
+            case events.WorkerIsDrained(worker_id=worker_id):
+                self._on_drained(worker_id)
+            case events.WatchAgain(worker_id=worker_id):
+                raise AssertionError(f"the reports of {worker_id} have a gap, and none was lost")
+
+    def _send(self, worker_id: WorkerId, message: GatewayToWorker) -> None:
+        self._loop.after(self._overheads.message_s, self._workers[worker_id].receive, message)
+
+    def _set_timer(self) -> None:
+        due = self.core.next_wakeup()
+        if due is not None and due < self._timer_due:
+            self._timer_due = due
+            self._loop.at(due, self._on_timer, due)
+
+    def _on_timer(self, due: float) -> None:
+        if due == self._timer_due:
+            self._timer_due = math.inf
+            self.handle(events.Tick())
+
+
+def _cancel(key: AttemptKey) -> Cancel:
+    return Cancel(request_id=key.request_id, attempt=key.attempt)

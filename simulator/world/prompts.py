@@ -1,0 +1,175 @@
+"""What prompts have in common, without their tokens: block hashes that are equal where the tokens would be.
+
+    parts of an outlined request ──extend──> PromptText ──answered──> the conversation so far ──extend──> ...
+
+The hash of a full block inside one part follows from the block hash before the part, the part's key and the position in
+it; no token is drawn for it. Real token ids stand only behind the last full block (and in answers), where workers hash
+them themselves when an answer fills the block (`proto/block_hash.py`). All other ids are 0, which nobody looks at.
+
+Blocks of a part that are found together or not at all can share one hash (`HashRuns`): then a long prompt costs the
+router's index and a fast worker a few entries instead of hundreds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex, overload
+
+from disagg.loadtests.workload.workload import PromptPart
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES, chain_hashes
+from disagg.proto.ids import BlockHash
+from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
+
+VOCAB_SIZE = 1 << 20
+STOP_TOKEN = 1
+"""Ends an answer."""
+MAX_RUN = 32
+"""At most so many 16-token blocks share a hash: 512 tokens, the block of Mooncake's traces."""
+MIN_RUNS = 1024
+"""So many runs fit into the smallest cache, so that it makes little difference that they come and go as a whole."""
+_BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
+
+
+class HashRuns(tuple[BlockHash, ...]):
+    """The hashes of a chain in which blocks in a row share one. Its length and what stands at an index are those of the
+    chain of all blocks; iterating gives each hash once, which is what a set or an index of blocks needs."""
+
+    ends: Sequence[int]
+    """Up to which block each of the hashes goes."""
+
+    @staticmethod
+    def of(hashes: Sequence[BlockHash], ends: Sequence[int]) -> HashRuns:
+        """A chain of these hashes."""
+        runs = HashRuns(hashes)
+        runs.ends = ends
+        return runs
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[BlockHash, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> BlockHash | tuple[BlockHash, ...]:
+        if isinstance(index, slice):
+            return self._slice(index)
+        at = index.__index__()
+        length = len(self)
+        if at < 0:
+            at += length
+        if not 0 <= at < length:
+            raise IndexError(at)
+        return tuple.__getitem__(self, bisect_right(self.ends, at))
+
+    def __add__(self, other: tuple[BlockHash, ...]) -> HashRuns:  # type: ignore[override]
+        length = len(self)
+        if isinstance(other, HashRuns):
+            ends = [length + end for end in other.ends]
+        else:
+            ends = list(range(length + 1, length + len(other) + 1))
+        return HashRuns.of((*self, *other), [*self.ends, *ends])
+
+    def _slice(self, index: slice) -> tuple[BlockHash, ...]:
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            return tuple([tuple.__getitem__(self, bisect_right(self.ends, at)) for at in range(start, stop, step)])
+        if stop <= start:
+            return HashRuns.of((), ())
+        first, last = bisect_right(self.ends, start), bisect_right(self.ends, stop - 1)
+        ends = [end - start for end in self.ends[first:last]]
+        return HashRuns.of(tuple.__getitem__(self, slice(first, last + 1)), [*ends, stop - start])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A text of which only lengths and hashes are known."""
+
+    hashes: tuple[BlockHash, ...]
+    """Of its full blocks."""
+    tail: bytes
+    """The packed ids behind them, fewer than a block."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length."""
+        return len(self.hashes) * HASH_BLOCK_TOKENS + len(self.tail) // TOKEN_ID_BYTES
+
+    @property
+    def token_ids(self) -> PackedTokenIds:
+        """As a request carries them."""
+        return PackedTokenIds(bytes(len(self.hashes) * _BLOCK_BYTES) + self.tail)
+
+
+EMPTY = PromptText((), b"")
+
+
+def run_for(num_cached_tokens: int) -> int:
+    """How many blocks may share a hash where the smallest cache holds so many tokens."""
+    return max(1, min(MAX_RUN, num_cached_tokens // HASH_BLOCK_TOKENS // MIN_RUNS))
+
+
+def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run: int = 1) -> PromptText:
+    """The text with these parts behind it. `root` is the parent of its first block. With a `run` above 1 at most so
+    many blocks share a hash, and the hashes are `HashRuns`."""
+    hashes, tail = list(text.hashes), text.tail
+    ends = list(text.hashes.ends) if isinstance(text.hashes, HashRuns) else list(range(1, len(hashes) + 1))
+    for num_tokens, names in parts:
+        key = repr(names).encode()
+        start = 0
+        if tail:
+            start = min(num_tokens, HASH_BLOCK_TOKENS - len(tail) // TOKEN_ID_BYTES)
+            tail += _id_of(key) * start
+            if len(tail) < _BLOCK_BYTES:
+                continue
+            parent = hashes[-1] if hashes else root
+            hashes.append(BlockHash(hashlib.sha256(parent + tail + key).digest()[:HASH_BYTES]))
+            ends.append(ends[-1] + 1 if ends else 1)
+            tail = b""
+        num_blocks, num_left = divmod(num_tokens - start, HASH_BLOCK_TOKENS)
+        if num_blocks:
+            seed = b"%b%d %b" % (hashes[-1] if hashes else root, start, key)
+            if run > 1:
+                before = ends[-1] if ends else 0
+                hashes += _run_hashes(seed, num_blocks, run)
+                ends += range(before + run, before + num_blocks, run)
+                ends.append(before + num_blocks)
+            else:
+                hashes += _cut(hashlib.shake_128(seed).digest(num_blocks * HASH_BYTES))
+        if num_left:
+            tail = _id_of(key) * num_left
+    return PromptText(HashRuns.of(hashes, ends) if run > 1 else tuple(hashes), tail)
+
+
+def answered(text: PromptText, answer_ids: list[int], root: BlockHash) -> PromptText:
+    """The text with an answer behind it, hashed as workers do."""
+    rest = PackedTokenIds(text.tail + struct.pack(f"<{len(answer_ids)}I", *answer_ids))
+    new = chain_hashes(text.hashes[-1] if text.hashes else root, rest)
+    return PromptText(text.hashes + tuple(new), rest[len(new) * _BLOCK_BYTES :])
+
+
+def answer_token(index: int) -> int:
+    """The id of which the answer to a request consists."""
+    return 2 + index % (VOCAB_SIZE - 2)
+
+
+def _run_hashes(seed: bytes, num_blocks: int, run: int) -> list[BlockHash]:
+    """One for each `run` blocks; a shorter run at the end is another one than a whole one."""
+    hashes = _cut(hashlib.shake_128(seed).digest(-(-num_blocks // run) * HASH_BYTES))
+    if rest := num_blocks % run:
+        hashes[-1] = BlockHash(hashlib.sha256(b"%b%d" % (hashes[-1], rest)).digest()[:HASH_BYTES])
+    return hashes
+
+
+def _cut(digest: bytes) -> list[BlockHash]:
+    return [BlockHash(digest[at : at + HASH_BYTES]) for at in range(0, len(digest), HASH_BYTES)]
+
+
+def _id_of(key: bytes) -> bytes:
+    """One packed id for all tokens of a part that get one."""
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+    return struct.pack("<I", 2 + number % (VOCAB_SIZE - 2))
