@@ -1,0 +1,114 @@
+"""Where the exact and the fast engine both run, they agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.loadtests.records import RequestRecord
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.workload.workload import (
+    MultiTurnWorkload,
+    RandomWorkload,
+    SharedPrefixWorkload,
+    WorkloadConfig,
+)
+from disagg.router.config import RouterConfig
+from disagg.simulator.step_times.interface import StepWork
+from disagg.simulator.workers.exact_worker import ExactWorker
+from disagg.simulator.world import cluster as cluster_module
+from disagg.simulator.world.settings import EngineKind, Overheads
+from disagg.simulator.world.users import Habits
+from tests.support.simulation import NO_LOCAL, LinearTimes, cluster_spec, planned, simulated
+
+SLO = Slo(ttft_s=0.5, tpot_s=0.010)
+TIMES = LinearTimes(base_s=0.005, token_s=4e-4, decode_s=5e-4, context_s=1e-6)
+VARIED = RandomWorkload(isl=(64, 900), osl=(8, 150))
+TURNS = MultiTurnWorkload(turns=(2, 5), new_tokens=(30, 200), osl=(20, 100))
+SHARED = SharedPrefixWorkload(num_prefixes=12, prefix_tokens=400, own_tokens=(20, 300), osl=(8, 80))
+ANSWERS = RandomWorkload(isl=(64, 300), osl=(50, 200))
+MESSAGES = Overheads(message_s=0.0005, step_s=0.0002)
+PREEMPTING = RouterConfig(local_prefill="never", decode_reserve_tokens=0, watermark=0)
+
+Shape = dict[str, Any]
+PAIR: Shape = {"prefill": 1, "decode": 1, "router": NO_LOCAL}
+ROUND_ROBIN = RouterConfig(policy="round_robin", local_prefill="never")
+SMALL_CACHE: Shape = {**PAIR, "num_blocks": 250}
+SHORT_OF_BLOCKS: Shape = {**PAIR, "router": PREEMPTING, "num_blocks": 120, "decode_reserve_tokens": 0}
+SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
+    "pair": (VARIED, 2.0, Habits(), {**PAIR, "tail_tokens": 32}),
+    "local prefill": (VARIED, 2.0, Habits(), {"prefill": 1, "decode": 1, "tail_tokens": 32}),
+    "colocated": (VARIED, 1.5, Habits(), {"colocated": 1}),
+    "prompts first": (VARIED, 1.5, Habits(), {"colocated": 1, "scheduling": "prefill_first"}),
+    "conversations": (TURNS, 2.0, Habits(), {"colocated": 1, "block_size": 64, "num_blocks": 200}),
+    "unknown lengths": (VARIED, 2.0, Habits(max_tokens=600), PAIR),
+    "prefixes that are evicted": (SHARED, 3.0, Habits(), SMALL_CACHE),
+    "round robin": (VARIED, 4.0, Habits(), {"prefill": 2, "decode": 2, "router": ROUND_ROBIN}),
+    "preemption": (ANSWERS, 3.0, Habits(), {**SHORT_OF_BLOCKS, "swap_bytes": 1 << 24}),
+}
+
+
+def run(engine: EngineKind, workload: WorkloadConfig, rate_per_s: float, habits: Habits, spec: dict[str, Any]) -> Any:
+    shape = {"times": TIMES, "overheads": MESSAGES, "bandwidth_bytes_per_s": 1e7, **spec}
+    requests = planned(workload, rate_per_s=rate_per_s, num_requests=200)
+    return simulated(cluster_spec(engine=engine, **shape), requests, habits)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def figures(records: list[RequestRecord]) -> dict[str, float]:
+    score = evaluate(records, SLO, 1.0)
+    assert score.is_valid
+    return {
+        "ttft": mean([record.ttft_s for record in records if record.ttft_s is not None]),
+        "tpot": mean([record.tpot_s for record in records if record.tpot_s is not None]),
+        "good": score.num_good,
+    }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_fast_engine_agrees_with_the_exact_one(name: str) -> None:
+    exact, fast = (figures(run(engine, *SCENARIOS[name]).records) for engine in ("exact", "fast"))
+    assert 20 <= exact["good"] <= 195
+    assert fast == pytest.approx(exact, rel=0.05 if name == "preemption" else 0.02)
+
+
+def test_shared_hashes_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes of 512 tokens, which 32 blocks share a hash of, are found as those whose blocks have one each."""
+    workload = SharedPrefixWorkload(num_prefixes=6, prefix_tokens=512, own_tokens=(20, 200), osl=(8, 60))
+    spec = {"prefill": 2, "decode": 2, "num_blocks": 4000}
+    monkeypatch.setattr(cluster_module, "run_for", lambda num_tokens: 1)
+    separate = run("fast", workload, 4.0, Habits(), spec)
+    monkeypatch.setattr(cluster_module, "run_for", lambda num_tokens: 32)
+    shared = run("fast", workload, 4.0, Habits(), spec)
+    assert shared.records == separate.records
+    assert shared.placements == separate.placements
+    assert sum(record.cached_tokens for record in shared.records) > 50_000
+
+
+def test_a_jump_bends_with_the_step_times() -> None:
+    """Steps that grow faster and faster with the context are not jumped over in one line."""
+
+    class Quadratic:
+        def step_s(self, work: StepWork) -> float:
+            return 0.005 + 4e-4 * work.prefill_tokens + 1e-8 * work.decode_context**2
+
+    workload = RandomWorkload(isl=100, osl=1000)
+    results = []
+    for engine in ("exact", "fast"):
+        spec = cluster_spec(colocated=1, engine=engine, times=Quadratic())  # type: ignore[arg-type]
+        results.append(simulated(spec, planned(workload, rate_per_s=1.0, num_requests=2)))
+    exact, fast = results
+    for one, other in zip(exact.records, fast.records, strict=True):
+        assert other.token_times_s == pytest.approx(one.token_times_s, rel=0.002)
+
+
+def test_the_exact_engine_is_the_real_one() -> None:
+    cluster = cluster_module.SimulatedCluster(cluster_spec(colocated=1), [])
+    (member,) = cluster._members.values()
+    assert isinstance(member.worker, ExactWorker)
+    assert type(member.worker.core).__module__ == "disagg.engine.core.engine_core"
+    assert type(cluster.gateway.core).__module__ == "disagg.router.requests.router_core"
