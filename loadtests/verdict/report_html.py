@@ -77,8 +77,9 @@ def run_page(
     *,
     min_attainment: float,
     facts: Mapping[str, str] | None = None,
+    more_charts: Sequence[Chart] = (),
 ) -> str:
-    """The report of one run; raises as `goodput.evaluate` does."""
+    """The report of one run, with `more_charts` over time; raises as `goodput.evaluate` does."""
     score = evaluate(records, slo, duration_s)
     outcomes = Outcomes(records, duration_s)
     return page(
@@ -94,7 +95,7 @@ def run_page(
                 ]
             ),
             "<h2>Over time</h2>",
-            charts_html(timeline_charts(records, slo)),
+            charts_html([*timeline_charts(records, slo), *more_charts]),
             facts_html(facts) if facts else "",
         ],
     )

@@ -53,6 +53,13 @@ class LauncherName(StrEnum):
     processes = "processes"
 
 
+class EngineName(StrEnum):
+    """How workers are simulated."""
+
+    exact = "exact"
+    fast = "fast"
+
+
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration; defaults without one.")]
 LauncherOption = Annotated[LauncherName, typer.Option(help="What starts and holds the processes.")]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Name of an imported model, folder, or 'fake'.")]
@@ -239,6 +246,78 @@ def doctor(
     from disagg.cli.doctor.command import run_doctor
 
     raise typer.Exit(run_doctor(address, console()))
+
+
+@app.command(
+    rich_help_panel=MEASURE,
+    epilog=examples(
+        "disagg simulate interactive --cluster cluster.yaml --times steps.json",
+        "disagg simulate mooncake --cluster cluster.yaml --times steps.json --engine fast --html run.html",
+        "disagg simulate day.yaml --cluster cluster.yaml --times steps.json --policy round_robin",
+    ),
+)
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="File, name of one that comes with disagg, or a file of phases.")],
+    times: Annotated[Path, typer.Option("--times", "-t", help="How long steps and messages take: see docs.")],
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", "-c", help="YAML configuration of the cluster; defaults without one.")
+    ] = None,
+    engine: Annotated[EngineName, typer.Option(help="Every step, or jumps over steps.")] = EngineName.exact,
+    policy: Annotated[str | None, typer.Option(help="Placement policy instead of the configured one.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Requests per second, instead of the scenario's.")
+    ] = None,
+    duration: Annotated[float | None, typer.Option("--duration", help="Seconds of arrivals.")] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Number of requests.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of prompts and arrivals.")] = None,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option("--slo-ttft-ms", help="Limit of the time to first token.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option("--slo-tpot-ms", help="Limit of the time per further token.")
+    ] = None,
+    min_attainment: Annotated[
+        float, typer.Option("--min-attainment", help="Share of requests that must meet both.", min=0.01, max=1.0)
+    ] = 0.9,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", help="What requests allow; answers end before. Unset: their own length.", min=1),
+    ] = None,
+    patience_s: Annotated[
+        float | None, typer.Option("--patience-s", help="A user without a token leaves then.")
+    ] = None,
+    sample_s: Annotated[float, typer.Option("--sample-s", help="Between two samples over time.", min=0.001)] = 1.0,
+    records: Annotated[Path | None, typer.Option("--records", help="Write one line of JSON for each request.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report with plots to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write figures and samples to this file.")] = None,
+) -> None:
+    """Run a load test in virtual time. Exit status: 0, or 1 if too few requests met their limits."""
+    from disagg.cli.simulate import SimulateOptions, run_simulate
+    from disagg.loadtests.scenario import Overrides
+    from disagg.proto.errors import ConfigError
+    from disagg.simulator.world.users import Habits
+
+    try:
+        habits = Habits(max_tokens=max_tokens, patience_s=patience_s)
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
+    options = SimulateOptions(
+        scenario=scenario,
+        cluster=cluster,
+        times=times,
+        engine=engine.value,
+        policy=policy,
+        overrides=Overrides(rate_per_s=rate, duration_s=duration, num_requests=requests, seed=seed),
+        ttft_ms=slo_ttft_ms,
+        tpot_ms=slo_tpot_ms,
+        min_attainment=min_attainment,
+        habits=habits,
+        sample_s=sample_s,
+        records=records,
+        html=html,
+        json=json,
+    )
+    raise typer.Exit(run_simulate(options, console()))
 
 
 @trace_app.command("export", epilog=examples("disagg trace export trace.json", "disagg trace export trace.json -n 50"))

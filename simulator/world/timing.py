@@ -1,0 +1,100 @@
+"""How long things take in a simulation, as a file says it.
+
+    kv_bytes_per_token: 46080
+    step: {base_ms: 5.0, prefill_token_ms: 0.4, attended_ms: 1.0e-4, decode_ms: 0.5, context_ms: 1.0e-3}
+    pools: {decode: {base_ms: ...}}                       where they differ
+    link: {bandwidth_bytes_per_s: 1.0e10, latency_s: 1.0e-4}
+    overheads: {message_s: 5.0e-4, ...}                   see `settings.Overheads`
+    cold_start_s: 30
+
+A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted as the router fits them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from disagg.proto.messages import StepSample
+from disagg.router.workers.cost_model import StepModel
+from disagg.simulator.step_times.interface import LinkTimes, StepTimes, StepWork
+from disagg.simulator.world.settings import DEFAULT_LINK, NO_OVERHEADS, Overheads
+
+RECORDING = "disagg-step-times"
+MIN_SAMPLES = 8
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class LinearSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step takes the sum of these times; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
+
+    base_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    prefill_token_ms: Milliseconds
+    attended_ms: Milliseconds = 0.0
+    decode_ms: Milliseconds
+    context_ms: Milliseconds = 0.0
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one engine step."""
+        return (
+            self.base_ms
+            + work.prefill_tokens * self.prefill_token_ms
+            + work.prefill_attended * self.attended_ms
+            + work.num_decodes * self.decode_ms
+            + work.decode_context * self.context_ms
+        ) / 1e3
+
+
+class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    bandwidth_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    latency_s: Annotated[float, msgspec.Meta(ge=0)] = DEFAULT_LINK.latency_s
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    step: LinearSteps
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
+    pools: dict[str, LinearSteps] = {}
+    link: _Link | None = None
+    overheads: Overheads = NO_OVERHEADS
+    cold_start_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+
+
+class _Recording(msgspec.Struct, frozen=True, kw_only=True):
+    samples: tuple[StepSample, ...]
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Timing(NamedTuple):
+    """What such a file holds."""
+
+    step: StepTimes
+    pools: dict[str, LinearSteps]
+    kv_bytes_per_token: int
+    link: LinkTimes
+    overheads: Overheads
+    cold_start_s: float
+
+    def of_pool(self, name: str) -> StepTimes:
+        """The step times of a pool's workers."""
+        return self.pools.get(name, self.step)
+
+
+def read_timing(raw: Any) -> Timing:
+    """From plain values; raises `ValueError` naming the field."""
+    if not isinstance(raw, dict):
+        raise ValueError("expected the keys step and kv_bytes_per_token, or a recording of steps")
+    try:
+        if raw.get("format") == RECORDING:
+            recording = msgspec.convert(raw, _Recording)
+            if len(recording.samples) < MIN_SAMPLES:
+                raise ValueError(f"samples: {len(recording.samples)} steps are too few; {MIN_SAMPLES} are needed")
+            steps = LinearSteps(**StepModel(recording.samples).coefficients._asdict())
+            return Timing(steps, {}, recording.kv_bytes_per_token, DEFAULT_LINK, NO_OVERHEADS, 0.0)
+        file = msgspec.convert(raw, _File)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    link = DEFAULT_LINK
+    if file.link is not None:
+        link = LinkTimes(bandwidth_bytes_per_s=file.link.bandwidth_bytes_per_s, latency_s=file.link.latency_s)
+    return Timing(file.step, file.pools, file.kv_bytes_per_token, link, file.overheads, file.cold_start_s)

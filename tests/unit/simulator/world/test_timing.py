@@ -1,0 +1,64 @@
+"""How long things take, from a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.simulator.world.settings import DEFAULT_LINK, Overheads
+from disagg.simulator.world.timing import read_timing
+
+STEP = {"base_ms": 1.0, "prefill_token_ms": 0.5, "attended_ms": 0.01, "decode_ms": 0.25, "context_ms": 0.001}
+RAW: dict[str, Any] = {"kv_bytes_per_token": 100, "step": STEP}
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    assert read_timing(RAW).step.step_s(StepWork(10, 55, 4, 1000)) == pytest.approx(0.00855)
+
+
+def test_what_is_left_out_has_a_default_and_what_is_there_counts() -> None:
+    plain = read_timing(RAW)
+    assert (plain.link, plain.overheads, plain.cold_start_s) == (DEFAULT_LINK, Overheads(), 0.0)
+    assert plain.of_pool("decode") is plain.step
+    whole = read_timing(
+        {
+            **RAW,
+            "pools": {"decode": {**STEP, "base_ms": 2.0}},
+            "link": {"bandwidth_bytes_per_s": 1e9, "latency_s": 0.5},
+            "overheads": {"message_s": 0.001},
+            "cold_start_s": 3,
+        }
+    )
+    assert whole.of_pool("decode").step_s(StepWork(0, 0, 1, 0)) == pytest.approx(0.00225)
+    assert whole.link == LinkTimes(bandwidth_bytes_per_s=1e9, latency_s=0.5)
+    assert (whole.overheads.message_s, whole.cold_start_s) == (0.001, 3)
+
+
+def test_a_recording_of_steps_is_fitted() -> None:
+    samples = [[5.0 + 0.4 * n, n, n * (n + 1) // 2, 0, 0] for n in (16, 64, 128, 256, 512)]
+    samples += [[5.0 + 0.5 * n, 0, 0, n, 300 * n] for n in (1, 8, 32, 64)]
+    timing = read_timing(
+        {"format": "disagg-step-times", "version": 1, "model": "m", "kv_bytes_per_token": 64, "samples": samples}
+    )
+    assert timing.kv_bytes_per_token == 64
+    assert timing.step.step_s(StepWork(300, 45_150, 0, 0)) == pytest.approx(0.125, rel=0.03)
+    assert timing.step.step_s(StepWork(0, 0, 16, 4800)) == pytest.approx(0.013, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (3, "expected the keys step and kv_bytes_per_token"),
+        ({"step": STEP}, "kv_bytes_per_token"),
+        ({**RAW, "speed": 1}, "speed"),
+        ({**RAW, "step": {**STEP, "base_ms": 0}}, r"base_ms|step"),
+        ({**RAW, "link": {"bandwidth_bytes_per_s": 0}}, "bandwidth_bytes_per_s"),
+        ({**RAW, "overheads": {"message_s": -1}}, "message_s: expected a time of at least 0"),
+        ({"format": "disagg-step-times", "kv_bytes_per_token": 1, "samples": []}, "samples: 0 steps are too few"),
+    ],
+)
+def test_mistakes_are_named(raw: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_timing(raw)
