@@ -50,10 +50,11 @@ class Report:
     commit: str
     command: str
     rows: list[dict[str, Any]]
-    summary: dict[str, float]
+    summary: dict[str, float | None]
+    """Figures by name; None for one that was not measured."""
 
 
-def report(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float]) -> Report:
+def report(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float | None]) -> Report:
     """A report of this machine, commit and command line."""
     return Report(
         machine=machine(),

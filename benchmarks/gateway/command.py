@@ -105,7 +105,7 @@ def main() -> None:
             content = report(rows([*costs, *live]), summary(costs, live))
     except ConfigError as error:
         sys.exit(str(error))
-    print("\n".join(f"{name}: {value:g}" for name, value in content.summary.items()))
+    print("\n".join(f"{name}: {value:g}" for name, value in content.summary.items() if value is not None))
     if options.json:
         write_json(options.json, content)
         print(f"report: {options.json}")

@@ -65,7 +65,7 @@ def run_simulate(options: SimulateOptions, console: Console) -> int:
     config = load_config(options.cluster)
     if options.policy is not None:
         config = override(config, {"placement.policy": options.policy})
-    timing = _read_times(options.times)
+    timing = read_times(options.times)
     spec = cluster_spec(config, timing, options.engine, options.sample_s)
     load, slo = planned_load(options, spec)
     try:
@@ -150,7 +150,8 @@ def _phases_of(path: Path) -> object | None:
     return raw.get("phases") if isinstance(raw, dict) else None
 
 
-def _read_times(path: Path) -> Timing:
+def read_times(path: Path) -> Timing:
+    """A file of step times; raises `ConfigError`."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"--times: {path} has more than {MAX_BYTES} bytes")

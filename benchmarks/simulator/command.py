@@ -1,0 +1,258 @@
+"""How many requests per second are simulated, how much of prompts policies reuse, and how far a run is from a real one.
+
+    python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--requests N] [--exact-requests N] [--json FILE]
+    python -m benchmarks.simulator --recorded run.jsonl --scenario S --cluster cluster.yaml --times steps.json
+
+Speed: a Mooncake trace (its own, or one that is made here) at its own pace on 8P+8D, with 20,000 blocks of 64 tokens a
+worker, once for each policy with the fast engine and once with the exact one. Counted is processor time of this process
+for the simulation alone, without reading the trace. Step times are the polynomials that Dynamo's mocker has by default
+(`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What Dynamo itself gives
+for the trace is an argument, because it runs in another environment.
+
+Accuracy: the records of a real run (`disagg load run`, `--record`) beside those of the same scenario simulated.
+Figures that were not measured are null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import percentile, positive, print_table, report, write_json
+from disagg.cli.simulate import SimulateOptions, cluster_spec, planned_load, read_times
+from disagg.cluster.config.cluster_config import load_config
+from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.loadtests.records import RequestRecord, read_file
+from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.randomness import Stream
+from disagg.loadtests.workload.traces import BLOCK_TOKENS
+from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
+from disagg.proto.messages import KvLayout, RoleName
+from disagg.router.config import PolicyName, RouterConfig
+from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.simulator.world.cluster import Result, SimulatedCluster
+from disagg.simulator.world.settings import ClusterSpec, EngineKind, Overheads, PoolSpec
+from disagg.simulator.world.users import UserRequest
+
+Row = dict[str, Any]
+POLICIES: tuple[PolicyName, ...] = ("joint", "prefix", "least_loaded", "round_robin")
+NUM_WORKERS = 8
+"""Of each pool."""
+NUM_BLOCKS, BLOCK_SIZE = 20_000, 64
+MAX_MODEL_LEN = 200_000
+KV_BYTES_PER_TOKEN = 131_072
+LINK = LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=5e-5)
+TOKEN_BUDGET = 8192
+
+
+@dataclass(frozen=True)
+class MockerTimes:
+    """Dynamo's default polynomials; a step with both takes the sum."""
+
+    total_tokens: int
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one engine step."""
+        ms, tokens = 0.0, work.prefill_tokens
+        if tokens:
+            ms += 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142
+        if work.num_decodes:
+            share = min(1.0, work.decode_context / self.total_tokens)
+            ms += max(1.0, -25.74 * share**2 + 54.01 * share + 5.74)
+        return ms / 1e3
+
+
+def spec(engine: EngineKind, policy: PolicyName) -> ClusterSpec:
+    """8P+8D."""
+    times = MockerTimes(NUM_BLOCKS * BLOCK_SIZE)
+    roles: tuple[RoleName, ...] = ("prefill", "decode")
+    pools = [
+        PoolSpec(
+            name=role,
+            size=NUM_WORKERS,
+            worker=WorkerConfig(
+                worker_id="",
+                roles=(role,),
+                model_path="fake",
+                block_size=BLOCK_SIZE,
+                token_budget=TOKEN_BUDGET,
+                max_num_seqs=256,
+                swap_bytes=0,
+                transport="nccl",
+                transfer=TransferLimits(chunk_bytes=256 << 20, staging_bytes=4 << 30),
+            ),
+            num_blocks=NUM_BLOCKS,
+            times=times,
+        )
+        for role in roles
+    ]
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=KV_BYTES_PER_TOKEN)
+    return ClusterSpec(
+        pools=pools,
+        kv_layout=layout,
+        max_model_len=MAX_MODEL_LEN,
+        router=RouterConfig(policy=policy, local_prefill="auto" if policy == "joint" else "never"),
+        link=LINK,
+        overheads=Overheads(message_s=2e-4),
+        engine=engine,
+        sample_s=60.0,
+    )
+
+
+# ---------------------------------------------------------------- speed and reuse
+
+
+def read_outline(path: Path, num_requests: int | None) -> Outline:
+    """The requests of a Mooncake trace at its own pace and lengths."""
+    workload = TraceWorkload(path=str(path), format="mooncake", tokens_per_block=BLOCK_TOKENS, first_n=num_requests)
+    return outline(workload, ArrivalConfig(kind="trace"), max_model_len=MAX_MODEL_LEN)
+
+
+def write_trace(path: Path, num_requests: int) -> None:
+    """A trace in Mooncake's format, where there is none: conversations that come 3.4 times a second, each turn some
+    blocks longer than the one before."""
+    draws = Stream("benchmark trace", 0)
+    open_ends: list[list[int]] = []
+    next_id, now = 0, 0.0
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(num_requests):
+            now += draws.exponential() / 3.4
+            goes_on = bool(open_ends) and draws.uniform() < 0.6
+            before = open_ends.pop(draws.integer(0, len(open_ends) - 1)) if goes_on else []
+            num_new = draws.integer(2, 40)
+            blocks = [*before[:200], *range(next_id, next_id + num_new)]
+            next_id += num_new
+            open_ends.append(blocks)
+            line = {
+                "timestamp": round(now * 1000),
+                "input_length": len(blocks) * BLOCK_TOKENS - draws.integer(0, BLOCK_TOKENS - 1),
+                "output_length": 1 + round(draws.exponential() * 340),
+                "hash_ids": blocks,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def measure(engine: EngineKind, policy: PolicyName, requests: Outline) -> Row:
+    """One run: requests per second of processor time, and what its users saw."""
+    cluster = SimulatedCluster(spec(engine, policy), [UserRequest(each) for each in requests.requests])
+    gc.collect()
+    gc.disable()
+    began = time.process_time()
+    result = cluster.run()
+    cpu_s = time.process_time() - began
+    gc.enable()
+    assert not result.problems, result.problems
+    return {"engine": engine, "policy": policy, "cpu_s": cpu_s, **figures(result, requests, cpu_s)}
+
+
+def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
+    """Flat figures of one run."""
+    answered = [record for record in result.records if record.status == "ok"]
+    ttfts = [record.ttft_s for record in answered if record.ttft_s is not None]
+    tpots = [record.tpot_s for record in answered if record.tpot_s is not None]
+    return {
+        "requests": len(requests.requests),
+        "answered": len(answered),
+        "requests_per_s": len(requests.requests) / cpu_s,
+        "events": result.num_events,
+        "reuse": sum(r.cached_tokens for r in answered) / max(1, sum(r.num_prompt_tokens for r in answered)),
+        "ttft_mean_ms": 1e3 * sum(ttfts) / max(1, len(ttfts)),
+        "ttft_p99_ms": 1e3 * percentile(ttfts, 99) if ttfts else None,
+        "tpot_mean_ms": 1e3 * sum(tpots) / max(1, len(tpots)),
+    }
+
+
+# ---------------------------------------------------------------- beside a real run
+
+
+def errors(options: argparse.Namespace) -> Row:
+    """Simulated over recorded, minus one: of TPOT and TTFT at the median, and of goodput."""
+    arguments = SimulateOptions(scenario=options.scenario, cluster=options.cluster, times=options.times)
+    cluster = cluster_spec(load_config(options.cluster), read_times(options.times), "exact")
+    load, slo = planned_load(arguments, cluster)
+    simulated = SimulatedCluster(cluster, load.requests).run().records
+    return compare(read_file(options.recorded), simulated, slo, load.window_s)
+
+
+def compare(recorded: Sequence[RequestRecord], simulated: Sequence[RequestRecord], slo: Slo, window_s: float) -> Row:
+    """The relative errors of a simulation."""
+    real, made = evaluate(recorded, slo, window_s), evaluate(simulated, slo, window_s)
+    pairs = {
+        "tpot_error": (made.tpot.p50, real.tpot.p50),
+        "ttft_p50_error": (made.ttft.p50, real.ttft.p50),
+        "goodput_error": (made.goodput_per_s, real.goodput_per_s),
+    }
+    return {name: found / true - 1 if true else None for name, (found, true) in pairs.items()}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def summary(rows: Sequence[Row], accuracy: Row, dynamo_reuse: float | None, dynamo_ttft_ms: float | None) -> Row:
+    """The figures that matter; null where nothing was measured."""
+    fast = next((row for row in rows if row["engine"] == "fast" and row["policy"] == "joint"), None)
+    exact = next((row for row in rows if row["engine"] == "exact"), None)
+    ratio = None if fast is None or not dynamo_ttft_ms else fast["ttft_mean_ms"] / dynamo_ttft_ms
+    return {
+        "tpot_error": accuracy.get("tpot_error"),
+        "ttft_p50_error": accuracy.get("ttft_p50_error"),
+        "goodput_error": accuracy.get("goodput_error"),
+        "exact_requests_per_s": None if exact is None else exact["requests_per_s"],
+        "fast_requests_per_s": None if fast is None else fast["requests_per_s"],
+        "prefix_reuse": None if fast is None else fast["reuse"],
+        "prefix_reuse_dynamo": dynamo_reuse,
+        "ttft_mean_over_dynamo": ratio,
+    }
+
+
+def speed_rows(options: argparse.Namespace) -> list[Row]:
+    """One row a policy with the fast engine, and one with the exact one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.trace
+        if path is None:
+            path = Path(folder, "trace.jsonl")
+            write_trace(path, options.requests or 2000)
+        requests = read_outline(path, options.requests)
+        few = read_outline(path, options.exact_requests)
+    rows = [measure("fast", policy, requests) for policy in options.policies]
+    return [*rows, measure("exact", "joint", few)] if options.exact_requests else rows
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format; one is made without it")
+    parser.add_argument("--requests", type=positive, help="of the trace; all of it by default, 2,000 of one made here")
+    parser.add_argument("--exact-requests", type=int, default=200, help="with the exact engine; 0 for none")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--dynamo-reuse", type=float, help="share of prompt tokens that Dynamo's router reuses")
+    parser.add_argument("--dynamo-ttft-ms", type=float, help="its mean TTFT")
+    parser.add_argument("--recorded", type=Path, help="records of a real run of --scenario, to compare with")
+    parser.add_argument("--scenario")
+    parser.add_argument("--cluster", type=Path)
+    parser.add_argument("--times", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    accuracy: Row = {}
+    rows: list[Row] = []
+    if options.recorded is not None:
+        if options.scenario is None or options.times is None:
+            parser.error("--recorded needs --scenario and --times")
+        accuracy = errors(options)
+    else:
+        rows = speed_rows(options)
+        columns = list(rows[0]) if rows else []
+        shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
+        print_table("simulated", columns, shown)
+    flat = summary(rows, accuracy, options.dynamo_reuse, options.dynamo_ttft_ms)
+    print(json.dumps(flat, indent=2))
+    if options.json is not None:
+        write_json(options.json, report(rows, flat))
