@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 from msgspec.structs import replace
@@ -30,8 +29,7 @@ from disagg.engine.core.outbox import Outbox
 from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.kv_transfer.pair_half import tokens_per_chunk
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, max_cached_tokens
-from disagg.proto.ids import AttemptKey, BlockHash
+from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import (
     BlocksSnapshot,
     Cancel,
@@ -48,112 +46,17 @@ from disagg.proto.messages import (
     TokenOut,
     WorkerInfo,
 )
-from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids, pack_token_ids
 from disagg.router.requests import events
 from disagg.simulator.step_times.interface import StepTimes, StepWork
-from disagg.simulator.workers.block_set import BlockSet, PieceKey
+from disagg.simulator.workers.fast_room import FastRoom, FastSequence
 from disagg.simulator.workers.reports import Reports
-from disagg.simulator.workers.surroundings import GATEWAY, Answers, Surroundings
-from disagg.simulator.world.prompts import HashRuns
+from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
 
 TELL_S = 1.0
 """Tokens of running answers are sent together after so long."""
 MAX_JUMP = 1024
 _BEND = 0.002
 """By what share the step in the middle of a jump may differ from the line between its ends."""
-
-
-class _Sequence:
-    """One attempt on one worker."""
-
-    __slots__ = (
-        "alloc_wait_s",
-        "arrival",
-        "attends",
-        "cached_tokens",
-        "computed",
-        "end_at",
-        "ends",
-        "gateway_id",
-        "holds",
-        "joined_at",
-        "key",
-        "keys",
-        "kv_bytes",
-        "locked",
-        "next_kv_token",
-        "num_given",
-        "num_known",
-        "num_preemptions",
-        "order",
-        "other",
-        "own",
-        "phase",
-        "promised",
-        "queue_s",
-        "sent",
-        "spec",
-        "swapped",
-        "told_at",
-        "transfer_began",
-    )
-
-    def __init__(self, spec: SequenceSpec, now: float, *, holds: bool) -> None:
-        self.spec = spec
-        self.key = spec.key
-        self.gateway_id = spec.gateway_id
-        self.keys: Sequence[PieceKey] = ()
-        """Of the full blocks of what was given, each perhaps for several."""
-        self.ends: Sequence[int] = ()
-        """Up to which unit of 16 tokens each of them goes."""
-        self.note_hashes(spec.block_hashes)
-        self.num_given = self.num_known = spec.num_known_tokens
-        """`num_known`: to be computed before the next token is sampled."""
-        self.holds = holds
-        """Computed for another worker."""
-        self.phase = "waiting"
-        """waiting, prefill, held, offered, reserved, resumed, decode, over."""
-        self.other: FastWorker | None = None
-        """The other worker of its pair."""
-        self.arrival = now
-        """Of what the engine is to do: of the dispatch, the offer, or the reservation."""
-        self.alloc_wait_s = 0.0
-        self.computed = 0
-        self.cached_tokens = 0
-        self.locked = 0
-        """Leading `keys` that it holds."""
-        self.own = 0
-        """Units that it holds beside these."""
-        self.promised = 0
-        self.num_preemptions = 0
-        self.swapped = 0
-        """Tokens in host memory."""
-        self.sent = len(spec.emitted_token_ids)
-        """Output tokens that the gateway has or gets from another worker."""
-        self.joined_at = 0
-        """The worker's count of decode steps when it began to decode."""
-        self.told_at = 0
-        """The count of decode steps whose tokens were sent."""
-        self.attends = 0
-        """Tokens that its first decode step attends to."""
-        self.end_at = 0
-        """The count of decode steps at which its answer ends."""
-        self.next_kv_token = 0
-        """P: tokens before this one are on D or on their way."""
-        self.kv_bytes = 0
-        self.transfer_began: float | None = None
-        self.queue_s: float | None = None
-        self.order: tuple[float, ...] = ()
-
-    def note_hashes(self, hashes: tuple[BlockHash, ...]) -> None:
-        """Of its full blocks."""
-        self.keys = tuple(hashes)
-        self.ends = hashes.ends if isinstance(hashes, HashRuns) else range(1, len(hashes) + 1)
-
-    @property
-    def num_locked(self) -> int:
-        """Units of the `keys` that it holds."""
-        return self.ends[self.locked - 1] if self.locked else 0
 
 
 class FastWorker:
@@ -173,8 +76,8 @@ class FastWorker:
         self._loop = world.loop
         self._answers = world.answers
         self._step_times = times
-        self._blocks = BlockSet(info.num_blocks, info.block_size)
-        self._watermark = info.watermark_blocks * self._blocks.per_block
+        self._room = FastRoom(config, info, world.answers)
+        self._blocks = self._room.blocks
         self._max_model_len = info.max_model_len
         self._max_num_seqs = config.num_places
         self._bytes_per_token = info.kv_layout.bytes_per_token
@@ -182,17 +85,17 @@ class FastWorker:
         slot_tokens = slot_tokens_for(info.block_size)
         self._swap_slots = config.swap_bytes // (slot_tokens * self._bytes_per_token)
         self._slot_tokens = slot_tokens
-        self._inbox: deque[tuple[Callable[[_Sequence], None], _Sequence]] = deque()
-        self._sequences: dict[AttemptKey, _Sequence] = {}
-        self._waiting: list[tuple[tuple[float, ...], int, _Sequence]] = []
+        self._inbox: deque[tuple[Callable[[FastSequence], None], FastSequence]] = deque()
+        self._sequences: dict[AttemptKey, FastSequence] = {}
+        self._waiting: list[tuple[tuple[float, ...], int, FastSequence]] = []
         self._num_waiting = 0
         self._num_reserved = 0
         self._num_preempted = 0
-        self._started: list[_Sequence] = []
-        self._resumed: list[_Sequence] = []
+        self._started: list[FastSequence] = []
+        self._resumed: list[FastSequence] = []
         """Their KV is copied back before the step that is planned; they decode from the next one on."""
-        self._decoding: dict[_Sequence, None] = {}
-        self._ends: list[tuple[int, int, _Sequence]] = []
+        self._decoding: dict[FastSequence, None] = {}
+        self._ends: list[tuple[int, int, FastSequence]] = []
         self._steps = 0
         """Decode steps since the start."""
         self._attends = 0
@@ -273,7 +176,7 @@ class FastWorker:
             num_preempted=self._num_preempted,
         )
 
-    def _uncomputed(self) -> list[_Sequence]:
+    def _uncomputed(self) -> list[FastSequence]:
         return [*self._started, *(s for _, _, s in self._waiting if s.phase == "waiting")]
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
@@ -333,11 +236,11 @@ class FastWorker:
             delay_s += overheads.pair_s
         self._loop.after(delay_s, decode.on_offer, spec, self)
 
-    def _new_sequence(self, spec: SequenceSpec, *, holds: bool) -> _Sequence:
-        sequence = self._sequences[spec.key] = _Sequence(spec, self._loop.now, holds=holds)
+    def _new_sequence(self, spec: SequenceSpec, *, holds: bool) -> FastSequence:
+        sequence = self._sequences[spec.key] = FastSequence(spec, self._loop.now, holds=holds)
         return sequence
 
-    def _cancel(self, sequence: _Sequence) -> None:
+    def _cancel(self, sequence: FastSequence) -> None:
         """The gateway gives it up; it hears nothing more of it."""
         other = sequence.other
         if other is not None and sequence.holds:
@@ -384,14 +287,14 @@ class FastWorker:
             self._release(sequence)
             self._wake()
 
-    def _send_kv(self, sequence: _Sequence, *, is_complete: bool) -> None:
+    def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
         """P: what of the computed prompt is worth a payload goes to D, see `kv_transfer/send_window.py`."""
         num_tokens = sequence.computed - sequence.next_kv_token
         if not is_complete and num_tokens > 0:
             rest = num_tokens % self._chunk_tokens
             num_tokens -= rest if 2 * rest < self._chunk_tokens else 0
         decode = sequence.other
-        assert decode is not None
+        assert isinstance(decode, FastWorker)
         if num_tokens <= 0:
             return
         sequence.next_kv_token += num_tokens
@@ -436,7 +339,7 @@ class FastWorker:
             self._send_next(decode)
         done()
 
-    def on_kv(self, sent: _Sequence) -> None:
+    def on_kv(self, sent: FastSequence) -> None:
         """D: all KV of a sequence of P has come."""
         sequence = None if self.is_dead else self._sequences.get(sent.key)
         if sequence is not None and sequence.phase == "reserved":
@@ -445,7 +348,7 @@ class FastWorker:
 
     # ------------------------------------------------------------ commands, between two steps
 
-    def _post(self, what: Callable[[_Sequence], None], sequence: _Sequence) -> None:
+    def _post(self, what: Callable[[FastSequence], None], sequence: FastSequence) -> None:
         self._inbox.append((what, sequence))
         if self._jump is not None:
             self._cut()
@@ -457,7 +360,7 @@ class FastWorker:
             self._is_busy = True
             self._loop.at(self._loop.now, self._turn)
 
-    def _add(self, sequence: _Sequence) -> None:
+    def _add(self, sequence: FastSequence) -> None:
         if sequence.phase != "waiting":
             return
         self._reports.note()
@@ -467,7 +370,7 @@ class FastWorker:
             return
         self._queue(sequence)
 
-    def _queue(self, sequence: _Sequence) -> None:
+    def _queue(self, sequence: FastSequence) -> None:
         is_long = sequence.holds and sequence.num_given > self.config.token_budget
         is_first = sequence.num_preemptions == 0
         sequence.order = (-sequence.spec.priority, is_first, sequence.arrival + PASS_S * is_long)
@@ -475,7 +378,7 @@ class FastWorker:
         self._num_waiting += 1
         heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
 
-    def _reserve(self, sequence: _Sequence) -> None:
+    def _reserve(self, sequence: FastSequence) -> None:
         if sequence.phase != "offered":
             return
         reason = None
@@ -483,7 +386,7 @@ class FastWorker:
             reason = "preempted sequences go first"
         elif self._num_places() < 1:
             reason = "the batch is full"
-        elif not self._place(sequence):
+        elif not self._room.place(sequence, self._is_alone):
             reason = "not enough free KV blocks"
         prefill, key = sequence.other, sequence.key
         assert prefill is not None
@@ -498,16 +401,16 @@ class FastWorker:
         self._num_reserved += 1
         self._loop.after(message_s, prefill.on_reserved, key, sequence.cached_tokens)
 
-    def _join(self, sequence: _Sequence) -> None:
+    def _join(self, sequence: FastSequence) -> None:
         if sequence.phase != "reserved":
             return
         now, prefill = self._loop.now, sequence.other
         assert prefill is not None
         self._num_reserved -= 1
         self._copy_s += sequence.kv_bytes * self._world.overheads.copy_byte_s
-        self._extend(sequence, sequence.num_known)
+        self._room.extend(sequence, sequence.num_known)
         sequence.computed = sequence.num_known
-        self._publish(sequence)
+        self._room.publish(sequence)
         sequence.sent += 1
         self._decode(sequence)
         began = sequence.transfer_began
@@ -523,7 +426,7 @@ class FastWorker:
         self._loop.after(self._world.overheads.message_s, prefill.on_ack, sequence.key)
         self._reports.note()
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: FastSequence) -> None:
         """Drop it and all that it holds. Idempotent."""
         if sequence.phase == "over":
             return
@@ -539,12 +442,12 @@ class FastWorker:
             self._sync(sequence)
             del self._decoding[sequence]
             self._attends -= sequence.attends + self._steps - sequence.joined_at
-            self._keep_answer(sequence)
-        self._let_go(sequence)
+            self._room.keep_answer(sequence)
+        self._room.let_go(sequence)
         sequence.phase = "over"
         del self._sequences[sequence.key]
 
-    def _end(self, sequence: _Sequence, reason: EndReason, detail: str = "") -> None:
+    def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
         """Drop it and tell the gateway."""
         in_transfer = detail.startswith("pair lost")
         self._release(sequence)
@@ -707,7 +610,7 @@ class FastWorker:
             for sequence in self._decoding:
                 self._tell_tokens(sequence)
 
-    def _end_step(self, prefills: list[tuple[_Sequence, int, int]], work: StepWork, step_s: float) -> None:
+    def _end_step(self, prefills: list[tuple[FastSequence, int, int]], work: StepWork, step_s: float) -> None:
         if self.is_dead:
             return
         self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
@@ -721,7 +624,7 @@ class FastWorker:
             if sequence.phase != "prefill":
                 continue  # its pair was lost meanwhile
             sequence.computed = start + num_tokens
-            self._publish(sequence)
+            self._room.publish(sequence)
             is_complete = sequence.computed == sequence.num_known
             if is_complete:
                 self._started.remove(sequence)
@@ -730,7 +633,7 @@ class FastWorker:
                 self._send_kv(sequence, is_complete=is_complete)
         self._next_turn(self._loop.now)
 
-    def _computed(self, sequence: _Sequence) -> None:
+    def _computed(self, sequence: FastSequence) -> None:
         """The prompt is computed and its first token sampled."""
         now, key, index = self._loop.now, sequence.key, sequence.sent
         self._answers.note_times(key.request_id, index, [now])
@@ -757,10 +660,10 @@ class FastWorker:
 
     # ------------------------------------------------------------ prompts
 
-    def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[_Sequence, int, int]]:
+    def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[FastSequence, int, int]]:
         """As `Scheduler._plan_prefills`."""
         started = deque(sorted(self._started, key=lambda sequence: sequence.order))
-        planned: list[tuple[_Sequence, int, int]] = []
+        planned: list[tuple[FastSequence, int, int]] = []
         block_size, tail_tokens = self.info.block_size, self.config.tail_tokens
         while budget > 0:
             head = self._head() if may_admit else None
@@ -779,7 +682,7 @@ class FastWorker:
                 num_tokens = before_tail(start, num_tokens, tail_tokens, block_size)
             if num_tokens == 0:
                 break
-            self._extend(sequence, start + num_tokens)
+            self._room.extend(sequence, start + num_tokens)
             planned.append((sequence, start, num_tokens))
             budget -= num_tokens
             if tail_tokens and sequence.holds:
@@ -789,7 +692,14 @@ class FastWorker:
                     break
         return planned
 
-    def _head(self) -> _Sequence | None:
+    def _is_alone(self) -> bool:
+        return len(self._sequences) - self._num_offered() <= self._num_waiting
+
+    def _num_offered(self) -> int:
+        """Attempts that the engine does not have yet, or not any more."""
+        return sum(s.phase == "offered" or (s.phase == "waiting" and s.order == ()) for s in self._sequences.values())
+
+    def _head(self) -> FastSequence | None:
         waiting = self._waiting
         while waiting and waiting[0][2].phase != "waiting":
             heapq.heappop(waiting)
@@ -799,9 +709,9 @@ class FastWorker:
         num_running = len(self._decoding) + len(self._started) + len(self._resumed)
         return self._max_num_seqs - num_running - self._num_reserved
 
-    def _admit(self, sequence: _Sequence) -> bool:
+    def _admit(self, sequence: FastSequence) -> bool:
         """The head of the queue begins, if there is room."""
-        if self._num_places() < 1 or not self._place(sequence):
+        if self._num_places() < 1 or not self._room.place(sequence, self._is_alone):
             return False
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
@@ -814,7 +724,7 @@ class FastWorker:
             self._copy_s += max(0, sequence.swapped - sequence.computed) * self._copy_token_s
             sequence.computed = sequence.swapped
             self._give_back_swap(sequence)
-            self._publish(sequence)
+            self._room.publish(sequence)
             sequence.phase = "resumed"
             self._resumed.append(sequence)
         else:
@@ -822,96 +732,9 @@ class FastWorker:
             self._started.append(sequence)
         return True
 
-    # ------------------------------------------------------------ blocks
-
-    def _place(self, sequence: _Sequence) -> bool:
-        """As `Room.place`."""
-        blocks, known = self._blocks, _num_tokens(sequence)
-        most = max_cached_tokens(known) // HASH_BLOCK_TOKENS if sequence.spec.root_hash else 0
-        num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
-        matched = sequence.keys[:num_matched]
-        num_locked = sequence.ends[num_matched - 1] if num_matched else 0
-        room = blocks.num_available - blocks.num_evictable(matched)
-        wanted = max(0, blocks.units_for(self._num_tokens_to_reserve(sequence)) - num_locked)
-        if wanted > room - self._watermark:
-            is_alone = len(self._sequences) - self._num_offered() <= self._num_waiting
-            if not is_alone or blocks.units_for(known) - num_locked > room:
-                return False
-            wanted = min(wanted, room)
-        blocks.lock(matched)
-        blocks.num_reserved += wanted
-        sequence.promised = wanted
-        sequence.locked, sequence.own = num_matched, 0
-        sequence.computed = num_cached * HASH_BLOCK_TOKENS
-        if sequence.num_preemptions == 0:
-            sequence.cached_tokens = sequence.computed
-        if sequence.swapped:
-            self._extend(sequence, sequence.swapped)
-        return True
-
-    def _num_offered(self) -> int:
-        """Attempts that the engine does not have yet, or not any more."""
-        return sum(s.phase == "offered" or (s.phase == "waiting" and s.order == ()) for s in self._sequences.values())
-
-    def _num_tokens_to_reserve(self, sequence: _Sequence) -> int:
-        known = _num_tokens(sequence)
-        if sequence.holds:
-            return known
-        num_left = sequence.spec.sampling.max_tokens - sequence.sent
-        num_tokens = known + min(num_left - 1, self.config.decode_reserve_tokens)
-        return min(num_tokens, max(self._max_model_len - 1, known))
-
-    def _extend(self, sequence: _Sequence, num_tokens: int) -> None:
-        """Blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is available."""
-        blocks = self._blocks
-        num_missing = blocks.units_for(num_tokens) - sequence.num_locked - sequence.own
-        if num_missing <= 0:
-            return
-        num_promised = min(num_missing, sequence.promised)
-        sequence.promised -= num_promised
-        blocks.num_reserved -= num_promised
-        sequence.own += num_missing
-        blocks.num_own += num_missing
-        blocks.make_room()
-
-    def _publish(self, sequence: _Sequence) -> None:
-        """What is computed of what was given can be found from now on."""
-        ends, first = sequence.ends, sequence.locked
-        last = bisect_right(ends, sequence.computed // HASH_BLOCK_TOKENS)
-        if last <= first or not sequence.spec.root_hash:
-            return
-        before = sequence.num_locked
-        sizes = [ends[number] - (ends[number - 1] if number else 0) for number in range(first, last)]
-        self._blocks.publish(sequence.keys[first:last], sizes)
-        sequence.own -= ends[last - 1] - before
-        sequence.locked = last
-
-    def _keep_answer(self, sequence: _Sequence) -> None:
-        """Blocks that the answer filled stay as cached ones: a later prompt finds them, or nobody does."""
-        if not sequence.spec.root_hash:
-            return
-        if self._answers.is_followed(sequence.key.request_id):
-            sequence.note_hashes(answer_hashes(sequence.spec, sequence.computed, self._answers))
-            self._publish(sequence)
-        blocks = self._blocks
-        num_computed = sequence.computed // HASH_BLOCK_TOKENS // blocks.per_block * blocks.per_block
-        num_full = min(num_computed - sequence.num_locked, sequence.own)
-        if num_full > 0:
-            names = [AttemptKey(sequence.key.request_id, self._serial)]
-            self._serial += 1
-            blocks.publish(names, [num_full])
-            blocks.release(names, [num_full], 0)
-            sequence.own -= num_full
-
-    def _let_go(self, sequence: _Sequence) -> None:
-        blocks = self._blocks
-        blocks.release(sequence.keys[: sequence.locked], sequence.ends, sequence.own)
-        blocks.num_reserved -= sequence.promised
-        sequence.locked = sequence.own = sequence.promised = 0
-
     # ------------------------------------------------------------ decoding
 
-    def _decode(self, sequence: _Sequence) -> None:
+    def _decode(self, sequence: FastSequence) -> None:
         """It is in the batch; its latest token is known and has no KV."""
         sequence.phase = "decode"
         sequence.joined_at = sequence.told_at = self._steps
@@ -921,21 +744,21 @@ class FastWorker:
         self._decoding[sequence] = None
         self._serial += 1
         heapq.heappush(self._ends, (sequence.end_at, self._serial, sequence))
-        safe = self._safe_steps(sequence)
+        safe = self._room.safe_steps(sequence)
         self._safe_until = safe if len(self._decoding) == 1 else min(safe, self._safe_until)
 
-    def _num_left(self, sequence: _Sequence) -> int:
+    def _num_left(self, sequence: FastSequence) -> int:
         """Output tokens that are still to come, the latest one made."""
         request_id = sequence.key.request_id
         num_tokens = min(self._answers.num_tokens(request_id), sequence.spec.sampling.max_tokens)
         return min(num_tokens - sequence.sent, self._max_model_len - sequence.num_known - 1)
 
-    def _finish_reason(self, sequence: _Sequence) -> EndReason:
+    def _finish_reason(self, sequence: FastSequence) -> EndReason:
         sampling = sequence.spec.sampling
         is_stopped = sampling.stop_token_ids and self._answers.num_tokens(sequence.key.request_id) == sequence.sent
         return "stop" if is_stopped else "length"
 
-    def _tell_tokens(self, sequence: _Sequence) -> None:
+    def _tell_tokens(self, sequence: FastSequence) -> None:
         """Send what it made since the last time."""
         num_new = self._steps - sequence.told_at
         if num_new <= 0:
@@ -951,15 +774,10 @@ class FastWorker:
         sequence.sent += num_new
         sequence.told_at = self._steps
 
-    def _safe_steps(self, sequence: _Sequence) -> int:
-        """Until which count of steps it has blocks, or a promise of them."""
-        num_units = sequence.num_locked + sequence.own + sequence.promised
-        return sequence.joined_at + num_units * HASH_BLOCK_TOKENS - sequence.num_known
-
-    def _sync(self, sequence: _Sequence) -> None:
+    def _sync(self, sequence: FastSequence) -> None:
         """Note the tokens and blocks of the steps that were done."""
         sequence.computed = sequence.num_known + self._steps - sequence.joined_at
-        self._extend(sequence, sequence.computed)
+        self._room.extend(sequence, sequence.computed)
 
     def _make_safe(self) -> None:
         """Before the next step: sequences that outgrew their promise get a block; where there is none, others are
@@ -968,22 +786,22 @@ class FastWorker:
             if sequence.phase != "decode":
                 continue  # preempted for one before it
             self._sync(sequence)
-            while sequence.phase == "decode" and self._safe_steps(sequence) <= self._steps:
+            while sequence.phase == "decode" and self._room.safe_steps(sequence) <= self._steps:
                 if self._blocks.num_available >= self._blocks.per_block:
-                    self._extend(sequence, sequence.computed + 1)
+                    self._room.extend(sequence, sequence.computed + 1)
                 else:
                     self._preempt(self._victim())
-        self._safe_until = min(map(self._safe_steps, self._decoding), default=0)
+        self._safe_until = min(map(self._room.safe_steps, self._decoding), default=0)
 
-    def _victim(self) -> _Sequence:
+    def _victim(self) -> FastSequence:
         """Who is preempted first: lowest priority, fewest output tokens, newest."""
         running = [*self._decoding, *(sequence for sequence in self._started if not sequence.holds)]
         return min(running, key=lambda s: (s.spec.priority, self._num_output(s), -s.arrival))
 
-    def _num_output(self, sequence: _Sequence) -> int:
+    def _num_output(self, sequence: FastSequence) -> int:
         return sequence.sent + (self._steps - sequence.told_at if sequence.phase == "decode" else 0)
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: FastSequence) -> None:
         self.num_preemptions += 1
         self._reports.note()
         if sequence.phase == "decode":
@@ -991,7 +809,7 @@ class FastWorker:
             self._tell_tokens(sequence)
             del self._decoding[sequence]
             self._attends -= sequence.attends + self._steps - sequence.joined_at
-            self._keep_answer(sequence)
+            self._room.keep_answer(sequence)
             sequence.num_known = sequence.computed
             is_decoding = True
         else:
@@ -1008,14 +826,14 @@ class FastWorker:
             return
         elif is_decoding:
             sequence.num_known += 1  # its latest token, too
-        self._let_go(sequence)
+        self._room.let_go(sequence)
         sequence.computed = 0
         sequence.phase = "waiting"
         sequence.num_preemptions += 1
         self._num_preempted += 1
         self._queue(sequence)
 
-    def _give_back_swap(self, sequence: _Sequence) -> None:
+    def _give_back_swap(self, sequence: FastSequence) -> None:
         if sequence.swapped:
             self._swap_slots += -(-sequence.swapped // self._slot_tokens)
             sequence.swapped = 0
@@ -1030,21 +848,6 @@ class FastWorker:
             update = StepUpdate(tokens=tokens) if update is None else replace(update, tokens=tokens)
         if update is not None:
             self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
-
-
-def _num_tokens(sequence: _Sequence) -> int:
-    """Tokens that are known; the latest one of a suspended sequence has no KV."""
-    return sequence.num_known + (sequence.swapped > 0)
-
-
-def answer_hashes(spec: SequenceSpec, num_tokens: int, answers: Answers) -> tuple[BlockHash, ...]:
-    """The hashes of all full blocks of the first `num_tokens` tokens of a sequence, its answer included."""
-    emitted, hashes = spec.emitted_token_ids, spec.block_hashes
-    known = spec.prompt_token_ids + pack_token_ids(emitted)
-    num_answered = num_tokens - num_token_ids(PackedTokenIds(known))
-    made = [answers.token(spec.request_id, len(emitted) + number) for number in range(num_answered)]
-    rest = known[len(hashes) * HASH_BLOCK_TOKENS * TOKEN_ID_BYTES :] + pack_token_ids(made)
-    return hashes + tuple(chain_hashes(hashes[-1] if hashes else spec.root_hash, PackedTokenIds(rest)))
 
 
 def _nothing() -> None:

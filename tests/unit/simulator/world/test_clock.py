@@ -25,7 +25,8 @@ def test_what_is_due_in_the_past_happens_now() -> None:
 
 
 def test_run_goes_up_to_and_including_a_time() -> None:
-    loop, seen = EventLoop(), []
+    loop = EventLoop()
+    seen: list[float] = []
     for when in (1.0, 2.0, 3.0):
         loop.at(when, seen.append, when)
     loop.run(2.0)
@@ -35,7 +36,8 @@ def test_run_goes_up_to_and_including_a_time() -> None:
 
 
 def test_stop_ends_a_run_after_the_present_event() -> None:
-    loop, seen = EventLoop(), []
+    loop = EventLoop()
+    seen: list[str] = []
     loop.at(1.0, loop.stop)
     loop.after(1.0, seen.append, "later")
     loop.run()

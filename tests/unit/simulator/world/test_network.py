@@ -44,9 +44,10 @@ def test_a_transfer_that_comes_later_slows_the_first_one_from_then_on() -> None:
 
 
 def test_nothing_arrives_from_or_at_a_worker_that_is_gone() -> None:
-    loop, seen = EventLoop(), []
+    loop = EventLoop()
+    seen: list[tuple[float, str]] = []
     network = Network(loop, LinkTimes(bandwidth_bytes_per_s=100.0, latency_s=0.0))
-    network.send("p0", "d0", 100, lambda: seen.append("lost"))
+    network.send("p0", "d0", 100, lambda: seen.append((loop.now, "lost")))
     network.send("p0", "d1", 100, lambda: seen.append((loop.now, "there")))
     loop.at(1.0, network.drop, "d0")
     loop.run()

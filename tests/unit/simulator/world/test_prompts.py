@@ -7,7 +7,7 @@ import pytest
 from disagg.loadtests.workload.workload import PromptPart
 from disagg.proto.block_hash import child_hash, root_hash
 from disagg.proto.ids import BlockHash
-from disagg.proto.token_ids import pack_token_ids, slice_token_ids
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.simulator.world.prompts import EMPTY, HashRuns, PromptText, answered, extend, run_for
 
 ROOT = root_hash("test")
@@ -58,7 +58,7 @@ def test_an_answer_is_hashed_as_a_worker_hashes_it(run: int) -> None:
     prompt = text((40, "a"), run=run)
     said = answered(prompt, [7] * 30, ROOT)
     assert said.num_tokens == 70
-    ids = prompt.token_ids + pack_token_ids([7] * 30)
+    ids = PackedTokenIds(prompt.token_ids + pack_token_ids([7] * 30))
     expected = list_of(prompt.hashes)
     for first in (32, 48):
         expected.append(child_hash(expected[-1], slice_token_ids(ids, first, first + 16)))

@@ -1,0 +1,250 @@
+"""The sequences of a fast worker, and which blocks each gets: `engine/blocks/kv_cache_manager.py` on counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from disagg.engine.config import WorkerConfig
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, max_cached_tokens
+from disagg.proto.ids import AttemptKey, BlockHash
+from disagg.proto.messages import SequenceSpec, WorkerInfo
+from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids, pack_token_ids
+from disagg.simulator.workers.block_set import BlockSet, PieceKey
+from disagg.simulator.workers.surroundings import Answers
+from disagg.simulator.world.prompts import HashRuns
+
+
+class PairedWorker(Protocol):
+    """What a worker is to the other one of a pair; see `FastWorker`."""
+
+    is_dead: bool
+
+    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
+        """P: the decode worker has room."""
+        ...
+
+    def on_refused(self, key: AttemptKey, reason: str) -> None:
+        """P: the decode worker has no room."""
+        ...
+
+    def on_ack(self, key: AttemptKey) -> None:
+        """P: the decode worker owns the sequence."""
+        ...
+
+    def on_kv(self, sent: FastSequence) -> None:
+        """D: all KV of a sequence of P has come."""
+        ...
+
+    def on_abort(self, key: AttemptKey) -> None:
+        """The other worker gives an attempt up."""
+        ...
+
+
+class FastSequence:
+    """One attempt on one worker."""
+
+    __slots__ = (
+        "alloc_wait_s",
+        "arrival",
+        "attends",
+        "cached_tokens",
+        "computed",
+        "end_at",
+        "ends",
+        "gateway_id",
+        "holds",
+        "joined_at",
+        "key",
+        "keys",
+        "kv_bytes",
+        "locked",
+        "next_kv_token",
+        "num_given",
+        "num_known",
+        "num_preemptions",
+        "order",
+        "other",
+        "own",
+        "phase",
+        "promised",
+        "queue_s",
+        "sent",
+        "spec",
+        "swapped",
+        "told_at",
+        "transfer_began",
+    )
+
+    def __init__(self, spec: SequenceSpec, now: float, *, holds: bool) -> None:
+        self.spec = spec
+        self.key = spec.key
+        self.gateway_id = spec.gateway_id
+        self.keys: Sequence[PieceKey] = ()
+        """Of the full blocks of what was given, each perhaps for several."""
+        self.ends: Sequence[int] = ()
+        """Up to which unit of 16 tokens each of them goes."""
+        self.note_hashes(spec.block_hashes)
+        self.num_given = self.num_known = spec.num_known_tokens
+        """`num_known`: to be computed before the next token is sampled."""
+        self.holds = holds
+        """Computed for another worker."""
+        self.phase = "waiting"
+        """waiting, prefill, held, offered, reserved, resumed, decode, over."""
+        self.other: PairedWorker | None = None
+        """The other worker of its pair."""
+        self.arrival = now
+        """Of what the engine is to do: of the dispatch, the offer, or the reservation."""
+        self.alloc_wait_s = 0.0
+        self.computed = 0
+        self.cached_tokens = 0
+        self.locked = 0
+        """Leading `keys` that it holds."""
+        self.own = 0
+        """Units that it holds beside these."""
+        self.promised = 0
+        self.num_preemptions = 0
+        self.swapped = 0
+        """Tokens in host memory."""
+        self.sent = len(spec.emitted_token_ids)
+        """Output tokens that the gateway has or gets from another worker."""
+        self.joined_at = 0
+        """The worker's count of decode steps when it began to decode."""
+        self.told_at = 0
+        """The count of decode steps whose tokens were sent."""
+        self.attends = 0
+        """Tokens that its first decode step attends to."""
+        self.end_at = 0
+        """The count of decode steps at which its answer ends."""
+        self.next_kv_token = 0
+        """P: tokens before this one are on D or on their way."""
+        self.kv_bytes = 0
+        self.transfer_began: float | None = None
+        self.queue_s: float | None = None
+        self.order: tuple[float, ...] = ()
+
+    def note_hashes(self, hashes: tuple[BlockHash, ...]) -> None:
+        """Of its full blocks."""
+        self.keys = tuple(hashes)
+        self.ends = hashes.ends if isinstance(hashes, HashRuns) else range(1, len(hashes) + 1)
+
+    @property
+    def num_locked(self) -> int:
+        """Units of the `keys` that it holds."""
+        return self.ends[self.locked - 1] if self.locked else 0
+
+
+class FastRoom:
+    """The blocks of one worker. Owner: the fast worker."""
+
+    def __init__(self, config: WorkerConfig, info: WorkerInfo, answers: Answers) -> None:
+        self.blocks = BlockSet(info.num_blocks, info.block_size)
+        self._answers = answers
+        self._watermark = info.watermark_blocks * self.blocks.per_block
+        self._max_model_len = info.max_model_len
+        self._decode_reserve_tokens = config.decode_reserve_tokens
+        self._num_named = 0
+        """Parts of answers that nobody can find."""
+
+    def place(self, sequence: FastSequence, is_alone: Callable[[], bool]) -> bool:
+        """Lock its cached prefix and promise it the rest, if that fits, as `KVCacheManager.place`. `is_alone` says
+        whether no other sequence holds anything."""
+        blocks, known = self.blocks, _num_tokens(sequence)
+        most = max_cached_tokens(known) // HASH_BLOCK_TOKENS if sequence.spec.root_hash else 0
+        num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
+        matched = sequence.keys[:num_matched]
+        num_locked = sequence.ends[num_matched - 1] if num_matched else 0
+        room = blocks.num_available - blocks.num_evictable(matched)
+        wanted = max(0, blocks.units_for(self._num_tokens_to_reserve(sequence)) - num_locked)
+        if wanted > room - self._watermark:
+            if not is_alone() or blocks.units_for(known) - num_locked > room:
+                return False
+            wanted = min(wanted, room)
+        blocks.lock(matched)
+        blocks.num_reserved += wanted
+        sequence.promised = wanted
+        sequence.locked, sequence.own = num_matched, 0
+        sequence.computed = num_cached * HASH_BLOCK_TOKENS
+        if sequence.num_preemptions == 0:
+            sequence.cached_tokens = sequence.computed
+        if sequence.swapped:
+            self.extend(sequence, sequence.swapped)
+        return True
+
+    def _num_tokens_to_reserve(self, sequence: FastSequence) -> int:
+        known = _num_tokens(sequence)
+        if sequence.holds:
+            return known
+        num_left = sequence.spec.sampling.max_tokens - sequence.sent
+        num_tokens = known + min(num_left - 1, self._decode_reserve_tokens)
+        return min(num_tokens, max(self._max_model_len - 1, known))
+
+    def extend(self, sequence: FastSequence, num_tokens: int) -> None:
+        """Blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is available."""
+        blocks = self.blocks
+        num_missing = blocks.units_for(num_tokens) - sequence.num_locked - sequence.own
+        if num_missing <= 0:
+            return
+        num_promised = min(num_missing, sequence.promised)
+        sequence.promised -= num_promised
+        blocks.num_reserved -= num_promised
+        sequence.own += num_missing
+        blocks.num_own += num_missing
+        blocks.make_room()
+
+    def publish(self, sequence: FastSequence) -> None:
+        """What is computed of what was given can be found from now on."""
+        ends, first = sequence.ends, sequence.locked
+        last = bisect_right(ends, sequence.computed // HASH_BLOCK_TOKENS)
+        if last <= first or not sequence.spec.root_hash:
+            return
+        before = sequence.num_locked
+        sizes = [ends[number] - (ends[number - 1] if number else 0) for number in range(first, last)]
+        self.blocks.publish(sequence.keys[first:last], sizes)
+        sequence.own -= ends[last - 1] - before
+        sequence.locked = last
+
+    def keep_answer(self, sequence: FastSequence) -> None:
+        """Blocks that the answer filled stay as cached ones: a later prompt finds them, or nobody does."""
+        if not sequence.spec.root_hash:
+            return
+        if self._answers.is_followed(sequence.key.request_id):
+            sequence.note_hashes(answer_hashes(sequence.spec, sequence.computed, self._answers))
+            self.publish(sequence)
+        blocks = self.blocks
+        num_computed = sequence.computed // HASH_BLOCK_TOKENS // blocks.per_block * blocks.per_block
+        num_full = min(num_computed - sequence.num_locked, sequence.own)
+        if num_full > 0:
+            names = [AttemptKey(sequence.key.request_id, self._num_named)]
+            self._num_named += 1
+            blocks.publish(names, [num_full])
+            blocks.release(names, [num_full], 0)
+            sequence.own -= num_full
+
+    def let_go(self, sequence: FastSequence) -> None:
+        """Take back all that it holds and was promised."""
+        blocks = self.blocks
+        blocks.release(sequence.keys[: sequence.locked], sequence.ends, sequence.own)
+        blocks.num_reserved -= sequence.promised
+        sequence.locked = sequence.own = sequence.promised = 0
+
+    def safe_steps(self, sequence: FastSequence) -> int:
+        """Until which count of steps it has blocks, or a promise of them."""
+        num_units = sequence.num_locked + sequence.own + sequence.promised
+        return sequence.joined_at + num_units * HASH_BLOCK_TOKENS - sequence.num_known
+
+
+def _num_tokens(sequence: FastSequence) -> int:
+    """Tokens that are known; the latest one of a suspended sequence has no KV."""
+    return sequence.num_known + (sequence.swapped > 0)
+
+
+def answer_hashes(spec: SequenceSpec, num_tokens: int, answers: Answers) -> tuple[BlockHash, ...]:
+    """The hashes of all full blocks of the first `num_tokens` tokens of a sequence, its answer included."""
+    emitted, hashes = spec.emitted_token_ids, spec.block_hashes
+    known = spec.prompt_token_ids + pack_token_ids(emitted)
+    num_answered = num_tokens - num_token_ids(PackedTokenIds(known))
+    made = [answers.token(spec.request_id, len(emitted) + number) for number in range(num_answered)]
+    rest = known[len(hashes) * HASH_BLOCK_TOKENS * TOKEN_ID_BYTES :] + pack_token_ids(made)
+    return hashes + tuple(chain_hashes(hashes[-1] if hashes else spec.root_hash, PackedTokenIds(rest)))
