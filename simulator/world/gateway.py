@@ -120,11 +120,10 @@ class Gateway:
         now = self._loop.now
         commands = self.core.handle(event, now)
         if commands:
-            num_tokens = 0
-            for command in commands:
-                if isinstance(command, events.Emit):
-                    num_tokens += len(command.batch.token_ids)
-            seen = now + num_tokens * self._overheads.token_s
+            seen = now
+            if self._overheads.token_s:
+                emitted = (len(command.batch.token_ids) for command in commands if isinstance(command, events.Emit))
+                seen += sum(emitted) * self._overheads.token_s
             for command in commands:
                 self._execute(command, seen)
         self._set_timer()

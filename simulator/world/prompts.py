@@ -59,10 +59,9 @@ class HashRuns(tuple[BlockHash, ...]):
         if isinstance(index, slice):
             return self._slice(index)
         at = index.__index__()
-        length = len(self)
         if at < 0:
-            at += length
-        if not 0 <= at < length:
+            at += len(self)
+        if not 0 <= at < len(self):
             raise IndexError(at)
         return tuple.__getitem__(self, bisect_right(self.ends, at))
 
@@ -133,7 +132,10 @@ def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run
         num_blocks, num_left = divmod(num_tokens - start, HASH_BLOCK_TOKENS)
         if num_blocks:
             seed = b"%b%d %b" % (hashes[-1] if hashes else root, start, key)
-            if run > 1:
+            if num_blocks == run > 1:  # most often, in a trace of blocks
+                hashes.append(BlockHash(hashlib.shake_128(seed).digest(HASH_BYTES)))
+                ends.append((ends[-1] if ends else 0) + run)
+            elif run > 1:
                 before = ends[-1] if ends else 0
                 hashes += _run_hashes(seed, num_blocks, run)
                 ends += range(before + run, before + num_blocks, run)
