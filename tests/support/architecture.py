@@ -52,6 +52,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "httptools": ("router/gateway/http/*",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
+    "pyarrow": ("src/disagg/cli/planning/perf_tables.py",),
     "torch": (
         "kernels/*",
         "engine/checkpoint/convert.py",

@@ -32,6 +32,7 @@ PURE_ROOMS = (
     "loadtests",
     "loadtests/workload",
     "loadtests/verdict",
+    "simulator/plan",
     "simulator/step_times",
     "simulator/workers",
     "simulator/world",

@@ -1,0 +1,1 @@
+"""What a model needs and can do on a device, and which pools serve a workload within its limits. Pure."""

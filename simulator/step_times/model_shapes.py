@@ -1,0 +1,166 @@
+"""What the time and memory of a model depend on: its sizes. Some well-known models come as data, any other from its
+`config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.proto.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
+"""Bytes of one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense decoder of the Llama family. `num_heads` and `num_kv_heads` are those of queries and of keys and
+    values."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    """Longest sequence."""
+    tied_embeddings: bool = False
+    """The LM head is the embedding matrix."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Outputs of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Outputs of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Numbers in the matrices of one layer: what each token is multiplied with."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All numbers of the checkpoint."""
+        layer = self.layer_matrix_parameters + 2 * self.hidden_size
+        layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
+        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
+        """Keys and values of one token in all layers, once, however many ranks share them."""
+        return int(2 * self.num_layers * self.kv_size * DTYPE_BYTES[kv_dtype])
+
+    def kv_heads_per_rank(self, tp: int) -> int:
+        """KV heads that each of `tp` ranks holds; with fewer heads than ranks, neighbours hold the same one."""
+        return max(1, self.num_kv_heads // tp)
+
+    def check_tp(self, tp: int, flag: str = "--tp") -> None:
+        """Whether `tp` ranks can divide the model; the rules are those of `engine/runner/model/sharding.py`.
+
+        Raises:
+            ConfigError: they cannot; names the size that stands against it.
+        """
+        if tp < 1:
+            raise ConfigError(f"{flag}: a worker has at least 1 rank, not {tp}")
+        for name, count in (("query heads", self.num_heads), ("MLP columns", self.intermediate_size)):
+            if count % tp:
+                raise ConfigError(f"{flag}: {count} {name} of {self.name} cannot be divided among {tp} ranks")
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            raise ConfigError(
+                f"{flag}: {tp} is neither a divisor nor a multiple of the {self.num_kv_heads} KV heads of {self.name}"
+            )
+
+
+def shape_of(config: ModelConfig, name: str) -> ModelShape:
+    """The sizes of a model whose `config.json` was read."""
+    return ModelShape(
+        name=name,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_exact_len,
+        tied_embeddings=config.tied_embeddings,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+    )
+
+
+def _qwen3(name: str, hidden: int, inner: int, layers: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_positions=40960,
+        qk_norm=True,
+    )
+
+
+def _llama(name: str, hidden: int, inner: int, layers: int, heads: int, vocab: int, longest: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=vocab,
+        max_positions=longest,
+    )
+
+
+MODEL_SHAPES = {
+    shape.name: shape
+    for shape in (  # sizes as in the `config.json` that each model was published with
+        ModelShape(
+            name="smollm2-135m",
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            vocab_size=49152,
+            max_positions=8192,
+            tied_embeddings=True,
+        ),
+        _llama("llama-2-70b", 8192, 28672, 80, 64, 32000, 4096),
+        _llama("llama-3-8b", 4096, 14336, 32, 32, 128256, 8192),
+        _llama("llama-3-70b", 8192, 28672, 80, 64, 128256, 8192),
+        _llama("llama-3.1-8b", 4096, 14336, 32, 32, 128256, 131072),
+        _llama("llama-3.1-70b", 8192, 28672, 80, 64, 128256, 131072),
+        _llama("mistral-7b", 4096, 14336, 32, 32, 32768, 32768),  # v0.3, which has no sliding window
+        _qwen3("qwen3-8b", 4096, 12288, 36, 32),
+        _qwen3("qwen3-14b", 5120, 17408, 40, 40),
+        _qwen3("qwen3-32b", 5120, 25600, 64, 64),
+    )
+}
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """The shape of a well-known model, by its name in any case; None for others."""
+    return MODEL_SHAPES.get(name.lower())

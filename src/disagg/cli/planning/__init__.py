@@ -1,0 +1,1 @@
+"""`disagg plan` and `disagg calibrate`, and the files that they read."""
