@@ -9,7 +9,7 @@ start of other processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
@@ -41,7 +41,7 @@ def calibrate(runner: ModelRunner, config: WorkerConfig, clock: Clock) -> tuple[
     To be called before any sequence: the KV of the first blocks is overwritten.
     """
     plans = list(_plans(runner, config))
-    _clear(runner, max((_num_blocks_used(plan) for plan in plans), default=0))
+    clear_blocks(runner, plans)
     end = clock() + LIMIT_S
     return tuple(_measure(runner, plan, clock, end) for plan in plans if clock() < end)
 
@@ -58,16 +58,29 @@ def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:
 def _prefill(runner: ModelRunner, config: WorkerConfig, num_tokens: int, start: int) -> Iterator[StepPlan]:
     longest_chunk = config.token_budget if "prefill" in config.roles else LONGEST_LOCAL_PREFILL
     if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= _longest(runner):
-        sequence = dummy_sequence(start + num_tokens, 0, runner.block_size)
-        yield StepPlan(prefills=(ScheduledSequence(sequence, start, num_tokens, samples=True),))
+        yield dummy_step(runner, prefill_tokens=num_tokens, start=start)
 
 
 def _decode(runner: ModelRunner, config: WorkerConfig, batch: int, num_tokens: int) -> Iterator[StepPlan]:
     num_blocks = -(-num_tokens // runner.block_size)
     fits = batch * num_blocks <= runner.num_blocks and num_tokens <= _longest(runner)
     if fits and batch <= min(config.max_num_seqs, config.token_budget):
-        sequences = [dummy_sequence(num_tokens, index * num_blocks, runner.block_size) for index in range(batch)]
-        yield StepPlan(decodes=tuple(ScheduledSequence(s, num_tokens - 1, 1, samples=True) for s in sequences))
+        yield dummy_step(runner, num_decodes=batch, context=num_tokens)
+
+
+def dummy_step(
+    runner: ModelRunner, *, prefill_tokens: int = 0, start: int = 0, num_decodes: int = 0, context: int = 0
+) -> StepPlan:
+    """A step of sequences that serve no request, in the first blocks: `num_decodes` of `context` tokens each, the
+    sampled one left out, and behind them one prompt's chunk of `prefill_tokens` after `start` others."""
+    size = runner.block_size
+    num_blocks = -(-context // size)
+    sequences = [dummy_sequence(context, index * num_blocks, size) for index in range(num_decodes)]
+    decodes = tuple(ScheduledSequence(sequence, context - 1, 1, samples=True) for sequence in sequences)
+    if prefill_tokens == 0:
+        return StepPlan(decodes=decodes)
+    prompt = dummy_sequence(start + prefill_tokens, num_decodes * num_blocks, size)
+    return StepPlan(decodes=decodes, prefills=(ScheduledSequence(prompt, start, prefill_tokens, samples=True),))
 
 
 def _longest(runner: ModelRunner) -> int:
@@ -79,9 +92,10 @@ def _num_blocks_used(plan: StepPlan) -> int:
     return max(entry.sequence.block_table[-1] for entry in plan.entries) + 1
 
 
-def _clear(runner: ModelRunner, num_blocks: int) -> None:
-    """Write zeros as the KV of the first blocks. Old contents might be NaN, and memory that was never written
-    may be faster to read than real KV."""
+def clear_blocks(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
+    """Write zeros as the KV of the blocks that these steps use. Old contents might be NaN, and memory
+    that was never written may be faster to read than real KV."""
+    num_blocks = max((_num_blocks_used(plan) for plan in plans), default=0)
     piece = -(-CLEARED_TOKENS // runner.block_size)
     token_bytes = plan_pair(runner.layout, 1, runner.tp).bytes_per_token
     zeros = runner.new_staging(piece * runner.block_size * token_bytes)

@@ -320,6 +320,39 @@ def simulate(
     raise typer.Exit(run_simulate(options, console()))
 
 
+@app.command(
+    rich_help_panel=MEASURE,
+    epilog=examples(
+        "disagg calibrate --model smollm2-135m --out steps.json",
+        "disagg calibrate --model smollm2-135m --threads 2 --limit-s 300 --out steps.json",
+    ),
+)
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", dir_okay=False)],
+    model: Annotated[str, typer.Option("--model", "-m", help="Name of an imported model, or its folder.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    quantization: Annotated[str, typer.Option(help="Of the weights: none, int8 (CPU) or fp8 (GPU).")] = "none",
+    device: Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Compute threads of the worker.", min=1, max=1024)] = 1,
+    kv_cache: Annotated[str, typer.Option("--kv-cache", help="Memory for KV, such as 2GiB.")] = "2GiB",
+    token_budget: Annotated[int, typer.Option(help="Tokens of the largest step.", min=16, max=65536)] = 512,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds to measure.", min=1.0, max=86400.0)] = 120.0,
+) -> None:
+    """Measure steps of one worker's engine on this machine, for `plan` and `simulate`. Nothing else should run."""
+    from disagg.cli.planning.calibrate import run_calibrate, worker_config
+
+    config = worker_config(
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        device=device,
+        threads=threads,
+        kv_cache=kv_cache,
+        token_budget=token_budget,
+    )
+    run_calibrate(config, model, out, limit_s, console())
+
+
 @trace_app.command("export", epilog=examples("disagg trace export trace.json", "disagg trace export trace.json -n 50"))
 def trace_export(
     file: Annotated[Path, typer.Argument(help="What to write.", dir_okay=False)],

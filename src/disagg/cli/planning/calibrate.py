@@ -1,0 +1,184 @@
+"""`disagg calibrate`: measures steps of one worker's engine on this machine and writes them to a file, from which
+`disagg plan` and `disagg simulate` take step times."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from disagg.cluster.config.reader import parse_size
+from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
+from disagg.cluster.system.terminal import table
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.calibration import clear_blocks, dummy_step
+from disagg.engine.parallel.factories import make_runner, warm_up
+from disagg.engine.plan import ModelRunner, StepPlan
+from disagg.proto.errors import ConfigError
+from disagg.proto.messages import StepSample
+from disagg.simulator.step_times.calibration_file import StepRecording, decode_recording, encode_recording
+from disagg.simulator.step_times.fitted import FITS, MIN_SAMPLES, error_of, held_out_error
+from disagg.simulator.step_times.grid import grid
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
+WARM_UPS = 1
+"""Runs of each step before the first that counts."""
+
+Clock = Callable[[], float]
+
+
+def worker_config(
+    model: str, *, dtype: str, quantization: str, device: str, threads: int, kv_cache: str, token_budget: int
+) -> WorkerConfig:
+    """One worker that computes prompts and decodes. Raises `ConfigError`."""
+    try:
+        kv_cache_bytes = parse_size(kv_cache)
+    except ValueError as error:
+        raise ConfigError(f"--kv-cache: {error}") from None
+    path = model if model == FAKE_MODEL else str(resolve_model(model))
+    values = {
+        "worker_id": "calibrate-0",
+        "roles": ("prefill", "decode"),
+        "model_path": path,
+        "dtype": dtype,
+        "quantization": quantization,
+        "device": device,
+        "num_threads": threads,
+        "kv_cache_bytes": kv_cache_bytes,
+        "token_budget": token_budget,
+    }
+    try:
+        return msgspec.convert(values, WorkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"calibrate: {error}") from None
+
+
+def measure(
+    runner: ModelRunner, config: WorkerConfig, clock: Clock, limit_s: float, say: Callable[[str], None]
+) -> tuple[StepSample, ...]:
+    """The steps of the grid, each the lower quartile of several runs: what disturbs a run only makes it longer.
+
+    Rounds go over the whole grid, so that what disturbs the machine for a while disturbs a few runs of every step and
+    not all runs of a few. The first round sets how many there is time for.
+
+    Raises:
+        ConfigError: not even one round is possible within `limit_s`; says how many steps were.
+    """
+    steps = grid(
+        token_budget=config.token_budget,
+        max_len=min(runner.max_model_len, runner.num_blocks * runner.block_size),
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    plans = [dummy_step(runner, **step._asdict()) for step in steps]
+    clear_blocks(runner, plans)
+    end = clock() + limit_s
+    times: list[list[float]] = [[] for _ in plans]
+    done = _round(runner, plans, times, clock, end - (1.0 - 1.0 / MIN_ROUNDS) * limit_s, WARM_UPS)
+    if done < MIN_SAMPLES:
+        raise ConfigError(
+            f"--limit-s: {limit_s:g} s are too short: one round measured {done} of {len(plans)} steps, "
+            f"and {MIN_SAMPLES} are needed"
+        )
+    if done < len(plans):
+        say(f"the {len(plans) - done} longest of {len(plans)} steps are left out: --limit-s is too short for them")
+    for _ in range(MAX_ROUNDS - 1):
+        _round(runner, plans[:done], times, clock, end, 0)
+        if clock() >= end:
+            break
+    say(f"{done} steps, {sum(map(len, times))} runs")
+    return tuple(
+        plan.measured(sorted(runs)[(len(runs) - 1) // 4] * 1e3) for plan, runs in zip(plans, times, strict=True) if runs
+    )
+
+
+def _round(
+    runner: ModelRunner,
+    plans: Sequence[StepPlan],
+    times: list[list[float]],
+    clock: Clock,
+    end: float,
+    warm_ups: int,
+) -> int:
+    """One run of each plan, until `end`; how many there were."""
+    for at, plan in enumerate(plans):
+        for _ in range(warm_ups):
+            runner.run(plan)
+        started = clock()
+        if started >= end:
+            return at
+        runner.run(plan)
+        times[at].append(clock() - started)
+    return len(plans)
+
+
+def print_fits(console: Console, samples: Sequence[StepSample]) -> None:
+    """Both fits: how far off they are for these steps, and for steps that were held out."""
+    shown = table("fit", "mean>", "median>", "p90>", "worst>", "held out: mean>", "median>", "p90>", "worst>")
+    for name, make in FITS.items():
+        seen, unseen = error_of(make(samples), samples), held_out_error(make, samples)
+        shown.add_row(
+            name,
+            *(
+                f"{100.0 * value:.1f} %"
+                for error in (seen, unseen)
+                for value in (error.mean, error.median, error.p90, error.worst)
+            ),
+        )
+    console.print(shown)
+
+
+def run_calibrate(
+    config: WorkerConfig, name: str, out: Path, limit_s: float, console: Console, clock: Clock = time.monotonic
+) -> None:
+    """Measure, write the file, print how well fits predict. Raises `ConfigError`."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.parent}")
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    runner = make_runner(config)
+    warm_up(runner, config)
+    samples = measure(runner, config, clock, limit_s, say)
+    recording = StepRecording(
+        model=name,
+        fingerprint=runner.fingerprint,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        device=config.device,
+        num_threads=config.num_threads,
+        tp=runner.tp,
+        machine=machine_name(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        kv_bytes_per_token=runner.layout.bytes_per_token,
+        samples=samples,
+    )
+    out.write_bytes(encode_recording(recording))
+    print_fits(console, samples)
+    say(f"written to {out}; next: disagg plan --step-times {out} --device cpu-core --model {name} ...")
+
+
+def machine_name() -> str:
+    """The processor as the operating system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_recording(file: Path, flag: str = "--step-times") -> StepRecording:
+    """A file of `disagg calibrate`. Raises `ConfigError` that names the flag, the file and the field."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file} cannot be read: {error.strerror}") from None
+    return decode_recording(content, f"{flag}: {file}")
