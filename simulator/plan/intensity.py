@@ -1,0 +1,75 @@
+"""Arithmetic intensity: FLOP for each byte that is read. Below a device's ridge point its memory is the limit, above it
+its arithmetic.
+
+Reading the weights once serves all rows of a step. So a decode step of b sequences does about b FLOP for each byte of
+bf16 weights (2 FLOP and 2 bytes a weight), a prompt of n tokens about n, until the KV, which each sequence reads for
+itself, outweighs the weights.
+"""
+
+from __future__ import annotations
+
+from disagg.simulator.plan.memory import BF16, Precision
+from disagg.simulator.step_times.devices import Device
+from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
+
+MAX_BATCH = 1 << 20
+
+
+def matrix_parameters(model: ModelShape) -> int:
+    """Weights that every decoded token is multiplied with: all matrices, the LM head among them."""
+    return model.num_layers * model.layer_matrix_parameters + model.vocab_size * model.hidden_size
+
+
+def attention_flops(model: ModelShape, pairs: float) -> float:
+    """Of so many query-key pairs in all layers: QK and PV, 2 FLOP each and number."""
+    return 4.0 * model.num_layers * model.q_size * pairs
+
+
+def decode_flops(model: ModelShape, batch: int, context: float) -> float:
+    """Of one step of `batch` sequences, each of which attends to `context` tokens."""
+    return 2.0 * matrix_parameters(model) * batch + attention_flops(model, batch * context)
+
+
+def prefill_flops(model: ModelShape, tokens: int, before: int = 0) -> float:
+    """Of a prompt's `tokens` behind `before` cached ones; only the last one needs the LM head."""
+    layers = 2.0 * model.num_layers * model.layer_matrix_parameters * tokens
+    pairs = tokens * before + tokens * (tokens + 1) / 2
+    return layers + attention_flops(model, pairs) + 2.0 * model.vocab_size * model.hidden_size
+
+
+def decode_intensity(model: ModelShape, batch: int, context: float, precision: Precision = BF16) -> float:
+    """FLOP per byte of weights and KV."""
+    weights = matrix_parameters(model) * DTYPE_BYTES[precision.weight_dtype]
+    kv = batch * context * model.kv_bytes_per_token(precision.kv_dtype)
+    return decode_flops(model, batch, context) / (weights + kv)
+
+
+def prefill_intensity(model: ModelShape, tokens: int, precision: Precision = BF16) -> float:
+    """FLOP per byte of weights and of the KV that is written."""
+    weights = matrix_parameters(model) * DTYPE_BYTES[precision.weight_dtype]
+    return prefill_flops(model, tokens) / (weights + tokens * model.kv_bytes_per_token(precision.kv_dtype))
+
+
+def critical_batch(model: ModelShape, device: Device, context: float, precision: Precision = BF16) -> int | None:
+    """The least batch from which on decode is limited by arithmetic; None where the KV keeps it limited by memory,
+    however large the batch."""
+    ridge = device.ridge(precision.weight_dtype)
+    if decode_intensity(model, MAX_BATCH, context, precision) < ridge:
+        return None
+    low, high = 0, MAX_BATCH  # intensity grows with the batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if decode_intensity(model, middle, context, precision) >= ridge:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def critical_prompt(model: ModelShape, device: Device, precision: Precision = BF16) -> int:
+    """The least prompt that is limited by arithmetic."""
+    ridge = device.ridge(precision.weight_dtype)
+    tokens = 1
+    while tokens < MAX_BATCH and prefill_intensity(model, tokens, precision) < ridge:
+        tokens += 1
+    return tokens

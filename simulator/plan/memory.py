@@ -1,0 +1,115 @@
+"""What a model takes of a device's memory, and how many sequences fit into the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.proto.errors import ConfigError
+from disagg.simulator.step_times.devices import Device
+from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory that a worker uses; vLLM's default `gpu_memory_utilization`."""
+RESERVE_BYTES = 2e9
+"""Of each device for activations, captured steps and libraries; an assumption. A small device keeps a twentieth."""
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What numbers are stored in. `dtype` is that of activations."""
+
+    dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+    """Of the matrices, the LM head among them; embedding and norms stay in `dtype`."""
+    kv_dtype: str = "bfloat16"
+
+
+BF16 = Precision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """Memory of each device of one worker, in bytes."""
+
+    weight_bytes: float
+    reserve_bytes: float
+    kv_bytes: float
+    """Left for KV."""
+    kv_bytes_per_token: float
+    """On this device: a part of the heads."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits into the worker."""
+        return int(self.kv_bytes // self.kv_bytes_per_token)
+
+    def sequences(self, num_tokens: int) -> int:
+        """Sequences of so many tokens that fit at once."""
+        return self.kv_tokens // num_tokens
+
+
+def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
+    """All weights of the model."""
+    head = model.vocab_size * model.hidden_size
+    matrices = model.num_layers * model.layer_matrix_parameters + head
+    others = model.num_parameters - matrices
+    if model.tied_embeddings and precision.weight_dtype != precision.dtype:
+        others += head  # a copy of the embedding in the other dtype
+    return matrices * DTYPE_BYTES[precision.weight_dtype] + others * DTYPE_BYTES[precision.dtype]
+
+
+def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Precision = BF16) -> WorkerMemory:
+    """How the memory of each of a worker's `tp` devices is used.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    model.check_tp(tp)
+    weights = weight_bytes(model, precision) / tp
+    reserve = min(RESERVE_BYTES, device.memory_bytes / 20)
+    shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
+    return WorkerMemory(
+        weight_bytes=weights,
+        reserve_bytes=reserve,
+        kv_bytes=max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve),
+        kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype) * shared,
+    )
+
+
+def widths(model: ModelShape, device: Device) -> list[int]:
+    """The powers of two up to a node's devices by which the model can be divided."""
+    found = []
+    tp = 1
+    while tp <= device.max_tp:
+        try:
+            model.check_tp(tp)
+            found.append(tp)
+        except ConfigError:
+            pass
+        tp *= 2
+    return found
+
+
+def check_fits(
+    model: ModelShape, device: Device, tps: list[int], num_tokens: int, precision: Precision = BF16
+) -> list[int]:
+    """Those of the widths in which a sequence of `num_tokens` fits beside the weights.
+
+    Raises:
+        ConfigError: none; says what is needed and what there is.
+    """
+    fitting = [tp for tp in tps if worker_memory(model, device, tp, precision).sequences(num_tokens) >= 1]
+    if fitting:
+        return fitting
+    if not tps:
+        raise ConfigError(f"--tp: {model.name} cannot be divided among the {device.max_tp} devices of a node")
+    widest = max(tps)
+    needed = weight_bytes(model, precision) / GB
+    there = widest * MEMORY_SHARE * device.memory_bytes / GB
+    kv = num_tokens * model.kv_bytes_per_token(precision.kv_dtype) / GB
+    raise ConfigError(
+        f"--device: {model.name} takes {needed:.1f} GB of weights and {kv:.1f} GB of KV for one sequence of "
+        f"{num_tokens} tokens; {widest} x {device.name} have {there:.1f} GB for both. Try a larger device, "
+        f"--weight-dtype fp8, or a wider --tp"
+    )

@@ -1,0 +1,62 @@
+"""How long a prompt's KV takes over a link, and what of that a request sees.
+
+KV goes out chunk by chunk while the next chunk is computed (docs/architecture.md), so that only what is not yet over
+when the prompt ends delays the second token. The first one does not wait for it: the prefill worker sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.simulator.step_times.interface import LinkTimes
+
+PrefillTimes = Callable[[int], float]
+"""Seconds to compute a prompt of so many tokens."""
+
+
+def transfer_s(num_bytes: float, link: LinkTimes) -> float:
+    """All of it, without any overlap."""
+    return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+
+
+def exposed_s(num_bytes: float, prefill_s: float, num_chunks: int, link: LinkTimes) -> float:
+    """What is left of the transfer when the prompt ends, with `num_chunks` equal chunks of which each can go when it is
+    computed: the last chunk, or, where the link is slower than the prefill, all of it but what went before."""
+    last = transfer_s(num_bytes / num_chunks, link)
+    first_ready = prefill_s / num_chunks
+    return max(last, first_ready + transfer_s(num_bytes, link) - prefill_s)
+
+
+def bandwidth_to_hide(num_bytes: float, prefill_s: float) -> float:
+    """Bytes per second at which the transfer takes as long as the prefill."""
+    return num_bytes / prefill_s
+
+
+def hidden_from(kv_bytes_per_token: float, prefill_s: PrefillTimes, link: LinkTimes, max_tokens: int) -> int | None:
+    """The least prompt from which on, up to `max_tokens`, the transfer takes no longer than the prefill; None where the
+    longest one still sticks out."""
+
+    def hidden(tokens: int) -> bool:
+        return transfer_s(kv_bytes_per_token * tokens, link) <= prefill_s(tokens)
+
+    if not hidden(max_tokens):
+        return None
+    low, high = 0, max_tokens  # `low` is not hidden, or 0
+    tokens = max_tokens
+    while tokens > 1:
+        tokens //= 2
+        if hidden(tokens):
+            high = tokens
+        else:
+            low = tokens
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if hidden(middle) else (middle, high)
+    return high
+
+
+def bandwidth_to_reuse(num_bytes: float, recompute_flops: float, flops_per_s: float) -> float:
+    """Bytes per second from which on it is quicker to fetch a prefix's KV than to compute it again at `flops_per_s`
+    (R. Qin et al., Mooncake, FAST 2025, section 3)."""
+    return num_bytes * flops_per_s / recompute_flops
