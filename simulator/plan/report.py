@@ -1,0 +1,200 @@
+"""What `disagg plan` reports, as data: what the model needs and can do on the device, and the pools for the load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from disagg.simulator.plan.intensity import (
+    critical_batch,
+    critical_prompt,
+    decode_intensity,
+    prefill_flops,
+    prefill_intensity,
+)
+from disagg.simulator.plan.load import Load
+from disagg.simulator.plan.memory import WorkerMemory, weight_bytes, worker_memory
+from disagg.simulator.plan.pools import Answer, Judged, Planner, Site
+from disagg.simulator.plan.queueing import decode_context
+from disagg.simulator.plan.sweep import SweepRow, batch_sweep, decode_s, prefill_s
+from disagg.simulator.plan.transfer import bandwidth_to_hide, exposed_s, hidden_from, transfer_s
+from disagg.simulator.step_times.interface import LinkTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthFacts:
+    """A worker of one width."""
+
+    tp: int
+    memory: WorkerMemory
+    kv_tokens: int
+    sequences: int
+    """Of the load's mean length, that fit at once."""
+    ttft_s: float
+    """Of the mean prompt on an idle worker."""
+    tpot_s: float
+    """Of a single sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What follows from shapes and data sheets, before any load."""
+
+    parameters: int
+    weight_bytes: float
+    kv_bytes_per_token: int
+    ridge: float
+    """FLOP per byte."""
+    prefill_intensity: float
+    """Of the mean prompt."""
+    critical_prompt: int
+    decode_intensity: float
+    """Of one sequence with the mean context."""
+    critical_batch: int | None
+    """With the mean context."""
+    critical_batch_without_context: int | None
+    prompt_flops: float
+    prompt_kv_bytes: float
+    transfer_s: float
+    exposed_s: float
+    hide_bytes_per_s: float
+    """Bandwidth at which the mean prompt's transfer takes as long as its prefill."""
+    hidden_from_tokens: int | None
+    widths: tuple[WidthFacts, ...]
+    sweep_tp: int
+    sweep: tuple[SweepRow, ...]
+    """Of a worker of `sweep_tp`."""
+
+
+def facts_of(planner: Planner) -> Facts:
+    """All of them; the widths are those in which the model fits."""
+    site, load = planner.site, planner.load
+    model, device, precision = site.model, site.device, site.precision
+    prompt, output = max(1, round(load.mean_prompt)), max(1, round(load.mean_output))
+    budget = max(site.token_budgets)
+    context = decode_context(load.kinds)
+    widths = tuple(_width(planner, tp, prompt, output, budget) for tp in planner.tps)
+    first = widths[0]
+    times = planner.worker(first.tp, budget).times
+    kv_bytes = float(model.kv_bytes_per_token(precision.kv_dtype) * prompt)
+    num_chunks = -(-prompt // budget)
+
+    def prompt_s(tokens: int) -> float:
+        return prefill_s(times, tokens, budget)
+
+    return Facts(
+        parameters=model.num_parameters,
+        weight_bytes=weight_bytes(model, precision),
+        kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype),
+        ridge=device.ridge(precision.weight_dtype),
+        prefill_intensity=prefill_intensity(model, prompt, precision),
+        critical_prompt=critical_prompt(model, device, precision),
+        decode_intensity=decode_intensity(model, 1, context, precision),
+        critical_batch=critical_batch(model, device, context, precision),
+        critical_batch_without_context=critical_batch(model, device, 0, precision),
+        prompt_flops=prefill_flops(model, prompt),
+        prompt_kv_bytes=kv_bytes,
+        transfer_s=transfer_s(kv_bytes, site.link),
+        exposed_s=exposed_s(kv_bytes, first.ttft_s, num_chunks, site.link),
+        hide_bytes_per_s=bandwidth_to_hide(kv_bytes, first.ttft_s),
+        hidden_from_tokens=_hidden_from(site, prompt_s, site.link),
+        widths=widths,
+        sweep_tp=first.tp,
+        sweep=tuple(
+            batch_sweep(
+                times,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                token_budget=budget,
+                kv_tokens=first.kv_tokens,
+                price_per_hour=site.price_per_hour * first.tp,
+                power_w=device.power_w * first.tp,
+            )
+        ),
+    )
+
+
+def _hidden_from(site: Site, prompt_s: Any, link: LinkTimes) -> int | None:
+    per_token = site.model.kv_bytes_per_token(site.precision.kv_dtype)
+    return hidden_from(per_token, prompt_s, link, min(site.model.max_positions, 1 << 15))
+
+
+def _width(planner: Planner, tp: int, prompt: int, output: int, budget: int) -> WidthFacts:
+    site = planner.site
+    memory = worker_memory(site.model, site.device, tp, site.precision)
+    times = planner.worker(tp, budget).times
+    return WidthFacts(
+        tp=tp,
+        memory=memory,
+        kv_tokens=memory.kv_tokens,
+        sequences=memory.sequences(prompt + output),
+        ttft_s=prefill_s(times, prompt, budget),
+        tpot_s=decode_s(times, 1, prompt + output / 2),
+    )
+
+
+def verdict(answer: Answer, load: Load) -> str:
+    """The answer in a sentence."""
+    best, other = answer.best, answer.best_other
+    share = f"{100 * best.judgement.attainment:.1f} %"
+    if not answer.is_met:
+        return (
+            f"no pools within --max-gpus meet the limits for {100 * load.min_attainment:g} % of the requests; "
+            f"{best.candidate} comes closest ({share})"
+        )
+    lead = "disaggregate" if best.candidate.is_disaggregated else "do not disaggregate"
+    text = f"{lead}: {best.candidate} ({best.candidate.num_devices} devices) meet the limits of {share} of the requests"
+    if other is None:
+        return text
+    if other.judgement.attainment < load.min_attainment:
+        return f"{text}; {other.candidate} ({other.candidate.num_devices} devices) do not"
+    same = ", the same price" if other.price_per_hour == best.price_per_hour else ""
+    return f"{text}; the other way takes {other.candidate} ({other.candidate.num_devices} devices{same})"
+
+
+def price_per_million_output(judged: Judged, load: Load) -> float:
+    """Price of a million output tokens at the load's rate, whole pools paid."""
+    return judged.price_per_hour / 3600.0 / (load.rate_per_s * load.mean_output) * 1e6
+
+
+def joules_per_million_output(judged: Judged, load: Load, power_w: float) -> float:
+    """Energy of a million output tokens at the full power of all boards: an upper bound."""
+    return judged.candidate.num_devices * power_w / (load.rate_per_s * load.mean_output) * 1e6
+
+
+def to_json(facts: Facts, answer: Answer | None, load: Load, power_w: float) -> dict[str, Any]:
+    """Everything, as plain values. What is infinite or unknown is null."""
+    report: dict[str, Any] = {"facts": asdict(facts)}
+    if answer is not None:
+        report["verdict"] = verdict(answer, load)
+        report["meets_limits"] = answer.is_met
+        report["best"] = _judged(answer.best, load, power_w)
+        report["others"] = [_judged(each, load, power_w) for each in answer.judged]
+    plain: dict[str, Any] = _finite(report)
+    return plain
+
+
+def _judged(judged: Judged, load: Load, power_w: float) -> dict[str, Any]:
+    candidate = judged.candidate
+    return {
+        "prefill": None if candidate.prefill is None else candidate.prefill._asdict(),
+        "decode" if candidate.is_disaggregated else "colocated": candidate.decode._asdict(),
+        "num_devices": candidate.num_devices,
+        "price_per_hour": judged.price_per_hour,
+        "price_per_million_output_tokens": price_per_million_output(judged, load),
+        "joules_per_million_output_tokens": joules_per_million_output(judged, load, power_w),
+        "judgement": asdict(judged.judgement),
+        "estimate": asdict(judged.estimate) | {"attainment": judged.estimate.attainment},
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
