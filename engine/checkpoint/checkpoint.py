@@ -89,7 +89,16 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such checkpoint folder")
-    fields = JsonFields(folder / "config.json", read_json_object(folder / "config.json"))
+    return read_config_file(folder / "config.json")
+
+
+def read_config_file(file: Path) -> ModelConfig:
+    """The model that a `config.json`, whatever its name, describes; generation_config.json beside it is read, too.
+
+    Raises:
+        ConfigError: as `read_model_config`.
+    """
+    fields = JsonFields(file, read_json_object(file))
     architecture = _architecture(fields)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
@@ -115,7 +124,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
         mlp_bias=is_llama and fields.boolean("mlp_bias", False),
         qk_norm=is_qwen3,
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        eos_token_ids=_eos_token_ids(folder, fields),
+        eos_token_ids=_eos_token_ids(file.parent, fields),
     )
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
