@@ -11,7 +11,8 @@ A pass goes through the queue from its head. A request that is not placed lets o
 best worker for it has no free slot just now and waiting is cheaper than what is free, or it needs more KV blocks than
 are free. In the last case only smaller ones are tried, and after a while a worker is held for it: else large requests
 would starve, see `WorkerHold`. At most `MAX_LOOKS` requests are tried for one event, and none when nothing happened
-that could have freed capacity, so an event costs the same however long the queue.
+that could have freed capacity, so an event costs the same however long the queue. The request for which a worker is
+held is tried in every pass, however far back it is: those before it may not use that worker, and could take all tries.
 
 Owner: the router core.
 """
@@ -171,9 +172,8 @@ class Waiting:
                 self._note_lacking(record, now)
                 position += 1
                 continue
-            result = self._try_start(record, now, position)
+            result = self._try_queued(record, now, position)
             if isinstance(result, Dispatch):
-                record.tenant.num_waiting -= 1
                 placed.append(result)
                 if self._take_out(record):  # The worker that was held for it may be used again.
                     looked_at.clear()
@@ -182,13 +182,16 @@ class Waiting:
                     position = 0
             else:
                 position, num_looks = position + 1, num_looks + 1
-                if result is Blocked.NO_ROOM and not record.avoid_until:
-                    self._note_lacking(record, now)
-                    self._note_large(record, now)
-                elif record.lacks_room_since is not None:
-                    self._note_room(record, now)
             if not self._fleet.has_opening:
-                break
+                return placed
+        holder = self._hold.holder
+        is_left = holder is not None and holder.request_id not in looked_at and holder.request_id in self.queue
+        if holder is not None and is_left and self._may_run(holder):
+            position = self.queue.position(holder.urgency, holder.tenant.share, holder.tenant.num_kept)
+            result = self._try_queued(holder, now, position)
+            if isinstance(result, Dispatch):
+                self._take_out(holder)
+                return [*placed, result, *self.place(now)]
         return placed
 
     def has_reason_to_look(self) -> bool:
@@ -198,7 +201,8 @@ class Waiting:
         fleet = self._fleet
         if self._must_look or fleet.num_openings != self._seen_openings:
             return True
-        waits_for_release = self._least_lacking is not None or self.queue.passes_over
+        lacks_room = self._least_lacking is not None or self._least_kept_off is not None
+        waits_for_release = lacks_room or self.queue.passes_over
         return waits_for_release and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
@@ -223,6 +227,18 @@ class Waiting:
                 self.queue.charge(record.tenant.share, record.cost)
         return result
 
+    def _try_queued(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
+        """Try a request of the queue, and note what it waits for where it is not placed."""
+        result = self._try_start(record, now, position)
+        if isinstance(result, Dispatch):
+            record.tenant.num_waiting -= 1
+        elif result is Blocked.NO_ROOM and not record.avoid_until:
+            self._note_lacking(record, now)
+            self._note_large(record, now)
+        elif record.lacks_room_since is not None:
+            self._note_room(record, now)
+        return result
+
     def _may_run(self, record: RequestRecord) -> bool:
         """Whether the tenant of a new request may have one more running."""
         if record.tenant.is_unlimited or self._tenants.may_run(record.tenant.name):
@@ -232,12 +248,12 @@ class Waiting:
 
     def _may_fit(self, record: RequestRecord) -> bool:
         """Whether it is worth trying: it needs less than what there is no room for."""
-        if self._least_lacking is None:
+        if self._least_lacking is None and self._least_kept_off is None:
             return True
         needed = self._attempts.room_needed(record)
         if self._least_kept_off is not None and needed >= self._least_kept_off and self._hold.kept_from(record):
             return False
-        return needed < self._least_lacking
+        return self._least_lacking is None or needed < self._least_lacking
 
     def _note_lacking(self, record: RequestRecord, now: float) -> None:
         """No worker has room for a request in the queue."""

@@ -140,7 +140,7 @@ def test_a_killed_rank_costs_no_answer_and_its_worker_comes_back_whole() -> None
         record = cluster.state().workers[2]
         assert (record.worker_id, record.num_starts) == ("decode-1", 2)
         assert record.detail.startswith("exit status 3; the end of its log:")
-        assert "decode-1.rank-1: killed by SIGKILL" in record.detail
+        assert "decode-1.rank-1 ended: killed by SIGKILL" in record.detail
         assert len(children_of(cluster.pid("decode-1"))) == 1
     assert cluster.killed == []
 

@@ -246,7 +246,7 @@ async def offer_a_key_twice(gateway: GatewayStub) -> None:
     queue.put_nowait(dispatch)
     gateway.cancel(key)
     queue.put_nowait(dispatch)
-    await asyncio.wait_for(answer.ended.wait(), 10)
+    await asyncio.wait_for(answer.ended.wait(), 60)
     gateway.cancel(key)
 
 

@@ -93,6 +93,27 @@ def test_where_there_is_one_worker_all_wait_once_the_time_to_pass_is_over() -> N
     ]
 
 
+@pytest.mark.parametrize("num_before", [20, 100])
+def test_a_worker_held_for_one_far_back_in_the_queue_is_used_for_it(num_before: int) -> None:
+    """Requests that are due earlier and must not use the held worker stand before the one that it is held for: more of
+    them than one pass tries, and than it looks at."""
+    it = Scenario(prefill_worker(), decode_worker(0), config=CONFIG)
+    it.start(routed_request("f0", 55 * 16 - 4), "p0", "d0")
+    assert it.submit(routed_request("large", 70 * 16)) == []
+    assert it.at(BYPASS_S) == []
+    names = [f"q{number}" for number in range(num_before)]
+    for name in names:
+        assert it.submit(msgspec.structs.replace(routed_request(name, 70 * 16), ttft_slo_s=5.0)) == []
+    prefilled(it, "f0")
+    assert end_all(it, "d0", "f0") == ["finish f0 stop 0 cached=0", "dispatch p0 large/0 -> d0"]
+    placed = "large"
+    for name in names:  # None is left behind; the end of the one before is enough.
+        prefilled(it, placed)
+        assert end_all(it, "d0", placed) == [f"finish {placed} stop 0 cached=0", f"dispatch p0 {name}/0 -> d0"]
+        placed = name
+    assert it.core.check_integrity() == []
+
+
 @pytest.mark.parametrize("how", ["cancel", "lost", "drain", "suspected"])
 def test_what_was_kept_is_given_back(how: str) -> None:
     it = Scenario(prefill_worker(), decode_worker(0), decode_worker(1), config=CONFIG)
