@@ -19,6 +19,8 @@ from disagg.simulator.step_times.devices import H100
 from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
 from disagg.simulator.step_times.roofline import RooflineStepTimes
+from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.world.users import UserRequest
 
 LLAMA = MODEL_SHAPES["llama-3-8b"]
 TIMES: dict[int, StepTimes] = {tp: RooflineStepTimes(LLAMA, H100, tp=tp) for tp in (1, 2, 4, 8)}
@@ -203,6 +205,17 @@ def test_estimate_and_simulator_agree() -> None:
     overloaded = Candidate(Pool(2, 1, 2048), Pool(1, 1, 2048))
     assert judge(overloaded).attainment < 0.1
     assert planner.estimate(overloaded).attainment == 0.0
+
+
+def test_pools_that_are_overloaded_serve_every_request_in_the_end() -> None:
+    """A decode worker is held for a request that has others of its size before it in the queue."""
+    asked = load()
+    planner = Planner(site(), asked)
+    requests, _ = steady_requests(asked)
+    spec = SimulatedJudge(planner, requests).spec(Candidate(Pool(2, 1, 2048), Pool(1, 1, 2048)))
+    cluster = SimulatedCluster(spec, [UserRequest(each) for each in requests.requests])
+    assert cluster.advance(100_000.0)
+    assert {record.status for record in cluster.users.records} == {"ok"}
 
 
 @pytest.mark.parametrize(
