@@ -85,7 +85,7 @@ class _Worker:
 
 
 class VirtualCluster:
-    """See the module docstring."""
+    """A `RouterCore` and simulated workers on one virtual clock, `now`, seconds."""
 
     def __init__(
         self, num_prefills: int, num_decodes: int, places: int, num_blocks: int, config: RouterConfig | None = None

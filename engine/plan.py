@@ -55,7 +55,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Sum over all entries, prefills and decodes."""
         return sum(entry.num_tokens for entry in self.entries)
 
     def measured(self, ms: float) -> StepSample:

@@ -21,11 +21,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
-from disagg.kernels.capture import Captured, CaptureError
+from disagg.kernels.capture import Captured, CaptureError, Capturer
 
 T = TypeVar("T")
 
@@ -37,20 +38,21 @@ _cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CudaGraph(Generic[T]):
+class CudaGraph(Captured[T]):
     """A `Captured` computation. It owns its outputs' memory, which the next replay of the same capturer overwrites."""
 
     graph: Any
     outputs: T
 
+    @override
     def replay(self) -> T:
-        """See `Captured.replay`; queues the graph on the current stream and returns at once."""
+        """Queues the graph on the current stream and returns at once."""
         self.graph.replay()
         return self.outputs
 
 
-class GraphCapturer:
-    """See `Capturer`. Owner: the thread that computes.
+class GraphCapturer(Capturer):
+    """Captures CUDA graphs. Owner: the thread that computes.
 
     Raises:
         CaptureError: the device is not a CUDA device that torch can use.
@@ -64,9 +66,9 @@ class GraphCapturer:
             self._pool = _cuda.graph_pool_handle()
             self._stream = _cuda.Stream(device)
 
+    @override
     def capture(self, run: Callable[[], T]) -> tuple[T, Captured[T]]:
-        """See `Capturer.capture`. `run` is called `NUM_WARM_UPS` + 1 times, so what it writes must not depend on how
-        often.
+        """`run` is called `NUM_WARM_UPS` + 1 times, so what it writes must not depend on how often.
 
         Raises:
             CaptureError: `run` synchronizes with the host, or does something else that a graph cannot hold.
@@ -85,8 +87,9 @@ class GraphCapturer:
             captured = CudaGraph(graph, outputs)
             return captured.replay(), captured
 
+    @override
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
-        """See `Capturer.compute`: launches are queued anyway."""
+        """Launches are queued anyway."""
         return run()
 
     def _leave(self, stream: Any) -> None:

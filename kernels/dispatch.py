@@ -367,7 +367,8 @@ def linear_add_rms_norm(
     norm_O: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of `linear`."""
+    """Project x with `weight_OI`, add the product to `residual_TO` and normalize; (normalized [T, O], sum [T, O]), as
+    `add_rms_norm`. A `NativeWeight` does it in one call."""
     if isinstance(weight_OI, NativeWeight):
         return weight_OI.product_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
     return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)

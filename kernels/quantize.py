@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.kernels.linear import PackedWeight
 
@@ -40,7 +41,7 @@ class Int8Weight:
     """float32."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """As a plain weight, rounded to `dtype`."""
+        """The rounded weight as a tensor [O, I] of `dtype`."""
         return (self.quantized_OI * self.scale_O[:, None]).to(dtype)
 
 
@@ -78,8 +79,9 @@ class Fp8Weight(PackedWeight):
     scale_O: Tensor
     """float32."""
 
+    @override
     def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """See `PackedWeight.product`; x is bf16 on a GPU."""
+        """On a GPU x is bf16."""
         if x_TI.shape[0] == 0:
             return x_TI.new_empty((0, self.quantized_OI.shape[0]))
         quantized_TI, scale_T = quantize_rows(x_TI)
@@ -97,7 +99,7 @@ class Fp8Weight(PackedWeight):
         return out
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """As a plain weight, rounded to `dtype`."""
+        """The rounded weight as a tensor [O, I] of `dtype`."""
         return (self.quantized_OI.float() * self.scale_O[:, None]).to(dtype)
 
     def _reference(self, x_TI: Tensor, scale_T: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:

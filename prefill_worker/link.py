@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.commands import Add, Gather, Release
 from disagg.engine.io.blocking import call_on_thread, open_on_thread
@@ -281,8 +282,8 @@ class DecodeLink(PairLink):
             cause = self._lost(f"not formed after {waited_s:.1f} s")
             self._callbacks.on_over(SendOver(key, "refused", cause))
 
+    @override
     def holdings(self) -> dict[str, int]:
-        """See `PairLink.holdings`."""
         return {**super().holdings(), "waiting_for_pair": len(self._waiting)}
 
     # ------------------------------------------------------------ commands

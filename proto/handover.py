@@ -93,7 +93,7 @@ class AttemptMessage(Message, frozen=True, kw_only=True):
 
     @property
     def key(self) -> AttemptKey:
-        """The attempt."""
+        """(request id, number of the attempt)."""
         return AttemptKey(self.request_id, self.attempt)
 
 

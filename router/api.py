@@ -86,7 +86,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Length of the prompt; the ids are packed, so this decodes nothing."""
         return num_token_ids(self.prompt_token_ids)
 
 

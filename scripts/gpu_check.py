@@ -183,7 +183,7 @@ def check(chosen: Sequence[Section], device: str, folder: Path, total_s: float) 
 
 
 def exit_status(rows: Sequence[Row]) -> int:
-    """See the module docstring."""
+    """0 if all is well, 1 after a failure, `NO_DEVICE` without a GPU."""
     if any(row.status == "open" and row.name == "device" for row in rows):
         return NO_DEVICE
     return 1 if any(row.status in BAD for row in rows) else 0

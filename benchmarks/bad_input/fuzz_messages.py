@@ -130,7 +130,8 @@ def _again(item: bytes, count: int, room: int) -> bytes:
 
 
 def _numbered(begin: bytes, end: bytes, count: int, room: int) -> bytes:
-    """As `_again`, of items that differ by a number."""
+    """At most `count` items, separated by commas, each with a number between `begin` and `end`; at most `room`
+    bytes."""
     count = max(1, min(count, room // (len(begin) + len(end) + len(str(count)) + 1)))
     return b",".join([b"%b%d%b" % (begin, i, end) for i in range(count)])
 
@@ -263,7 +264,7 @@ def _headers(shape: Shape, served: Served) -> Message:
 
 
 def varint(value: int) -> bytes:
-    """As protobuf writes a number."""
+    """A non-negative integer in protobuf's base-128 encoding."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -39,7 +39,7 @@ class CeilingsTask(msgspec.Struct, frozen=True, tag="ceilings"):
 
 
 class DecodeTask(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
-    """See `EngineRig.decode`; a list."""
+    """Decode steps by `EngineRig.decode`; answered with a list."""
 
     batch: int
     context: int
@@ -47,14 +47,14 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
 
 
 class PrefillTask(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
-    """See `EngineRig.prefill`; one number."""
+    """One prompt by `EngineRig.prefill`; answered with one number."""
 
     num_tokens: int
     num_prompts: int
 
 
 class LoopTask(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
-    """See `EngineRig.closed_loop`; `LoopResult`."""
+    """A closed loop by `EngineRig.closed_loop`; answered with a `LoopResult`."""
 
     shape: LoopShape
 

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import grpc.aio
+from typing_extensions import override
 
 from benchmarks.clients.pace import on_time, steady
 from disagg.client import AsyncClient, Targets
@@ -69,14 +70,14 @@ class TinyModel(Model):
         self.vocab_size = VOCAB_SIZE
         self.path = str(make_checkpoint("llama", Path(self._folder.name) / "tiny"))
 
+    @override
     def answer(self, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """See `Model`."""
         from tests.support.reference import generate
 
         return tuple(generate(Path(self.path), prompt, num_tokens))
 
+    @override
     def close(self) -> None:
-        """See `Model`."""
         self._folder.cleanup()
 
 

@@ -36,7 +36,7 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """As the kernel counts it."""
+        """What `/proc/PID` shows now."""
         process = Path(f"/proc/{pid}")
         files: Counter[str] = Counter()
         for link in (process / "fd").iterdir():

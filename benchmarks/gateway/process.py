@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from benchmarks.gateway.server import open_gateway
 from disagg.cluster.system.process_tools import allow_open_files, freeze_start
@@ -77,8 +78,8 @@ class TurnSelector(selectors.DefaultSelector):
         self._cpu_began = 0.0
         self._longest_s = self._longest_cpu_s = 0.0
 
+    @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors.BaseSelector.select`."""
         if not self._is_on:
             return super().select(timeout)
         if self._began is not None:

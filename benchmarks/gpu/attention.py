@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the cache."""
+        """fp8 (e4m3) or `dtype`."""
         return torch.float8_e4m3fn if self.fp8 else self.dtype
 
     @property

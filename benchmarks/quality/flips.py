@@ -115,7 +115,6 @@ def measure(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=32, help=f"at most {len(SUBJECTS) * len(QUESTIONS)}")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each answer")

@@ -90,11 +90,11 @@ class OurIndex:
         return _as_hashes(chain)
 
     def lookup(self, key: Sequence[Any]) -> Any:
-        """As the router asks when it wants everybody's number."""
+        """Cached blocks of every worker."""
         return self._index.match(key)
 
     def best(self, key: Sequence[Any]) -> Any:
-        """As placement asks."""
+        """The four workers with the most cached blocks, which is what placement uses."""
         return self._index.find(key).best(4)
 
     def scores(self, answer: Mapping[WorkerId, int]) -> Scores:

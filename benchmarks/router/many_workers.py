@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.common import print_table, report, write_json
 from benchmarks.processes import cpu_seconds
 from benchmarks.router.many_workers_fleet import Counts, FleetProcess
@@ -53,15 +55,15 @@ class FleetLauncher(ProcessLauncher):
         self._num_started = 0
         self._fleet_of: dict[str, FleetProcess] = {}
 
+    @override
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
-        """See `Launcher`."""
         fleet = self._fleets[self._num_started % len(self._fleets)]
         self._num_started += 1
         self._fleet_of[config.worker_id] = fleet
         fleet.start(config, controller_address)
 
+    @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
-        """See `Launcher`."""
         for fleet in self._fleets:
             if mine := [worker_id for worker_id in worker_ids if self._fleet_of.get(worker_id) is fleet]:
                 fleet.stop(mine)

@@ -300,7 +300,7 @@ class FleetProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id; constant, the process is not restarted."""
         assert self._process.pid is not None
         return self._process.pid
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from benchmarks.clients import load, load_http
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.rig import LoopShape
@@ -66,9 +68,8 @@ class GrpcParty(Party):
         super().__init__(name)
         self._address = address
 
+    @override
     def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
-        """See `Party.run`."""
-
         async def measure() -> tuple[float, tuple[load.Timing, ...]]:
             async with load.channel(self._address) as channel:
                 stub = load.service(channel)
@@ -87,8 +88,8 @@ class HttpParty(Party):
         self._vocab_size = vocab_size
         self._model = load_http.only_model(address)
 
+    @override
     def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
-        """See `Party.run`."""
         made = [
             load_http.request_bytes(self._model, self._vocab_size, shape, seed)
             for seed in range(first_seed, first_seed + count)
@@ -107,8 +108,9 @@ class EngineParty(Party):
         super().__init__(name)
         self._engines = engines
 
+    @override
     def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
-        """See `Party.run`. With fewer requests at a time than engines, the last ones have nothing to do."""
+        """With fewer requests at a time than engines, the last ones have nothing to do."""
         engines = self._engines[:concurrency]
         places, counts = divided(concurrency, len(engines)), divided(count, len(engines))
         seed = first_seed

@@ -69,7 +69,7 @@ class Handover:
 
     @property
     def exposed_ms(self) -> float:
-        """See the module."""
+        """The part of the hand-over that the client waits for: moving and starting, ms."""
         return self.moving_ms + self.starting_ms
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from disagg.cluster.hosts import worker_host
 from disagg.cluster.hosts.host import run_child
@@ -53,15 +54,16 @@ class NotingCore(EngineCore):
         _timelines[:] = [self.timeline]
         self._joining: set[str] = set()
 
+    @override
     def handle(self, command: Command, now: float) -> list[Event]:
-        """See `EngineCore.handle`; `now` is when the command was posted."""
+        """`now` is when the command was posted."""
         if isinstance(command, Join):
             self.timeline.join_ordered[command.key.request_id] = now
             self._joining.add(command.key.request_id)
         return super().handle(command, now)
 
+    @override
     def run_step(self) -> list[Event]:
-        """See `EngineCore.run_step`."""
         events = super().run_step()
         ended = time.monotonic()
         if self.last_plan.entries:

@@ -43,7 +43,7 @@ class Follower:
     """Whether it is to get the whole membership: it got none yet, or missed a change."""
 
     def record(self) -> GatewayRecord:
-        """As operators see it."""
+        """For the cluster state that `disagg status` shows."""
         return GatewayRecord(
             gateway_id=self.gateway_id, address=self.address, pid=self.pid, http_address=self.http_address
         )
@@ -88,7 +88,7 @@ class OwnGateway:
         self.num_faults, self.detail = num_faults, why
 
     def record(self) -> GatewayRecord | None:
-        """As operators see it; None while it is absent and was never there."""
+        """For the cluster state that `disagg status` shows; None before the first start."""
         if self.phase is None and not self.num_starts:
             return None
         is_ready = self.phase == "ready"

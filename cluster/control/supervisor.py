@@ -37,7 +37,7 @@ class ProcessIncarnation(NamedTuple):
 
 
 class Supervisor:
-    """See the module docstring.
+    """Kills processes that hang: without a heartbeat, or too long in one step.
 
     Args:
         launcher: `kill` is called on a thread of the supervisor's own.

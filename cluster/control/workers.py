@@ -102,7 +102,7 @@ class Worker:
         return not (start_id and self.start_id) or start_id == self.start_id
 
     def record(self) -> WorkerRecord:
-        """As operators see it."""
+        """For the cluster state that `disagg status` shows. While it starts, `detail` is why it waits."""
         return WorkerRecord(
             worker_id=self.worker_id,
             pool=self.pool,

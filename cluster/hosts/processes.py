@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
 from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
 from disagg.cluster.system.children import (
     LOG_TAIL_LINES,
@@ -98,7 +100,7 @@ def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) 
 DEFAULT_LOGGING = LoggingConfig()
 
 
-class ProcessLauncher:
+class ProcessLauncher(Launcher):
     """Implements `launcher.Launcher` with child processes. Owner of them; safe to look at from other threads."""
 
     restarts = False
@@ -113,43 +115,45 @@ class ProcessLauncher:
         self.killed: list[str] = []
         """Names of processes that had to be killed."""
 
+    @override
     def running(self) -> frozenset[str]:
-        """See `Launcher`: children end with their parent."""
+        """Always empty: children end with their parent."""
         return frozenset()
 
+    @override
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
-        """See `Launcher`."""
         self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
 
+    @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """See `Launcher`."""
         self._start(GATEWAY, GATEWAY_MODULE, spec, controller_address, 1)
 
+    @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
-        """See `Launcher`."""
         self._stop(worker_ids)
 
+    @override
     def stop_gateway(self) -> None:
-        """See `Launcher`."""
         self._stop([GATEWAY])
 
+    @override
     def kill(self, name: str, pid: int) -> None:
-        """See `Launcher`."""
         with self._lock:
             child = self._children.get(name)
         if child is not None and child.process.pid == pid:
             child.process.kill()
 
+    @override
     def exited(self) -> dict[str, str]:
-        """See `Launcher`."""
         with self._lock:
             ended = [c for c in self._children.values() if not c.reported and c.process.poll() is not None]
         for child in ended:
             child.reported = True
         return {child.name: child.why_ended() for child in ended}
 
+    @override
     def pending(self) -> dict[str, str]:
-        """See `Launcher`: a child runs at once."""
+        """Always empty: a child runs at once."""
         return {}
 
     def pid(self, name: str) -> int:
@@ -226,18 +230,18 @@ class ProcessCluster(Cluster):
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return self._log_dir
 
+    @override
     def state(self) -> ControlState:
-        """See `Cluster`."""
         return self._controller.state() if self._controller is not None else state_diff.EMPTY_STATE
 
+    @override
     def control(self, request: ControlRequest) -> ControlReply:
-        """See `Cluster`."""
         if self._controller is None:
             raise LaunchError("the cluster was not started")
         return self._controller.control(request)
 
+    @override
     def stop(self) -> None:
-        """See `Cluster`."""
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.stop()

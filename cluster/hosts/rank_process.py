@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 
 import msgspec
+from typing_extensions import override
 
 from disagg.cluster.hosts.ranks import rank_config, rank_name
 from disagg.cluster.system.children import Process, describe_exit, end, read_config, spawn, terminate_when_orphaned
@@ -30,7 +31,7 @@ from disagg.cluster.system.process_tools import freeze_start
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.factories import make_runner
 from disagg.engine.parallel.follower import serve_rank
-from disagg.engine.parallel.interfaces import ShardRunner, StartRanks
+from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -80,14 +81,15 @@ def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-class RankProcesses:
+class RankProcesses(Ranks):
     """Implements `interfaces.Ranks`. Owner of the processes."""
 
     def __init__(self, processes: Mapping[str, Process]) -> None:
         self._processes = dict(processes)
 
+    @override
     def stop(self) -> None:
-        """See `interfaces.Ranks`. Logs how those ended that were not stopped."""
+        """Logs how those ended that were not stopped."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         for process in self._processes.values():
             try:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from typing_extensions import override
+
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
@@ -59,8 +61,8 @@ class RayCluster(Cluster):
         self._state: ControlState = state_diff.EMPTY_STATE
 
     @property
+    @override
     def warnings(self) -> tuple[str, ...]:
-        """See `Cluster`."""
         return auth_warnings(os.environ) if self._is_private else ()
 
     def _open(self, check_stop: CheckStop) -> None:
@@ -74,8 +76,8 @@ class RayCluster(Cluster):
         self._secret = ray_store.cluster_secret()
         self._controller_address = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
 
+    @override
     def state(self) -> ControlState:
-        """See `Cluster`."""
         if self._controller is None:
             return self._state
         try:
@@ -86,8 +88,8 @@ class RayCluster(Cluster):
         self._state = reply
         return reply
 
+    @override
     def control(self, request: ControlRequest) -> ControlReply:
-        """See `Cluster`."""
         try:
             return self._call(request)
         except UnavailableError as error:
@@ -110,8 +112,8 @@ class RayCluster(Cluster):
             self._controller_address = controller_address() or self._controller_address
             raise
 
+    @override
     def stop(self) -> None:
-        """See `Cluster`."""
         controller, self._controller = self._controller, None
         if self._session.is_open and controller is not None and self._session.has_head:
             end_controller(controller)  # else the session ends all processes of its Ray

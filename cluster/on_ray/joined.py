@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+from typing_extensions import override
 
 from disagg.cluster.on_ray.private import TOKEN_MODE
-from disagg.cluster.on_ray.session import INIT_OPTIONS, be_quiet, refuse_if_connected, signals_stay_ours
+from disagg.cluster.on_ray.session import INIT_OPTIONS, Session, be_quiet, refuse_if_connected, signals_stay_ours
 from disagg.cluster.system.children import LaunchError
 
 CLIENT_SCHEME: Final = "ray://"
@@ -30,7 +31,7 @@ _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 
 
-class JoinedSession:
+class JoinedSession(Session):
     """A driver in a Ray cluster that others keep.
 
     Args:
@@ -40,10 +41,14 @@ class JoinedSession:
     def __init__(self, address: str) -> None:
         self._asked = address
         self.is_open = False
-        self.has_head = True  # not ours to end
 
+    @property
+    @override
+    def has_head(self) -> bool:
+        return True  # not ours to end
+
+    @override
     def open(self) -> None:
-        """See `Session`."""
         if self._asked.startswith(CLIENT_SCHEME):
             raise LaunchError(
                 f"ray.address: {self._asked} is for Ray's client; run this on a node of the cluster, with auto"
@@ -64,8 +69,8 @@ class JoinedSession:
         self.is_open = True
         be_quiet()
 
+    @override
     def close(self) -> None:
-        """See `Session`."""
         if self.is_open:
             import ray
 

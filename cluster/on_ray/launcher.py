@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import PoolConfig, active_pools
 from disagg.cluster.control.cores import num_cores
 from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.ranks import rank_name, worker_of
 from disagg.cluster.on_ray import store as ray_store
@@ -57,7 +59,7 @@ LOOK_INTERVAL_S: Final = 1.0
 Bundle = dict[str, float]
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Owner of the actors and placement groups of all workers and of the gateway."""
 
     restarts = True
@@ -77,8 +79,9 @@ class RayLauncher:
 
     # ------------------------------------------------------------ launcher.Launcher
 
+    @override
     def running(self) -> frozenset[str]:
-        """See `launcher.Launcher`. Groups without an actor, left by one that went by itself, are removed."""
+        """Groups without an actor, left by one that went by itself, are removed."""
         import ray
 
         found = {name: actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None}
@@ -90,8 +93,9 @@ class RayLauncher:
         self._groups = {name: ray.util.get_placement_group(actor_name(name)) for name in names & groups}
         return frozenset(names)
 
+    @override
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
-        """See `launcher.Launcher`. The worker finds the controller by its name."""
+        """The worker finds the controller by its name."""
         name = config.worker_id
         pool = dict(active_pools(self._config))[_pool_of(name)]
         settings = ProcessSettings(
@@ -104,12 +108,13 @@ class RayLauncher:
         )
         self._start(settings, config, config.num_threads, self._worker_bundle(config), self._labels(name))
 
+    @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
-        """See `launcher.Launcher`."""
         self._stop(worker_ids)
 
+    @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """See `launcher.Launcher`. It runs beside the controller, on the node whose address clients use."""
+        """It runs beside the controller, on the node whose address clients use."""
         import ray
 
         if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
@@ -118,18 +123,20 @@ class RayLauncher:
         here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
         self._start(settings, spec, 1, _on_node(ray.util.get_node_ip_address()), here)
 
+    @override
     def stop_gateway(self) -> None:
-        """See `launcher.Launcher`."""
         self._stop([GATEWAY])
 
+    @override
     def kill(self, name: str, pid: int) -> None:
-        """See `launcher.Launcher`. Ray starts the actor again."""
+        """Ray starts the actor again."""
         actor = ray_store.find_actor(name)
         if actor is not None:
             kill_actor_process(actor_info(actor), pid)
 
+    @override
     def exited(self) -> dict[str, str]:
-        """See `launcher.Launcher`: actors that Ray has given up."""
+        """Actors that Ray has given up."""
         now = time.monotonic()
         if now < self._exited_due:
             return {}
@@ -143,8 +150,9 @@ class RayLauncher:
         self._reported |= set(news)
         return news
 
+    @override
     def pending(self) -> dict[str, str]:
-        """See `launcher.Launcher`: groups that no node has room for."""
+        """Groups that no node has room for."""
         now = time.monotonic()
         if now >= self._pending_due:
             self._pending_due = now + LOOK_INTERVAL_S
@@ -239,7 +247,7 @@ class RayLauncher:
 
 
 def _why_exited(name: str, info: dict[str, Any]) -> str:
-    """As the process recorded it itself, or as Ray reports."""
+    """The reason that the process recorded itself, else the one that Ray reports."""
     return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
 
 

@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from disagg.cluster.on_ray.session import INIT_OPTIONS, be_quiet, refuse_if_connected, signals_stay_ours
+from typing_extensions import override
+
+from disagg.cluster.on_ray.session import INIT_OPTIONS, Session, be_quiet, refuse_if_connected, signals_stay_ours
 from disagg.cluster.on_ray.store import SLOT
 from disagg.cluster.system.children import NOT_FOR_CHILDREN, LaunchError
 from disagg.cluster.system.cores import pin_process
@@ -148,7 +150,7 @@ def environment_mark(mark: str) -> Iterator[None]:
         os.environ.update(own)
 
 
-class PrivateSession:
+class PrivateSession(Session):
     """Owner of a whole Ray: its processes and its folder.
 
     Args:
@@ -164,8 +166,8 @@ class PrivateSession:
         self._mark = uuid.uuid4().hex
         self.is_open = False
 
+    @override
     def open(self) -> None:
-        """See `Session`."""
         self._folder = make_temp_dir(self._asked_dir)
         self._environment.enter()  # before Ray is imported
         import ray
@@ -185,8 +187,8 @@ class PrivateSession:
         self.is_open = True
         be_quiet()
 
+    @override
     def close(self) -> None:
-        """See `Session`."""
         family, grace_s = self.family(), 0.0
         if self.is_open:
             import ray
@@ -201,8 +203,8 @@ class PrivateSession:
             self._folder = None
 
     @property
+    @override
     def has_head(self) -> bool:
-        """See `Session`."""
         return any(_is_store(process.pid) for process in self.family())
 
     def family(self) -> list[ProcessRef]:

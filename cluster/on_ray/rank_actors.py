@@ -18,6 +18,7 @@ import uuid
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from typing_extensions import override
 
 from disagg.cluster.hosts.ranks import rank_config, rank_name
 from disagg.cluster.on_ray import store as ray_store
@@ -26,6 +27,7 @@ from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.config import WorkerConfig
+from disagg.engine.parallel.interfaces import Ranks
 
 if TYPE_CHECKING:
     from disagg.engine.parallel.interfaces import StartRanks
@@ -61,14 +63,15 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     """As in `ProcessRef`."""
 
 
-class RankActors:
+class RankActors(Ranks):
     """Implements `interfaces.Ranks`: Ray starts and ends the processes, so this only ends the search for rank 0."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
 
+    @override
     def stop(self) -> None:
-        """See `interfaces.Ranks`; followers that still run are ended with the worker's place in Ray."""
+        """Followers that still run are ended with the worker's place in Ray."""
         ray_store.delete(ray_store.leader_key(self._worker))
 
 

@@ -26,17 +26,15 @@ INIT_OPTIONS: Final[dict[str, Any]] = {"namespace": NAMESPACE, "log_to_driver": 
 class Session(Protocol):
     """A connection to Ray."""
 
+    is_open: bool
+    """Whether Ray can be called. Set by the session itself."""
+
     def open(self) -> None:
         """Connect; blocks, also where a signal comes. Raises `LaunchError`."""
         ...
 
     def close(self) -> None:
         """Leave nothing of ours behind in this process, nor of what `open` started. Idempotent."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether Ray can be called."""
         ...
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from typing_extensions import override
 
 LEVEL_VARIABLE = "DISAGG_LOG"
 FORMAT_VARIABLE = "DISAGG_LOG_FORMAT"
@@ -37,8 +38,8 @@ class JsonFormatter(logging.Formatter):
     """One object a line: ts (UTC), level, logger, message; request_id and trace_id where the record has them; error
     with the traceback where there is one."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "ts": f"{stamp}.{int(record.msecs):03d}Z",

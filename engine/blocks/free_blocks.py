@@ -44,7 +44,7 @@ class FreeBlocks:
         return self._num_free - self._num_in_whole
 
     def extent(self, block: int) -> range:
-        """The blocks of its extent."""
+        """Numbers of all blocks, free or not, of the extent that holds this one."""
         index = block // self._extent_blocks
         first = index * self._extent_blocks
         return range(first, first + self._sizes[index])

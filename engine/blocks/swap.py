@@ -122,7 +122,7 @@ class SwapPool:
 
 
 def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
-    """As many slots as fit into `swap_bytes`."""
+    """A pool with as many slots as fit into `swap_bytes`."""
     slot_tokens = slot_tokens_for(runner.block_size)
     slot_bytes = slot_tokens * _token_bytes(runner)
     return SwapPool(swap_bytes // slot_bytes, slot_tokens, slot_bytes)

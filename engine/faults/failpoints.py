@@ -89,7 +89,6 @@ class Failpoint:
             raise ValueError(f"{self}: there is no such message; there are {', '.join(MESSAGES)}")
 
     def __str__(self) -> str:
-        """As it is written."""
         return f"{self.point}={self.action}" + (f"({self.message})" if self.message else "")
 
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Never, TypeVar, cast
 
+from typing_extensions import override
+
 from disagg.engine.faults.failpoints import Failpoint, Plan, Tamper, Trigger, parse
 from disagg.engine.faults.faulty_transport import FaultyTransport
 from disagg.engine.io.mailbox import Mailbox
@@ -199,24 +201,24 @@ def _unknown(fault: Failpoint) -> Never:
     raise AssertionError(f"{fault} passed the checks and means nothing here")
 
 
-class _FaultyRendezvous:
-    """See `Rendezvous`."""
+class _FaultyRendezvous(Rendezvous):
+    """A `Rendezvous` whose `accept` may fail or hang."""
 
     def __init__(self, inner: Rendezvous, formed: Callable[[Callable[[], PairTransport]], PairTransport]) -> None:
         self._inner = inner
         self._formed = formed
 
     @property
+    @override
     def address(self) -> str:
-        """See `Rendezvous.address`."""
         return self._inner.address
 
+    @override
     def accept(self, pair_name: str) -> PairTransport:
-        """See `Rendezvous.accept`."""
         return self._formed(lambda: self._inner.accept(pair_name))
 
+    @override
     def close(self) -> None:
-        """See `Rendezvous.close`."""
         self._inner.close()
 
 
@@ -256,7 +258,6 @@ class _FaultyRunner:
 
     @property
     def step_queue(self) -> StepQueue | None:
-        """See `ModelRunner.step_queue`."""
         step_queue = self._inner.step_queue
         return None if step_queue is None else _FaultyLauncher(step_queue, self._before_step)
 
@@ -264,12 +265,11 @@ class _FaultyRunner:
         return getattr(self._inner, name)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         self._before_step()
         return self._inner.run(plan)
 
 
-class _FaultyLauncher:
+class _FaultyLauncher(StepQueue):
     """A `StepQueue` that does something before each step."""
 
     def __init__(self, inner: StepQueue, before_step: Callable[[], None]) -> None:
@@ -277,12 +277,12 @@ class _FaultyLauncher:
         self._before_step = before_step
 
     @property
+    @override
     def max_decodes(self) -> int:
-        """See `StepQueue.max_decodes`."""
         return self._inner.max_decodes
 
+    @override
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        """See `StepQueue.enqueue`."""
         self._before_step()
         return self._inner.enqueue(plan, after)
 
@@ -294,8 +294,8 @@ class _BreakingMailbox(Mailbox[M]):
         super().__init__(max_items)
         self._breaks = breaks
 
+    @override
     def put(self, item: M) -> None:
-        """See `Mailbox.put`."""
         if not self.closed and self._breaks():
             self.close()
         super().put(item)

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from disagg.engine.faults.failpoints import Failpoint
 from disagg.engine.kv_transfer.transports.transport import Done, PairTransport, Posted, Received, ignore_posted
 from disagg.engine.plan import Buffer
@@ -21,8 +23,8 @@ Fired = Callable[[str], Failpoint | None]
 """Point -> the fault that falls on this opportunity, if any."""
 
 
-class FaultyTransport:
-    """See `PairTransport`."""
+class FaultyTransport(PairTransport):
+    """A `PairTransport` that may damage, delay or drop payloads."""
 
     def __init__(self, inner: PairTransport, fired: Fired) -> None:
         self._inner = inner
@@ -34,8 +36,8 @@ class FaultyTransport:
         self._is_broken = False
         """Bytes that went on behind those of a failed operation would end in its receive."""
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`."""
         fault = self._fired("transport.send")
         match self._action(fault):
             case "fail":
@@ -49,8 +51,8 @@ class FaultyTransport:
             case _:
                 self._inner.send(buffer, nbytes, done)
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`."""
         fault = self._fired("transport.receive")
         match self._action(fault):
             case "fail":
@@ -63,8 +65,8 @@ class FaultyTransport:
             case _:
                 self._inner.recv(buffer, nbytes, done, posted)
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`."""
         with self._lock:
             self._closed = True
         self._inner.close()

@@ -36,7 +36,8 @@ async def call_on_thread(name: str, function: Callable[[], T]) -> T:
 
 
 async def open_on_thread(name: str, open_it: Callable[[], C]) -> C:
-    """Like `call_on_thread`. What is opened after the caller was cancelled is closed again."""
+    """Await `open_it()` on a thread of its own. If the caller was cancelled meanwhile, what is opened later is
+    closed."""
     call = _start(name, open_it)
     try:
         return await asyncio.wrap_future(call)

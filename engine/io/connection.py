@@ -14,6 +14,7 @@ import threading
 from typing import Protocol
 
 import msgspec
+from typing_extensions import override
 
 from disagg.proto.addresses import split_address
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
@@ -53,7 +54,7 @@ class Connection(Protocol):
         ...
 
 
-class SocketConnection:
+class SocketConnection(Connection):
     """A `Connection` over a connected TCP socket, which belongs to it from here on."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -67,8 +68,8 @@ class SocketConnection:
         self._is_reading = False
         self._is_closed = False
 
+    @override
     def send(self, message: msgspec.Struct) -> None:
-        """See `Connection.send`."""
         frame = encode(message)
         if len(frame) > MAX_FRAME_BYTES:
             raise ConnectionFailedError(f"a frame of {len(frame)} bytes is more than {MAX_FRAME_BYTES}")
@@ -78,8 +79,8 @@ class SocketConnection:
             except OSError as error:
                 raise ConnectionFailedError(f"cannot write: {error}") from error
 
+    @override
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
-        """See `Connection.receive`."""
         with self._state_lock:
             if self._is_closed:
                 raise ConnectionFailedError("the connection is closed")
@@ -116,8 +117,8 @@ class SocketConnection:
         del self._received[:nbytes]
         return taken
 
+    @override
     def close(self) -> None:
-        """See `Connection.close`."""
         with self._state_lock:
             if self._is_closed:
                 return

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
 import grpc
+from typing_extensions import override
 
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -28,12 +29,12 @@ class ClusterGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         # Of the kind that reads no message: a unary one would wait for the first.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
+    @override
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """See `grpc.aio.ServerInterceptor`."""
         if self._secret.matches(handler_call_details.invocation_metadata or ()):
             return await continuation(handler_call_details)
         return self._refusal

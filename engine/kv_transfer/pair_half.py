@@ -235,7 +235,7 @@ class PairAttempt(Protocol):
 
     @property
     def key(self) -> AttemptKey:
-        """The key of the attempt."""
+        """(request id, number of the attempt); equal on both sides."""
         ...
 
 

@@ -73,7 +73,7 @@ class ReceivedChunkState(enum.Enum):
 
 
 class ReceivedChunkEvent(enum.Enum):
-    """Events of a chunk."""
+    """What moves a chunk to its next state on D: answers of transport and engine, and decisions of the window."""
 
     CLEAR = "clear"
     HOLD = "hold"
@@ -119,7 +119,7 @@ class ReceiveAttempt:
 
     @property
     def key(self) -> AttemptKey:
-        """The key of the attempt."""
+        """(request id, number of the attempt), as in P's offer."""
         return self.spec.key
 
     @property
@@ -160,7 +160,7 @@ class ReceivedChunk:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the chunk."""
+        """`end_token - start_token`; positive."""
         return self.header.end_token - self.header.start_token
 
     @property

@@ -12,6 +12,8 @@ the attempt ended meanwhile: ending an attempt never proves that the writer stop
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from disagg.engine.config import TRANSFER_DEFAULTS as DEFAULTS
 from disagg.engine.kv_transfer.commands import (
     BLOCKS_GONE,
@@ -188,8 +190,9 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             self._cancelled_early.add(key, self._clock.now)
         return self._end_own(key, CANCELLED, release=True)
 
+    @override
     def holdings(self) -> dict[str, int]:
-        """See `PairHalf.holdings`; zero a while after the last cancel."""
+        """Zero a while after the last cancel."""
         return {**super().holdings(), "tombstones": len(self._cancelled_early)}
 
     # ------------------------------------------------------------ the peer's messages

@@ -96,7 +96,7 @@ class SentChunkState(enum.Enum):
 
 
 class SentChunkEvent(enum.Enum):
-    """Events of a chunk."""
+    """What moves a chunk to its next state on P. Values with capitals are messages of D."""
 
     GATHERED = "gathered"
     ANNOUNCE = "announce"
@@ -161,7 +161,7 @@ class SendAttempt:
 
     @property
     def key(self) -> AttemptKey:
-        """The key of the attempt."""
+        """(request id, number of the attempt), as in the router's dispatch."""
         return self.spec.key
 
     @property

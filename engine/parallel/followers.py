@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.io.connection import Connection, ConnectionFailedError
-from disagg.engine.parallel.interfaces import Reply
+from disagg.engine.parallel.interfaces import Followers, Reply
 from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
 from disagg.proto.messages import decoder
 
@@ -43,9 +44,9 @@ class _OpenCall:
     on_posted: Callable[[], None] | None
 
 
-class ConnectedFollowers:
-    """See `interfaces.Followers`. `on_lost` is called at most once, on any thread, and not before `wait_joined`
-    returned."""
+class ConnectedFollowers(Followers):
+    """Followers in other processes, each over a connection. `on_lost` is called at most once, on any thread, and not
+    before `wait_joined` returned."""
 
     def __init__(self, size: int, on_lost: Callable[[BaseException], None]) -> None:
         self.size = size
@@ -111,15 +112,15 @@ class ConnectedFollowers:
 
     # ------------------------------------------------------------ commands
 
+    @override
     def broadcast(self, command: RankCommand) -> None:
-        """See `Followers.broadcast`."""
         with self._changed:
             connections = [] if self._lost is not None else list(self._connections.items())
         for rank, connection in connections:
             self._send(rank, connection, command)
 
+    @override
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """See `Followers.call`."""
         number = next(self._numbers)
         call = _OpenCall(rank, reply, on_posted)
         with self._changed:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
@@ -42,14 +44,16 @@ class Followers(Protocol):
         ...
 
 
-class NoFollowers:
-    """See `Followers`. Of a worker of one rank."""
+class NoFollowers(Followers):
+    """Of a worker of one rank."""
 
     size = 1
 
+    @override
     def broadcast(self, command: RankCommand) -> None:
         """Nothing to do."""
 
+    @override
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
         """Always an error."""
         raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")

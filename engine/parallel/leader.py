@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
@@ -32,7 +33,7 @@ from disagg.engine.parallel.messages import (
     encode_step,
 )
 from disagg.engine.parallel.staging import GroupBuffer
-from disagg.engine.plan import StepPlan, StepQueue, StepResult
+from disagg.engine.plan import ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
@@ -41,7 +42,7 @@ COPY_TIMEOUT_S = 60.0
 """How long a follower may take for one copy; it may be in the middle of the step before."""
 
 
-class GroupRunner:
+class GroupRunner(ModelRunner):
     """A `ModelRunner` over all ranks. `local` is rank 0's, joined already; it has as many blocks as every other rank.
     Steps are not queued: ranks exchange tensors inside the layers."""
 
@@ -64,8 +65,8 @@ class GroupRunner:
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
         lock and writes to no connection."""
 
+    @override
     def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
         if not plan.entries:
             return StepResult([])
         self._broadcast_freed()
@@ -80,8 +81,9 @@ class GroupRunner:
 
     # ------------------------------------------------------------ staging
 
+    @override
     def new_staging(self, nbytes: int) -> GroupBuffer:
-        """See `ModelRunner.new_staging`. Any thread."""
+        """May be called on any thread."""
         buffer = GroupBuffer(
             next(self._numbers), self._local.new_staging(self._part_bytes(nbytes)), nbytes, self._clear
         )
@@ -102,8 +104,9 @@ class GroupRunner:
 
     # ------------------------------------------------------------ copies
 
+    @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer_tp: int = 1) -> int:
-        """See `ModelRunner.gather`. Checksums are combined in the order of the pair's slices.
+        """Checksums are combined in the order of the pair's slices.
 
         Raises:
             ValueError: the heads cannot be divided among `peer_tp` ranks, `out` is too small, or the table does not
@@ -120,8 +123,9 @@ class GroupRunner:
         )
         return self.checksum.combined(plan.in_order("sender", checksums))
 
+    @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1) -> None:
-        """See `ModelRunner.scatter`.
+        """Each rank copies the heads that it has.
 
         Raises:
             ValueError: as `gather`.

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
@@ -35,7 +37,7 @@ from disagg.engine.kv_transfer.transports.transport import (
 )
 from disagg.engine.parallel import messages
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
-from disagg.engine.parallel.interfaces import Followers, Reply
+from disagg.engine.parallel.interfaces import Followers, RankTransports, Reply
 from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
@@ -85,7 +87,7 @@ def form_pair(end: PairEnd, open_channel: OpenChannel, followers: Followers) -> 
     return transport
 
 
-class GroupTransport:
+class GroupTransport(PairTransport):
     """A `PairTransport` over all ranks of a worker, of which this process is rank 0. With one rank here and several
     there, it has channels of its own only.
 
@@ -146,9 +148,10 @@ class GroupTransport:
             self._close_soon()
             raise
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`. Waits for the other ranks: their answer is the evidence that nothing writes to
-        their part of a buffer any more. One that is lost counts as having answered, and ends the worker."""
+        """Waits for the other ranks: their answer is the evidence that nothing writes to their part of a buffer any
+        more. One that is lost counts as having answered, and ends the worker."""
         with self._lock:
             is_first, self._closed = not self._closed, True
         if is_first:
@@ -172,8 +175,9 @@ class GroupTransport:
 
     # ------------------------------------------------------------ bytes
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`; `nbytes` of all ranks together."""
+        """`nbytes` of all ranks together."""
         whole = self._new_operation(lambda ok, error, _: done(ok, error), ignore_posted)
         num_tokens = self._num_tokens(nbytes)
         for index, rank in enumerate(self._others, start=1):
@@ -181,9 +185,9 @@ class GroupTransport:
             self._followers.call(rank, command, _answer(whole, index, rank))
         self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`; `nbytes` of all ranks together. `posted` mostly comes later, from another
-        thread."""
+        """`nbytes` of all ranks together. `posted` mostly comes later, from another thread."""
 
         def over(ok: bool, error: str, checksums: list[Checksums]) -> None:
             done(*self._received(ok, error, checksums))
@@ -257,7 +261,7 @@ class _Pair:
     opened: _OpenReply
 
 
-class ShardTransports:
+class ShardTransports(RankTransports):
     """The `RankTransports` of a follower.
 
     Args:
@@ -277,8 +281,9 @@ class ShardTransports:
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
 
+    @override
     def handle(self, command: TransportCommand, reply: Reply, on_posted: Callable[[], None]) -> None:
-        """See `RankTransports.handle`. Does not block: channels are formed and closed on threads of their own.
+        """Does not block: channels are formed and closed on threads of their own.
 
         Raises:
             ValueError: for a command that rank 0 must not give, such as more bytes than a staging buffer has.
@@ -293,8 +298,8 @@ class ShardTransports:
             case ClosePair():
                 self._close(command, reply)
 
+    @override
     def close(self) -> None:
-        """See `RankTransports.close`."""
         with self._lock:
             pairs, self._pairs = self._pairs, {}
         for pair in pairs.values():

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
 from disagg.engine.sharding.shards import Shard
@@ -76,7 +77,7 @@ def rank_store(address: str, secret: ClusterSecret, shard: Shard, timeout_s: flo
         raise RuntimeError(f"the {shard.size} ranks did not all meet at {address!r}: {error}") from error
 
 
-class GroupCollective:
+class GroupCollective(Collective):
     """A `Collective` over a process group of all ranks."""
 
     def __init__(self, shard: Shard, group: Any, store: MemberStore) -> None:
@@ -85,13 +86,15 @@ class GroupCollective:
         self._store = store
         """The group's C++ side calls it, and does not keep it alive."""
 
+    @override
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Collective.all_reduce`; in place."""
+        """In place."""
         self._open_group().allreduce([tensor]).wait()
         return tensor
 
+    @override
     def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
-        """See `Collective.gather_columns`; rank 0 is the root."""
+        """Rank 0 is the root."""
         group, shard = self._open_group(), self.shard
         if shard.rank > 0:
             group.gather([], [tensor_RC], _root_0()).wait()
@@ -100,8 +103,9 @@ class GroupCollective:
         group.gather([parts], [tensor_RC], _root_0()).wait()
         return torch.cat(parts, dim=1)
 
+    @override
     def close(self) -> None:
-        """See `Collective.close`; idempotent. To be called on the thread that makes the exchanges."""
+        """Idempotent. To be called on the thread that makes the exchanges."""
         self._group = None
 
     def _open_group(self) -> Any:
@@ -111,7 +115,7 @@ class GroupCollective:
 
 
 class GlooCollective(GroupCollective):
-    """See `Collective`. Construction blocks until all ranks are there.
+    """Over a gloo process group, for CPU tensors. Construction blocks until all ranks are there.
 
     Raises:
         RuntimeError: if they do not all come in time.
@@ -138,7 +142,7 @@ def _root_0() -> Any:
 
 
 class NcclCollective(GroupCollective):
-    """See `Collective`. Construction blocks until all ranks are there. `device` is this rank's.
+    """Construction blocks until all ranks are there. `device` is this rank's.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL, or if the ranks do not all come in time.
@@ -154,8 +158,9 @@ class NcclCollective(GroupCollective):
             # The communicator is made now, not within the first step.
             self._group.eager_connect_single_device(torch.device(device))
 
+    @override
     def close(self) -> None:
-        """See `Collective.close`: the communicator is aborted, so that nothing hangs in it."""
+        """The communicator is aborted, so that nothing hangs in it."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

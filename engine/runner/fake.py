@@ -22,9 +22,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
-from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.randomness import first_outputs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
@@ -44,8 +45,8 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 
-class FakeModelRunner:
-    """A `ModelRunner`, and a `parallel.interfaces.ShardRunner`, over numpy pages.
+class FakeModelRunner(ModelRunner):
+    """A `ModelRunner`, and structurally a `parallel.interfaces.ShardRunner`, over numpy pages.
 
     Args:
         step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.
@@ -98,6 +99,7 @@ class FakeModelRunner:
         self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
         self._pages_2HNB: U32 = np.full((2, len(heads), num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
 
+    @override
     def run(self, plan: StepPlan) -> StepResult:
         """Write the scheduled tokens to the pages, all entries first; then sample."""
         for entry in plan.entries:
@@ -120,28 +122,30 @@ class FakeModelRunner:
     # ------------------------------------------------------------ one rank of several
 
     def join(self, collective: object, num_blocks: int) -> None:
-        """See `ShardRunner.join`; there is nothing to exchange."""
+        """Only the number of blocks counts: there is nothing to exchange."""
         self.num_blocks = num_blocks
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
-        """See `ShardRunner.arrays`."""
+        """What a real rank would get of the plan, token ids included."""
         return self._batches.arrays(plan)
 
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
-        """See `ShardRunner.step`."""
+        """Like `run`: the plan has all that the pages need."""
         return self.run(plan)
 
     def compute(self, arrays: BatchArrays) -> None:
-        """See `ShardRunner.compute`: write the tokens to this rank's pages."""
+        """Write the tokens to this rank's pages."""
         blocks, offsets = np.divmod(arrays.slot_mapping_T, self.block_size)
         self._write(blocks, offsets, arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32))
 
     # ------------------------------------------------------------ KV in and out
 
+    @override
     def new_staging(self, nbytes: int) -> Buffer:
         """A uint8 array."""
         return np.empty(nbytes, dtype=np.uint8)
 
+    @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Copy tokens [start, end) into the head of `out`: all K (u32), then all V (u32), of each head. Returns the
         checksum of those bytes.
@@ -151,6 +155,7 @@ class FakeModelRunner:
         """
         return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
 
+    @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
 
@@ -160,7 +165,8 @@ class FakeModelRunner:
         self.scatter_part(block_table, start, end, data, peer_tp)
 
     def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
-        """See `ShardRunner.gather_part`."""
+        """Copy this rank's heads of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of
+        each slice."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
         checksums: list[int] = []
@@ -170,7 +176,7 @@ class FakeModelRunner:
         return checksums
 
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
-        """See `ShardRunner.scatter_part`."""
+        """Copy this rank's heads of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         for heads, words_2HT in _payloads(data, slices, end - start):

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
+from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives import Collective
@@ -47,7 +49,7 @@ GPU_WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Attention has tiles of fewer rows for shorter chunks, each a kernel of its own."""
 
 
-class TorchModelRunner:
+class TorchModelRunner(ShardRunner):
     """The model with its paged KV cache, or one rank's part of both; a `parallel.interfaces.ShardRunner`. Owner: the
     engine thread.
 
@@ -104,8 +106,8 @@ class TorchModelRunner:
     def _shared_parameters(self) -> ModelParameters:
         return shared_parameters(self._config, self.model_config, self.fingerprint, self._own_parameters)
 
+    @override
     def join(self, collective: Collective | None, num_blocks: int) -> None:
-        """See `ShardRunner.join`."""
         assert 0 < num_blocks <= self.num_blocks
         self.max_model_len = _max_model_len(self.model_config, self._config, num_blocks * self.block_size)
         self.num_blocks = num_blocks
@@ -125,11 +127,13 @@ class TorchModelRunner:
     # ------------------------------------------------------------ steps
 
     @property
+    @override
     def step_queue(self) -> StepQueue | None:
-        """See `ModelRunner.step_queue`: where decode steps are captured on a GPU."""
+        """Where decode steps are captured on a GPU."""
         step_queue = self._step_queue
         return step_queue if step_queue is not None and step_queue.max_decodes else None
 
+    @override
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan and sample."""
         return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
@@ -152,20 +156,20 @@ class TorchModelRunner:
         """
         return self._score(self.arrays(plan)).logits_SV.clone()
 
+    @override
     def arrays(self, plan: StepPlan) -> BatchArrays:
-        """See `ShardRunner.arrays`."""
         return self._batches.arrays(plan)
 
+    @override
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
-        """See `ShardRunner.step`."""
         logits_SV, largest_S = self._score(arrays)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
         token_ids = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
         logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
         return StepResult(token_ids, logprobs, row_faults(logits_SV, self.vocab_size, token_ids))
 
+    @override
     def compute(self, arrays: BatchArrays) -> None:
-        """See `ShardRunner.compute`."""
         self._decoder.forward(to_batch(arrays, self._device))
 
     def _score(self, arrays: BatchArrays) -> Scored:
@@ -177,6 +181,7 @@ class TorchModelRunner:
 
     # ------------------------------------------------------------ KV in and out
 
+    @override
     def new_staging(self, nbytes: int) -> Buffer:
         """A flat staging buffer: a uint8 numpy array on CPU, a uint8 tensor on a GPU. Contents are undefined."""
         if self._device.type == "cpu":
@@ -184,6 +189,7 @@ class TorchModelRunner:
         with torch.cuda.stream(self._staging_stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
         worker of one rank.
@@ -193,6 +199,7 @@ class TorchModelRunner:
         """
         return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
 
+    @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
 
@@ -201,12 +208,12 @@ class TorchModelRunner:
         """
         self.scatter_part(block_table, start, end, data, peer_tp)
 
+    @override
     def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
-        """See `ShardRunner.gather_part`."""
         return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
 
+    @override
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
-        """See `ShardRunner.scatter_part`."""
         self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
 
 

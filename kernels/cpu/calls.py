@@ -19,15 +19,16 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
-from disagg.kernels.capture import CaptureError
+from disagg.kernels.capture import Captured, CaptureError, Capturer
 
 ALIGNMENT = 64
 """Bytes: of a cache line, and of the widest vectors."""
@@ -139,7 +140,7 @@ class Recording:
         _thread.recording = None
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `new_output` of the module; a buffer is free again when the last tensor on it is gone."""
+        """An uninitialized tensor in the pool; its buffer is free again when the last tensor on it is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = max(ALIGNMENT, 1 << (nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
@@ -152,8 +153,9 @@ class Recording:
 T = TypeVar("T")
 
 
-class CapturedProgram(Generic[T]):
-    """See `Captured`. It keeps the pool and `run`, whose tensors its calls point into."""
+class CapturedProgram(Captured[T]):
+    """Recorded calls of compiled kernels, replayed by one call. It keeps the pool and `run`, whose tensors its calls
+    point into."""
 
     def __init__(
         self, library: ctypes.CDLL, recording: Recording, pool: Pool, run: Callable[[], T], outputs: T
@@ -170,20 +172,17 @@ class CapturedProgram(Generic[T]):
         )
         self._pool, self._run, self._outputs = pool, run, outputs
 
+    @override
     def replay(self) -> T:
-        """See `Captured.replay`.
-
-        Raises:
-            IndexError: as the ops; the calls behind the one that failed were not made.
-        """
+        """Invalid input is the IndexError of the op that finds it; the calls behind it were not made."""
         failed = self._function(self._args)
         if failed != DONE:
             raise self._kernels[failed].error(self._invalid.value)
         return self._outputs
 
 
-class ProgramCapturer:
-    """See `Capturer`: records the calls of `library`'s kernels. Whatever else computes raises CaptureError."""
+class ProgramCapturer(Capturer):
+    """Records the calls of `library`'s kernels. Whatever else computes raises CaptureError."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -195,14 +194,15 @@ class ProgramCapturer:
         """Memory that the captures share."""
         return self._pool.nbytes
 
+    @override
     def capture(self, run: Callable[[], T]) -> tuple[T, CapturedProgram[T]]:
-        """See `Capturer.capture`."""
         with Recording(self._pool) as recording, _OnlyViews():  # type: ignore[no-untyped-call]
             outputs = run()
         return outputs, CapturedProgram(self._library, recording, self._pool, run, outputs)
 
+    @override
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
-        """See `Capturer.compute`: all calls are recorded, then made by one call."""
+        """All calls are recorded, then made by one call."""
         check = nullcontext() if kind in self._checked else _OnlyViews()  # type: ignore[no-untyped-call]
         with Recording(self._pool, makes_calls=False) as recording, check:
             outputs = run()

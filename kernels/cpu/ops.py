@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.ops import RopeWrite, can_hold
+from disagg.kernels.ops import Ops, RopeWrite, can_hold
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
@@ -42,7 +43,7 @@ def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
     return weight_D is None or (weight_D.dtype == dtype and weight_D.shape == (D,) and weight_D.stride() == (1,))
 
 
-class NativeOps:
+class NativeOps(Ops):
     """The library's functions, as `ops.Ops`. Stateless; any thread."""
 
     gather_kv = staticmethod(reference.gather_kv)
@@ -76,8 +77,9 @@ class NativeOps:
             long, "disagg_prefill_attention", "iiPqqPPqqqqPqqqfP", "the block at place {} is outside the cache"
         )
 
+    @override
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
-        """See `reference.embed`. IndexError for an id outside the vocabulary."""
+        """IndexError for an id outside the vocabulary."""
         dtype, (stride, inner) = embedding_VH.dtype, embedding_VH.stride()
         T, (V, H), size = token_ids_T.numel(), embedding_VH.shape, embedding_VH.element_size()
         if dtype not in _IS_BF16 or inner != 1 or not _are_indices(token_ids_T, T):
@@ -86,12 +88,13 @@ class NativeOps:
         self._embed(token_ids_T.data_ptr(), T, embedding_VH.data_ptr(), V, stride * size, H * size, out.data_ptr())
         return out
 
+    @override
     def take_rows(self, x_TH: Tensor, rows_R: Tensor) -> Tensor | None:
-        """See `reference.take_rows`. IndexError for an index outside."""
+        """IndexError for an index outside."""
         return self.embed(rows_R, x_TH)
 
+    @override
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
-        """See `reference.rms_norm`."""
         dtype, shape, stride = x_TH.dtype, x_TH.shape, x_TH.stride()
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or weight_H.dtype != dtype or not 2 <= len(shape) <= 3 or stride[-1] != 1:
@@ -106,10 +109,10 @@ class NativeOps:
         )  # fmt: skip
         return out
 
+    @override
     def add_rms_norm(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """See `reference.add_rms_norm`."""
         dtype, shape, x_stride, r_stride = x_TH.dtype, x_TH.shape, x_TH.stride(), residual_TH.stride()
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or residual_TH.dtype != dtype or weight_H.dtype != dtype or residual_TH.shape != shape:
@@ -125,8 +128,8 @@ class NativeOps:
         )  # fmt: skip
         return out, total
 
+    @override
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
-        """See `reference.silu_mul`."""
         is_bf16 = _IS_BF16.get(gate_up_T2F.dtype)
         stride = gate_up_T2F.stride()
         if is_bf16 is None or len(stride) != 2 or stride[1] != 1 or gate_up_T2F.shape[1] % 2:
@@ -136,8 +139,8 @@ class NativeOps:
         self._silu_mul(is_bf16, gate_up_T2F.data_ptr(), stride[0], out.data_ptr(), T, size)
         return out
 
+    @override
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:
-        """See `reference.argmax_rows`."""
         is_bf16 = _IS_BF16.get(logits_TV.dtype)
         (T, V), (stride, inner) = logits_TV.shape, logits_TV.stride()
         if is_bf16 is None or inner != 1 or not 0 < vocab_size <= V:
@@ -146,10 +149,11 @@ class NativeOps:
         self._argmax(is_bf16, logits_TV.data_ptr(), stride, T, vocab_size, out.data_ptr())
         return out
 
+    @override
     def qkv_rope_write(
         self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
     ) -> Tensor | None:
-        """See `reference.qkv_rope_write`. IndexError, and nothing written, for a slot or a position outside."""
+        """IndexError, and nothing written, for a slot or a position outside."""
         q_norm_D, k_norm_D, cos_PD, sin_PD = layer.q_norm_D, layer.k_norm_D, layer.cos_PD, layer.sin_PD
         key_cache_NKBD, value_cache_NKBD = layer.key_cache_NKBD, layer.value_cache_NKBD
         dtype = qkv_TQ.dtype
@@ -178,6 +182,7 @@ class NativeOps:
         )  # fmt: skip
         return out
 
+    @override
     def paged_decode_attention(
         self,
         q_SND: Tensor,
@@ -188,7 +193,7 @@ class NativeOps:
         scale: float,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
-        """See `reference.paged_decode_attention`. IndexError for a length or a block outside the cache."""
+        """IndexError for a length or a block outside the cache."""
         dtype = q_SND.dtype
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
@@ -212,6 +217,7 @@ class NativeOps:
         )  # fmt: skip
         return out
 
+    @override
     def paged_prefill_attention(
         self,
         q_TND: Tensor,
@@ -222,7 +228,7 @@ class NativeOps:
         scale: float,
         out_TND: Tensor | None = None,
     ) -> Tensor | None:
-        """See `reference.paged_prefill_attention`. IndexError for a block outside the cache."""
+        """IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:

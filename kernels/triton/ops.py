@@ -14,27 +14,31 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from disagg.kernels.ops import Filters, RopeWrite
+from disagg.kernels.ops import Filters, Ops, RopeWrite
 from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
-class TritonOps:
+class TritonOps(Ops):
     """All kernels. Stateless; any thread."""
 
+    @override
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
         """An id outside the table gives zeros, since a kernel cannot raise."""
         if _runs(token_ids_T, embedding_VH) and _are_vectors(token_ids_T) and _are_rows(embedding_VH):
             return embed.embed(token_ids_T, embedding_VH)
         return None
 
+    @override
     def take_rows(self, x_TH: Tensor, rows_R: Tensor) -> Tensor:
         """By torch."""
         return x_TH[rows_R]
 
+    @override
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
         """[T, H] or [T, heads, D]."""
         fits = x_TH.dim() in (2, 3) and x_TH.stride(-1) == 1 and x_TH.shape[-1] <= norm.MAX_ROW
@@ -42,6 +46,7 @@ class TritonOps:
             return norm.rms_norm(x_TH, weight_H, eps)
         return None
 
+    @override
     def add_rms_norm(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
@@ -52,12 +57,14 @@ class TritonOps:
             return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps)
         return None
 
+    @override
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
         """[T, 2F]."""
         if _are_rows(gate_up_T2F) and _runs(gate_up_T2F) and _are_floats(gate_up_T2F):
             return silu.silu_mul(gate_up_T2F)
         return None
 
+    @override
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:
         """Of the first `vocab_size` columns."""
         if _are_rows(logits_TV) and _runs(logits_TV) and _are_floats(logits_TV):
@@ -72,6 +79,7 @@ class TritonOps:
         """Of the first `vocab_size` columns. Takes rows of any stride on a device where kernels run."""
         return sampling.sample(logits_RV, vocab_size, filters)
 
+    @override
     def qkv_rope_write(
         self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
     ) -> Tensor | None:
@@ -91,6 +99,7 @@ class TritonOps:
             return rope_write.qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer)
         return None
 
+    @override
     def paged_decode_attention(
         self,
         q_SND: Tensor,
@@ -108,6 +117,7 @@ class TritonOps:
             q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND=out_SND
         )
 
+    @override
     def paged_prefill_attention(
         self,
         q_TND: Tensor,
@@ -125,6 +135,7 @@ class TritonOps:
             q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND=out_TND
         )
 
+    @override
     def gather_kv(
         self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor
     ) -> Tensor | None:
@@ -134,6 +145,7 @@ class TritonOps:
         copy.gather_kv(cache_NL2KBD, block_ids, start, end, out)
         return out
 
+    @override
     def scatter_kv(
         self, cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor
     ) -> Tensor | None:

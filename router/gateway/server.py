@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
 
 from disagg.proto.addresses import join_address
 from disagg.proto.errors import ConfigError
@@ -94,12 +95,13 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library h
         super().__init__()
         self._keyless = keyless
 
-    async def List(self, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
-        """See the proto."""
+    @override
+    async def List(self, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is Check and Watch")
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:  # noqa: N802 - its name in the proto
-        """See the proto. Without a key there are few streams."""
+    @override
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Without a key there are few streams."""
         if CALLER.get() is not UNAUTHENTICATED:
             await super().Watch(request, context)
             return

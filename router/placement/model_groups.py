@@ -236,7 +236,7 @@ class WorkerBucket:
         self._by_room = LazyRanking(self._used)
 
     def add(self, worker: Worker) -> None:
-        """Add a worker."""
+        """Count a new worker in, and rank it by cost and by room."""
         self.members[worker.worker_id] = worker
         self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full

@@ -166,15 +166,15 @@ class Policy(Protocol):
         ...
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """As the P of a pair."""
+        """The cost of computing the prompt there, of a pair."""
         ...
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """As the D of a pair."""
+        """The cost of generating the answer there, of a pair."""
         ...
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """As the worker that computes prompt and answer."""
+        """The cost of computing both prompt and answer there."""
         ...
 
     def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:

@@ -124,7 +124,7 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     @property
     def request_id(self) -> RequestId:
-        """The request."""
+        """Id of the client's request; the same for all attempts."""
         return self.request.request_id
 
     @property

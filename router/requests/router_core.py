@@ -129,7 +129,7 @@ class RouterCore:
         return error
 
     def give_back(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
-        """See `api.Router`."""
+        """Return charged tokens, and admitted answers that were not submitted, to the tenant."""
         self._tenants.give_back(tenant, num_tokens, num_answers, now)
 
     def next_wakeup(self) -> float | None:
@@ -151,7 +151,7 @@ class RouterCore:
         return self._telemetry.traces.get(request_id)
 
     def recent(self, limit: int) -> list[RequestTrace]:
-        """See `api.Router`."""
+        """At most `limit` traces, the latest arrival first."""
         return self._telemetry.traces.latest(limit)
 
     def holdings(self) -> dict[str, int]:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from typing_extensions import override
+
 from disagg.proto.errors import DisaggError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.api import Completion, TokenBatch
+from disagg.router.api import Completion, RequestHandle, TokenBatch
 
 MAX_UNREAD_BYTES = 256 << 10
 """About 7,000 tokens; with log probabilities, which take up to forty times as much, `LOGPROBS_FACTOR` times this."""
@@ -23,7 +25,7 @@ _ID_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 36, 170, 68
 """Of an id in a list, of a `TokenLogprobs` without alternatives, and of each of these."""
 
 
-class Handle:
+class Handle(RequestHandle):
     """Implements `api.RequestHandle`. Lives on the router's event loop; not for other threads."""
 
     def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId], None]) -> None:
@@ -64,8 +66,8 @@ class Handle:
         """What it failed with, if it did."""
         return self._end if isinstance(self._end, DisaggError) else None
 
+    @override
     def cancel(self) -> None:
-        """See `api.RequestHandle`."""
         if self._end is None:
             self._on_cancel(self.request_id)
 
@@ -76,7 +78,6 @@ class Handle:
         asyncio.get_running_loop().call_soon(self._on_cancel, self.request_id)
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
-        """See `api.RequestHandle`."""
         return self
 
     async def __anext__(self) -> TokenBatch:

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
-from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, TenantLimits
+from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, Router, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import (
     CancelOn,
@@ -57,7 +59,7 @@ _FLUSH_S = 0.5
 """How long `RouterServer.stop` lets the last cancels go out."""
 
 
-class RouterServer:
+class RouterServer(Router):
     """Implements `api.Router`. Owner of the core and of all links; lives on one event loop.
 
     Raises (at construction):
@@ -165,22 +167,22 @@ class RouterServer:
 
     # ---------------------------------------------------------------- api.Router
 
+    @override
     def admit(self, call: CallDemand) -> None:
-        """See `api.Router`."""
         error = self._core.admit(call, self._clock())
         if error is not None:
             raise error
 
+    @override
     def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
-        """See `api.Router`."""
         self._core.give_back(tenant, num_tokens, num_answers, self._clock())
 
+    @override
     def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
-        """See `api.Router`."""
         self._handle_event(LimitsChanged(limits))
 
+    @override
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
-        """See `api.Router`."""
         if self._stopped:
             raise UnavailableError("the router is stopping", "shutting_down")
         handle = Handle(request.request_id, self._cancel)
@@ -195,36 +197,36 @@ class RouterServer:
             raise handle.error
         return handle
 
+    @override
     def check_room(self) -> None:
-        """See `api.Router`."""
         if (error := self._core.room_refusal()) is not None:
             raise error
 
+    @override
     def view(self) -> ClusterView:
-        """See `api.Router`."""
         missing = tuple(link.info for _, link in sorted(self._links.items()) if not link.is_up)
         return replace(self._core.view(self._clock()), unreachable=missing)
 
+    @override
     def trace(self, request_id: RequestId) -> RequestTrace | None:
-        """See `api.Router`."""
         return self._core.trace(request_id)
 
+    @override
     def recent(self, limit: int) -> list[RequestTrace]:
-        """See `api.Router`."""
         return self._core.recent(limit)
 
     # ---------------------------------------------------------------- for operators and tests
 
     def holdings(self) -> dict[str, int]:
-        """See `RouterCore.holdings`."""
+        """What the core holds, by name; all zero when nothing is in flight."""
         return self._core.holdings()
 
     def check_integrity(self) -> list[str]:
-        """See `RouterCore.check_integrity`."""
+        """Contradictions in the core's state; empty when all is well."""
         return self._core.check_integrity()
 
     def counters(self) -> dict[str, int]:
-        """See `RouterCore.counters`."""
+        """Events so far, by name: what failed or was dropped."""
         return dict(self._core.counters)
 
     async def audit(self, timeout_s: float = 5.0) -> list[AuditReport]:

@@ -134,7 +134,7 @@ class StepModel:
 
     @property
     def coefficients(self) -> StepCoefficients:
-        """As of the latest fit, which is redone here when it is due."""
+        """Of the latest fit, which is redone here when it is due."""
         if self._num_observed >= self._refit_at:
             self._fit()
         return self._coefficients

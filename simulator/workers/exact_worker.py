@@ -98,7 +98,7 @@ class _Sending:
 
 
 class ExactWorker:
-    """See the module docstring. Owner: the simulated cluster."""
+    """A real engine core in virtual time; either end of pairs. Owner: the simulated cluster."""
 
     def __init__(
         self,
@@ -384,12 +384,12 @@ class ExactWorker:
                 raise AssertionError(f"a prefill worker got {event}")
 
     def on_reserved(self, key: AttemptKey) -> None:
-        """See `PrefillEnd`."""
+        """The time since the dispatch counts as the attempt's wait for blocks on D."""
         sending = self._sending[key]
         sending.alloc_wait_s = self._loop.now - sending.dispatched_at
 
     def on_sent_over(self, over: SendOver) -> None:
-        """See `PrefillEnd`."""
+        """The gateway gets the end of an attempt that was refused, failed or past its deadline."""
         sending = self._sending[over.key]
         sending.is_over = True
         cause = over.cause
@@ -431,15 +431,15 @@ class ExactWorker:
                 raise AssertionError(f"a decode worker got {event}")
 
     def on_paired(self, pair: Pair) -> None:
-        """See `DecodeEnd`."""
+        """The pair is among those through which attempts may be offered."""
         self._incoming[pair] = None
 
     def on_unpaired(self, pair: Pair) -> None:
-        """See `DecodeEnd`."""
+        """No more attempts are offered through the pair."""
         self._incoming.pop(pair, None)
 
     def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
-        """See `DecodeEnd`."""
+        """Takes the attempt; false where this worker has it already, in either role."""
         if self._owns(spec.key):
             return False
         self._under_way.add(spec.key)
@@ -448,7 +448,7 @@ class ExactWorker:
         return True
 
     def on_received_over(self, pair: Pair, over: ReceiveOver) -> None:
-        """See `DecodeEnd`."""
+        """The gateway gets `HandedOver` for a committed attempt; of any other nothing is kept."""
         key = over.key
         if self._receiving.get(key) is not pair:
             return

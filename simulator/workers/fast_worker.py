@@ -60,7 +60,7 @@ _BEND = 0.002
 
 
 class FastWorker:
-    """See the module docstring. Owner: the simulated cluster.
+    """The rules of the real scheduler on counts and sums. Owner: the simulated cluster.
 
     Raises:
         ValueError: for scheduling `static`, which only the exact engine has.
@@ -661,7 +661,7 @@ class FastWorker:
     # ------------------------------------------------------------ prompts
 
     def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[FastSequence, int, int]]:
-        """As `Scheduler._plan_prefills`."""
+        """(sequence, first token, number of tokens) of each prompt in the next step, as the real scheduler plans it."""
         started = deque(sorted(self._started, key=lambda sequence: sequence.order))
         planned: list[tuple[FastSequence, int, int]] = []
         block_size, tail_tokens = self.info.block_size, self.config.tail_tokens

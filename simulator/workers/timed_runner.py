@@ -9,18 +9,19 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
-from disagg.engine.plan import Buffer, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.proto.messages import KvLayout, StepSample
 from disagg.simulator.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.prompts import VOCAB_SIZE
 
 
-class TimedRunner:
-    """See `ModelRunner`."""
+class TimedRunner(ModelRunner):
+    """A `ModelRunner` whose steps take time and compute nothing."""
 
     fingerprint = "simulated"
     step_queue: StepQueue | None = None
@@ -61,6 +62,7 @@ class TimedRunner:
         clock = _Stopwatch(self)
         return calibrate(clock, config, lambda: clock.elapsed_s)
 
+    @override
     def run(self, plan: StepPlan) -> StepResult:
         """The tokens of the step."""
         token = self._answers.token
@@ -72,15 +74,18 @@ class TimedRunner:
             ]
         )
 
+    @override
     def new_staging(self, nbytes: int) -> Buffer:
         """Memory that is never touched."""
         return np.empty(nbytes, dtype=np.uint8)
 
+    @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Count the copy."""
         self.num_copied_tokens += end - start
         return 0
 
+    @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """Count the copy."""
         self.num_copied_tokens += end - start
@@ -93,6 +98,7 @@ class _Stopwatch(TimedRunner):
         self.__dict__.update(runner.__dict__)
         self.elapsed_s = 0.0
 
+    @override
     def run(self, plan: StepPlan) -> StepResult:
         """The step, timed."""
         self.elapsed_s += self.timed(plan).ms / 1e3

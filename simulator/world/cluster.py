@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.config import WorkerConfig
 from disagg.loadtests.records import RequestRecord
@@ -20,7 +21,7 @@ from disagg.proto.messages import PeerRef, StepSample
 from disagg.router.requests import events
 from disagg.simulator.workers.exact_worker import ExactWorker, register
 from disagg.simulator.workers.fast_worker import FastWorker
-from disagg.simulator.workers.surroundings import Answers
+from disagg.simulator.workers.surroundings import Answers, Surroundings
 from disagg.simulator.workers.timed_runner import TimedRunner
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway
@@ -63,8 +64,8 @@ class Result:
     """What is still held after the last request, or does not fit together; empty when all is well."""
 
 
-class SimulatedCluster:
-    """See the module docstring. A caller may step it by `advance`, look at it, and change it between two steps."""
+class SimulatedCluster(Surroundings):
+    """All parts on one event loop. A caller may step it by `advance`, look at it, and change it between two steps."""
 
     def __init__(self, spec: ClusterSpec, requests: Sequence[UserRequest], habits: Habits = LOAD_TEST) -> None:
         self.spec = spec
@@ -159,12 +160,12 @@ class SimulatedCluster:
 
     # ------------------------------------------------------------ `Surroundings`
 
+    @override
     def to_gateway(self, event: events.Event) -> None:
-        """See `Surroundings`."""
         self.loop.after(self.overheads.message_s, self.gateway.handle, event)
 
+    @override
     def find_worker(self, peer: PeerRef) -> SimulatedWorker | None:
-        """See `Surroundings`."""
         member = self._members.get(peer.worker_id)
         worker = None if member is None else member.worker
         return worker if worker is not None and worker.info.incarnation == peer.incarnation else None

@@ -240,16 +240,13 @@ class _User:
         self.is_over = False
 
     def on_tokens(self, num_tokens: int, now: float) -> None:
-        """See `Client`."""
         times = self.users.left_at(self.request_id, len(self.times), num_tokens)
         self.times += [now] * num_tokens if times is None else times
 
     def on_finish(self, completion: Completion, now: float) -> None:
-        """See `Client`."""
         self.end("ok", now, "", completion.cached_tokens)
 
     def on_error(self, error: DisaggError, now: float) -> None:
-        """See `Client`."""
         self.end(status_of(error), now, error.code)
 
     def end(self, status: Status, now: float, error: str, cached_tokens: int = 0) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -255,6 +256,73 @@ def loader_findings(path: str, source: str) -> list[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in CODE_RUNNERS:
             found.append(f"{path}:{node.lineno}: {ast.unparse(node.func)} runs code")
     return sorted(set(found))
+
+
+def docstring_findings(path: str, source: str) -> list[str]:
+    """Docstrings without content: a mere pointer (`See X`, `As X.`), or no word beside those of the name.
+
+    An implementation of an interface's member has `@override`, and a docstring only for what is special about it.
+    """
+    found = []
+    for node, owner in _documented(source):
+        text = " ".join((ast.get_docstring(node) or "").split())
+        if not text:
+            continue
+        name = "" if isinstance(node, ast.Module) else node.name
+        line = 1 if isinstance(node, ast.Module) else node.lineno
+        if _POINTER.match(text):
+            found.append(f"{path}:{line}: the docstring of {name or 'the module'} only points elsewhere")
+        elif name and _words(text) <= _words(name) | _words(owner):
+            found.append(f"{path}:{line}: the docstring of {name} only repeats the name")
+    return sorted(found)
+
+
+def _documented(
+    source: str,
+) -> Iterator[tuple[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+    """What may have a docstring, with the class that it is in."""
+    for node in _nodes(source):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            if isinstance(node, ast.Module):
+                yield node, ""
+            owner = node.name if isinstance(node, ast.ClassDef) else ""
+            yield from ((n, owner) for n in node.body if isinstance(n, _DEFINITIONS))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from ((n, "") for n in ast.walk(node) if n is not node and isinstance(n, _DEFINITIONS))
+
+
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_POINTER = re.compile(r"See |(?:As|Like|Same as|Cf\.) (?:in )?`?[\w.]+`?[.;:]?$")
+_EMPTY_WORDS = frozenset(
+    {
+        "a",
+        "all",
+        "an",
+        "and",
+        "are",
+        "for",
+        "in",
+        "is",
+        "it",
+        "its",
+        "of",
+        "return",
+        "returns",
+        "that",
+        "the",
+        "their",
+        "these",
+        "this",
+        "those",
+        "to",
+    }
+)
+
+
+def _words(text: str) -> set[str]:
+    """In lower case and singular, without `_EMPTY_WORDS`; `PairTransport` is two words."""
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", text)}
+    return {word.rstrip("s") for word in words - _EMPTY_WORDS}
 
 
 def size_findings(path: str, source: str, max_file_lines: int = MAX_FILE_LINES) -> list[str]:

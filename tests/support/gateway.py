@@ -85,7 +85,7 @@ def served_model(folder: Path, max_model_len: int | None = None) -> ServedModel:
 
 
 def limits_of(model: ServedModel, max_prompt_bytes: int = 4096) -> Limits:
-    """Its limits."""
+    """The model's, and at most `max_prompt_bytes` of prompt text."""
     return Limits(model.info, max_prompt_bytes)
 
 

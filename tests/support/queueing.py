@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from typing_extensions import override
 
 from disagg.engine.plan import (
     Buffer,
@@ -49,8 +50,8 @@ class HostQueuedStep:
 
 
 class QueueingRunner(FakeModelRunner):
-    """See the module. `failing` names the numbers of queued steps, from 0, that fail: `enqueue` at once, `result` when
-    they are computed."""
+    """A fake runner whose steps are queued and computed later. `failing`: numbers of queued steps, from 0, that fail,
+    with where: `enqueue` at once, `result` when they are computed."""
 
     def __init__(
         self,
@@ -106,13 +107,15 @@ class QueueingRunner(FakeModelRunner):
         self._wait()
         return super().run(plan)
 
+    @override
     def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """See `ModelRunner.gather`; it waits, for the checksum."""
+        """Waits for queued steps, since the checksum is computed on the host."""
         self._wait()
         return super().gather(block_table, start, end, out, peer_tp)
 
+    @override
     def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """See `ModelRunner.scatter`; it is queued as well."""
+        """Queued, behind the steps before it."""
         table, copy = list(block_table), np.copy(data)
         self._queue.append(lambda: super(QueueingRunner, self).scatter(table, start, end, copy, peer_tp))
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.connection import ConnectionFailedError
+from disagg.engine.io.connection import Connection, ConnectionFailedError
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.interfaces import RankTransports, Reply, ShardRunner
@@ -34,14 +35,15 @@ WAIT_S = 20.0
 """How long a test waits for another thread before it fails."""
 
 
-class MemoryConnection:
-    """See `connection.Connection`. Made in pairs by `memory_connections`."""
+class MemoryConnection(Connection):
+    """One end of a connection within the process. Made in pairs by `memory_connections`."""
 
     def __init__(self, inbox: queue.SimpleQueue[bytes | None], outbox: queue.SimpleQueue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
         self.peer: MemoryConnection
         self.is_closed = False
 
+    @override
     def send(self, message: msgspec.Struct) -> None:
         self.send_frame(encode(message))
 
@@ -51,6 +53,7 @@ class MemoryConnection:
             raise ConnectionFailedError("cannot write: the connection is closed")
         self._outbox.put(frame)
 
+    @override
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
         if self.is_closed:
             raise ConnectionFailedError("the connection is closed")
@@ -63,6 +66,7 @@ class MemoryConnection:
             raise ConnectionFailedError(f"a frame of {len(frame)} bytes is more than {max_bytes}")
         return frame
 
+    @override
     def close(self) -> None:
         self.is_closed = True
         self._inbox.put(None)

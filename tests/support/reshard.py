@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
@@ -100,17 +101,19 @@ class PlayedFollower:
                 self.transports.handle(command, reply, on_posted)
 
 
-class PlayedFollowers:
-    """See `Followers`. Commands go through msgspec, as they would through a socket."""
+class PlayedFollowers(Followers):
+    """Followers on the caller's thread. Commands go through msgspec, as they would through a socket."""
 
     def __init__(self, ranks: list[PlayedFollower]) -> None:
         self.ranks = ranks
         self.size = 1 + len(ranks)
         self.asked: list[tuple[int, RankCall]] = []
 
+    @override
     def broadcast(self, command: RankCommand) -> None:
         assert isinstance(command, FreeBuffer | ClearBuffer), command
 
+    @override
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
         self.asked.append((rank, command))
         numbered: Any = msgspec.structs.replace(command, call=len(self.asked))

@@ -26,7 +26,7 @@ _NUM_ROWS = 16
 
 
 class SampledRunner(FakeModelRunner):
-    """See the module. The model's logits of the requests in `broken` are NaN."""
+    """A fake runner that samples with the real sampler. The model's logits of the requests in `broken` are NaN."""
 
     def __init__(
         self,

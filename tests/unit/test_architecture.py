@@ -94,6 +94,10 @@ def test_foreign_packages_have_one_door() -> None:
     assert findings("door_findings", CODE) == []
 
 
+def test_every_docstring_says_something() -> None:
+    assert findings("docstring_findings", CODE + TESTS + arch.source_files("scripts", "examples", "deploy")) == []
+
+
 def test_nothing_loads_pickles() -> None:
     assert findings("loader_findings", CODE + TESTS) == []
 
@@ -177,6 +181,19 @@ PLANTED: list[tuple[str, str, str, list[int]]] = [
     ("loader", "engine/x.py", "yaml.unsafe_load(text)", [1]),
     ("loader", "engine/x.py", "model.eval()\nre.compile(text)\nyaml.safe_load(text)", []),
     ("loader", "engine/x.py", "import torch\nmodel.load(torch.float32)", []),
+    ("docstring", "engine/x.py", '"""See `engine/y.py`."""', [1]),
+    ("docstring", "engine/x.py", 'class A(B):\n    def send(self):\n        """See `B.send`."""', [2]),
+    ("docstring", "engine/x.py", 'def f():\n    """As `g`."""\n\nasync def g():\n    "Like  a.b."', [1, 4]),
+    ("docstring", "engine/x.py", 'class A:\n    """As `rsync -a`, but for one folder."""', []),
+    (
+        "docstring",
+        "engine/x.py",
+        'class FreeBlocks:\n    def take_all(self):\n        """Takes all free blocks."""',
+        [2],
+    ),
+    ("docstring", "engine/x.py", 'def num_tokens():\n    """The tokens."""\n\nclass Token:\n    "The token."', [1, 4]),
+    ("docstring", "engine/x.py", 'def num_tokens():\n    """Tokens that are not cached."""', []),
+    ("docstring", "engine/x.py", 'def outer():\n    def inner():\n        """See `outer`."""', [2]),
     ("size", "engine/x.py", "#\n" * 500, []),
     ("size", "engine/x.py", "#\n" * 501, [1]),
     ("size", "engine/x.py", "def f():\n" + "    g()\n" * 79, []),

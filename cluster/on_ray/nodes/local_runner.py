@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import click
 from ray.autoscaler.command_runner import CommandRunnerInterface
+from typing_extensions import override
 
 NODE_MARK: Final = "DISAGG_RAY_NODE"
 STOP_EVERY_RAY: Final = "ray stop"
@@ -95,8 +96,8 @@ class LocalCommandRunner(CommandRunnerInterface):  # type: ignore[misc]  # Ray h
         """Copy a file or a folder from the node."""
         copy(self._inside(source), Path(target).expanduser())
 
+    @override
     def remote_shell_command_str(self) -> str:
-        """See Ray."""
         return f"cd {shlex.quote(str(self.node.home))} && HOME=$PWD bash"
 
     def _inside(self, path: str) -> Path:

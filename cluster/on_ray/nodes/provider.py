@@ -35,6 +35,7 @@ from typing import Any, Final
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
+from typing_extensions import override
 
 from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK, LocalCommandRunner, LocalNode
 from disagg.cluster.on_ray.nodes.state import TableFile
@@ -66,33 +67,34 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
     def folder(self) -> Path:
         """Where the table is."""
 
+    @override
     def non_terminated_nodes(self, tag_filters: Mapping[str, str]) -> list[str]:
-        """See Ray."""
         return self._table.read().matching(tag_filters)
 
+    @override
     def is_running(self, node_id: str) -> bool:
-        """See Ray."""
         return node_id in self._table.read().nodes
 
+    @override
     def is_terminated(self, node_id: str) -> bool:
-        """See Ray."""
         return not self.is_running(node_id)
 
+    @override
     def node_tags(self, node_id: str) -> dict[str, str]:
-        """See Ray; none for a node that is gone."""
+        """None for a node that is gone."""
         node = self._table.read().nodes.get(node_id)
         return {} if node is None else dict(node.tags)
 
+    @override
     def set_node_tags(self, node_id: str, tags: Mapping[str, str]) -> None:
-        """See Ray."""
         self._table.change(lambda table: table.tag(node_id, tags))
 
+    @override
     def external_ip(self, node_id: str) -> str:
-        """See Ray."""
         return self.internal_ip(node_id)
 
+    @override
     def internal_ip(self, node_id: str) -> str:
-        """See Ray."""
         return socket.gethostbyname(host_of(node_id))
 
     def create_node(self, node_config: Config, tags: Mapping[str, str], count: int) -> None:
@@ -128,8 +130,8 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
         cluster_config["provider"] = {**cluster_config["provider"], "head": head_record}
         return cluster_config
 
+    @override
     def terminate_node(self, node_id: str) -> None:
-        """See Ray."""
         self.terminate_nodes([node_id])
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
 from disagg.engine.kv_transfer.transports.transport import (
@@ -40,8 +41,10 @@ from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
+    PairTransport,
     Posted,
     Received,
+    Rendezvous,
     TransportError,
     ignore_posted,
     with_checksum,
@@ -72,8 +75,8 @@ def check_open(point: RendezvousServer) -> None:
         raise TransportError("the rendezvous is closed")
 
 
-class GlooRendezvous:
-    """See `Rendezvous`."""
+class GlooRendezvous(Rendezvous):
+    """A TCP store on D, through which the two gloo processes of a pair find each other."""
 
     def __init__(self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
         self._host = host
@@ -82,17 +85,17 @@ class GlooRendezvous:
         self._point = RendezvousServer(host, secret)
 
     @property
+    @override
     def address(self) -> str:
-        """See `Rendezvous.address`."""
         return self._point.address
 
+    @override
     def accept(self, pair_name: str) -> GlooTransport:
-        """See `Rendezvous.accept`."""
         check_open(self._point)
         return _join(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
 
+    @override
     def close(self) -> None:
-        """See `Rendezvous.close`."""
         self._point.close()
 
 
@@ -108,7 +111,8 @@ class GlooConnector:
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> GlooTransport:
-        """See `Connector`."""
+        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
+        time."""
         return _join(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
 
 
@@ -259,8 +263,8 @@ class _Recvs(_Lane):
         self._answers: deque[Any] = deque(maxlen=2 * _MAX_POSTED)
         """The last ones. When an answer leaves here, the peer has it: without it, it would not have sent so much."""
 
+    @override
     def join(self) -> None:
-        """See `_Lane.join`."""
         super().join()
         self._answers.clear()
 
@@ -283,8 +287,8 @@ def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-class GlooTransport:
-    """See `PairTransport`."""
+class GlooTransport(PairTransport):
+    """A gloo process group of two, with a thread for each direction."""
 
     def __init__(self, group: Any, store: MemberStore, peer: int, checksum: Checksum) -> None:
         self._group: Any = group
@@ -296,17 +300,17 @@ class GlooTransport:
         self._sends = _Sends(group, peer, "kv-send")
         self._recvs = _Recvs(group, peer, "kv-recv")
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`."""
         self._sends.submit(_Operation(torch.from_numpy(buffer[:nbytes]), done))
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`."""
         with self._close_lock:
             if self._group is None:
                 return

@@ -12,14 +12,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from typing_extensions import override
+
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
     Checksum,
     Connector,
     Done,
+    PairTransport,
     Posted,
     Received,
+    Rendezvous,
     TransportError,
     ignore_posted,
     with_checksum,
@@ -54,7 +58,7 @@ class _Channel:
         self.directions = (_Queues(), _Queues())
 
 
-class LocalTransport:
+class LocalTransport(PairTransport):
     """One end of a channel: rank 0 is P, rank 1 is D."""
 
     def __init__(self, channel: _Channel, rank: int, checksum: Checksum) -> None:
@@ -63,17 +67,18 @@ class LocalTransport:
         self._outgoing = channel.directions[rank]
         self._incoming = channel.directions[1 - rank]
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`."""
         self._meet(_Operation(buffer, nbytes, done), self._outgoing.sends, self._outgoing)
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         self._meet(_Operation(buffer, nbytes, received, posted), self._incoming.recvs, self._incoming)
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`; closes the other end too."""
+        """Closes the other end too."""
         with self._channel.lock:
             self._channel.closed = True
             pending = [op for queues in self._channel.directions for op in (*queues.sends, *queues.recvs)]
@@ -113,7 +118,7 @@ class _Meeting:
         self.both_here = threading.Barrier(2)
 
 
-class LocalRendezvous:
+class LocalRendezvous(Rendezvous):
     """D's meeting point, found by its address within the process."""
 
     _all: ClassVar[dict[str, LocalRendezvous]] = {}
@@ -127,16 +132,16 @@ class LocalRendezvous:
         self._all[self._address] = self
 
     @property
+    @override
     def address(self) -> str:
-        """See `Rendezvous.address`."""
         return self._address
 
+    @override
     def accept(self, pair_name: str) -> LocalTransport:
-        """See `Rendezvous.accept`."""
         return self._meet(pair_name, 1, self._secret)
 
+    @override
     def close(self) -> None:
-        """See `Rendezvous.close`."""
         self._all.pop(self._address, None)
         with self._lock:
             meetings = list(self._meetings.values())

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from typing_extensions import override
 
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
@@ -45,8 +46,10 @@ from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
+    PairTransport,
     Posted,
     Received,
+    Rendezvous,
     TransportError,
     ignore_posted,
     with_checksum,
@@ -71,8 +74,8 @@ def _require_nccl() -> None:
         raise RuntimeError("transport nccl needs a CUDA device and a torch that was built with NCCL; use gloo")
 
 
-class NcclRendezvous:
-    """See `Rendezvous`; the same server as gloo's.
+class NcclRendezvous(Rendezvous):
+    """A TCP store on D, as with gloo, through which both processes of a pair find each other.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
@@ -84,17 +87,17 @@ class NcclRendezvous:
         self._point = RendezvousServer(host, secret)
 
     @property
+    @override
     def address(self) -> str:
-        """See `Rendezvous.address`."""
         return self._point.address
 
+    @override
     def accept(self, pair_name: str) -> NcclTransport:
-        """See `Rendezvous.accept`."""
         check_open(self._point)
         return _join(pair_name, self._point.address, self._secret, "receiver")
 
+    @override
     def close(self) -> None:
-        """See `Rendezvous.close`."""
         self._point.close()
 
 
@@ -112,7 +115,8 @@ class NcclConnector:
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> NcclTransport:
-        """See `Connector`."""
+        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
+        time."""
         return _join(pair_name, address, self._secret, self._side)
 
 
@@ -262,8 +266,8 @@ def _device_thread(device: int) -> _DeviceThread:
         return _threads[device]
 
 
-class NcclTransport:
-    """See `PairTransport`."""
+class NcclTransport(PairTransport):
+    """An NCCL communicator of two ranks, with a CUDA stream of its own, used on its device's thread."""
 
     def __init__(self, group: Any, store: MemberStore, peer: int, thread: _DeviceThread, checksum: Checksum) -> None:
         self.group: Any = group
@@ -276,19 +280,20 @@ class NcclTransport:
         self._thread = thread
         self._close_lock = threading.Lock()
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`."""
         self._thread.submit(_Operation(self, buffer[:nbytes], True, done))
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`."""
         received = with_checksum(done, buffer, nbytes, self._checksum)
         if self.group is not None:
             posted()
         self._thread.submit(_Operation(self, buffer[:nbytes], False, received))
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`: the communicator is aborted, after which nothing writes to its buffers."""
+        """The communicator is aborted, after which nothing writes to its buffers."""
         with self._close_lock:
             group, self.group = self.group, None
             if group is not None:

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.kv_transfer.transports.shm_lane import (
     NUM_SLOTS,
@@ -39,8 +40,10 @@ from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
+    PairTransport,
     Posted,
     Received,
+    Rendezvous,
     TransportError,
     ignore_posted,
 )
@@ -58,8 +61,8 @@ _USER = struct.Struct("3i")
 """struct ucred: process, user, group."""
 
 
-class ShmTransport:
-    """See `PairTransport`. Either end.
+class ShmTransport(PairTransport):
+    """Either end of two rings in shared memory, one for each direction.
 
     Args:
         send_link, send_ring: of the lane to the peer.
@@ -77,18 +80,19 @@ class ShmTransport:
         self._sends = Lane(send_link, "kv-send", RingSender(send_link, send_ring), self._break)
         self._recvs = Lane(recv_link, "kv-recv", RingReceiver(recv_link, recv_ring, checksum), self._break)
 
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
-        """See `PairTransport.send`."""
         self._sends.submit(Operation(buffer, nbytes, lambda ok, error, _: done(ok, error)))
 
+    @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        """See `PairTransport.recv`. The ring holds what comes early, so the peer may send at once."""
+        """The ring holds what comes early, so the peer may send at once."""
         if not self._recvs.has_ended:
             posted()
         self._recvs.submit(Operation(buffer, nbytes, done))
 
+    @override
     def close(self) -> None:
-        """See `PairTransport.close`."""
         self._break(CLOSED)
         for lane in (self._sends, self._recvs):
             lane.join()
@@ -99,7 +103,7 @@ class ShmTransport:
             lane.end(reason)
 
 
-class ShmRendezvous:
+class ShmRendezvous(Rendezvous):
     """D's meeting point: a listening socket, and the thread that takes the hellos.
 
     Raises:
@@ -122,12 +126,12 @@ class ShmRendezvous:
         self._thread.start()
 
     @property
+    @override
     def address(self) -> str:
-        """See `Rendezvous.address`."""
         return self._address
 
+    @override
     def accept(self, pair_name: str) -> ShmTransport:
-        """See `Rendezvous.accept`."""
         with self._changed:
             key: tuple[str, Side] = (pair_name, "sender")
             self._changed.wait_for(lambda: self._closed or key in self._arrived, self._timeout_s)
@@ -144,8 +148,8 @@ class ShmRendezvous:
         finally:
             sender.close()
 
+    @override
     def close(self) -> None:
-        """See `Rendezvous.close`."""
         with self._changed:
             if self._closed:
                 return
@@ -252,7 +256,8 @@ class ShmConnector:
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> ShmTransport:
-        """See `Connector`."""
+        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it is on
+        another host or does not in time."""
         host, _, name = address.partition("/")
         if host != self._host:
             raise TransportError(

@@ -96,7 +96,8 @@ class KvCache:
     def gather_part(
         self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int, checksum: Checksum = UNKEYED
     ) -> list[int]:
-        """See `parallel.interfaces.ShardRunner.gather_part`; `out` is a flat uint8 tensor."""
+        """Copy the slices of tokens [start, end) for a worker of `peer_tp` ranks into `out`, a flat uint8 tensor; the
+        checksum of each slice."""
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
         checksums: list[int] = []
         for heads, staged in self._staged(out, slices, start, end):
@@ -105,7 +106,8 @@ class KvCache:
         return checksums
 
     def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
-        """See `parallel.interfaces.ShardRunner.scatter_part`; `data` is a flat uint8 tensor."""
+        """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
+        tensor."""
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         for heads, staged in self._staged(data, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)

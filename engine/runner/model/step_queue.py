@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from disagg.engine.plan import NO_TOKEN, QueuedStep, RowFault, StepPlan, StepResult
+from disagg.engine.plan import NO_TOKEN, QueuedStep, RowFault, StepPlan, StepQueue, StepResult
 from disagg.engine.request import SequenceState
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.device_draws import DeviceDraws
@@ -27,8 +28,9 @@ from disagg.engine.runner.model.replay import ReplayedDecoder
 from disagg.engine.sampling_rules import is_greedy
 
 
-class DeviceStepQueue:
-    """See `plan.StepQueue`. Owner: the model runner, whose decoder, batches and draws these are."""
+class DeviceStepQueue(StepQueue):
+    """Replays captured decode steps whose ids are sampled on the device. Owner: the model runner, whose decoder,
+    batches and draws these are."""
 
     def __init__(
         self, decoder: ReplayedDecoder, batches: BatchBuilder, draws: DeviceDraws, device: torch.device
@@ -42,12 +44,13 @@ class DeviceStepQueue:
         self._current = 0
 
     @property
+    @override
     def max_decodes(self) -> int:
-        """See `StepQueue.max_decodes`; 0 after a capture has failed."""
+        """0 after a capture has failed."""
         return min(self._decoder.max_queued, self._draws.max_rows)
 
+    @override
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        """See `StepQueue.enqueue`."""
         assert after is None or isinstance(after, _DeviceStep)
         sequences = [entry.sequence for entry in plan.decodes]
         num_pending = [entry.end - sequence.num_tokens for entry, sequence in zip(plan.decodes, sequences, strict=True)]
@@ -71,8 +74,8 @@ def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndar
     return np.array(sources, dtype=np.int64)
 
 
-class _DeviceStep:
-    """See `plan.QueuedStep`."""
+class _DeviceStep(QueuedStep):
+    """A queued step, whose sampled ids are copied to the host behind it."""
 
     def __init__(self, plan: StepPlan, ids_S: Tensor, on_host: _IdsOnHost) -> None:
         self.plan = plan
@@ -80,9 +83,10 @@ class _DeviceStep:
         """On the device. The next replay may overwrite it, behind whatever was queued before to read it."""
         self._on_host = on_host
 
+    @override
     def result(self) -> StepResult:
-        """See `QueuedStep.result`. The row of a sequence that has ended meanwhile is discarded, and may have no token;
-        that is no fault. No logits are edited, so that every other row without a token is the model's fault."""
+        """The row of a sequence that has ended meanwhile is discarded, and may have no token; that is no fault. No
+        logits are edited, so that every other row without a token is the model's fault."""
         sequences = [entry.sequence for entry in self.plan.decodes]
         token_ids = self._on_host.read(len(sequences))
         faults: dict[int, RowFault] = {

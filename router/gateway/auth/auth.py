@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from disagg.proto.errors import AuthenticationError
 from disagg.router.api import NO_LIMITS, TenantLimits
 
@@ -93,7 +95,7 @@ class Authenticator(Protocol):
         ...
 
 
-class AnonymousAccess:
+class AnonymousAccess(Authenticator):
     """Implements `Authenticator` where neither keys nor client certificates are configured."""
 
     takes_certificates = False
@@ -101,21 +103,21 @@ class AnonymousAccess:
     def __init__(self, caller: Caller = ANONYMOUS) -> None:
         self._caller = caller
 
+    @override
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
-        """See `Authenticator`."""
         return self._caller
 
 
 _ONE_OF_SEVERAL: Final = TenantLimits(is_sole=False, max_priority=0)
 
 
-class CertificateNames:
+class CertificateNames(Authenticator):
     """Implements `Authenticator` for client certificates without a file of keys: the name is the tenant."""
 
     takes_certificates = True
 
+    @override
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
-        """See `Authenticator`."""
         if not re.match(TENANT, certificate):
             raise RefusedError("certificate")
         return Caller(certificate, False, _ONE_OF_SEVERAL)
@@ -129,7 +131,7 @@ class ApiKey(NamedTuple):
     caller: Caller
 
 
-class ApiKeys:
+class ApiKeys(Authenticator):
     """Implements `Authenticator`: by key, or without a key by certificate.
 
     Args:
@@ -144,8 +146,8 @@ class ApiKeys:
         return sum(len(known) for known in self._known)
 
     @property
+    @override
     def takes_certificates(self) -> bool:
-        """See `Authenticator`."""
         return bool(self._known[1])
 
     def limits(self) -> dict[str, TenantLimits]:
@@ -158,9 +160,10 @@ class ApiKeys:
         """Use the keys of `other` instead, from the next call on. From any thread."""
         self._known = other._known
 
+    @override
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
-        """See `Authenticator`. Keys are found by digest. The time of the search depends on digests only, from which a
-        key cannot be computed; the digest that was found is compared in constant time."""
+        """Keys are found by digest. The time of the search depends on digests only, from which a key cannot be
+        computed; the digest that was found is compared in constant time."""
         keys, certificates = self._known
         if not authorization and certificate in certificates:
             return certificates[certificate]

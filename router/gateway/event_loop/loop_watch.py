@@ -18,6 +18,8 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,8 @@ class TimedSelector(selectors.DefaultSelector):
         super().__init__()
         self.times = LoopTimes()
 
+    @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors.BaseSelector.select`."""
         times = self.times
         if times.began is not None:
             now = time.monotonic()
@@ -91,7 +93,7 @@ class LoopWatch:
         return self.times.turn_s(time.monotonic()), sight.doing if sight is not None and sight.turn == turn else ""
 
     def look(self) -> None:
-        """See what the loop does; a long turn that has ended since the look before is logged."""
+        """Sample what the loop does; a long turn that has ended since the last sample is logged."""
         before, turn, turn_s = self._sight, self.times.num_turns, self.times.turn_s(time.monotonic())
         cpu_s = time.clock_gettime(self._cpu_clock)
         used_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s

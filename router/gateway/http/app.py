@@ -81,7 +81,7 @@ class HttpApp:
         self._routes = _routes(completions, information)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Serve one HTTP request; every error, also one of our own code, is answered as OpenAI's API does."""
         if scope["type"] != "http":
             return
         request_id = self._mint_id()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
+from typing_extensions import override
 
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
@@ -119,7 +120,7 @@ class Choices(Protocol):
         ...
 
 
-class ChatChoices:
+class ChatChoices(Choices):
     """`chat.completion` and its chunks. The role comes with an answer's first chunk."""
 
     chunk_kind = "chat.completion.chunk"
@@ -129,8 +130,8 @@ class ChatChoices:
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
+    @override
     def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """See `Choices`."""
         role = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -143,23 +144,23 @@ class ChatChoices:
             reason,
         )
 
+    @override
     def last_chunk(self, index: int, reason: bytes) -> bytes:
-        """See `Choices`."""
         return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, reason)
 
+    @override
     def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """See `Choices`."""
         return (
             b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":%b,"finish_reason":%b}'
             % (index, encode_text(text), logprobs, reason)
         )
 
+    @override
     def logprobs(self, delta: Delta) -> bytes:
-        """See `Choices`."""
         return _JSON.encode(chat_logprobs(delta.token_ids, delta.logprobs, self._tokenizer))
 
 
-class TextChoices:
+class TextChoices(Choices):
     """`text_completion`, complete and in chunks."""
 
     chunk_kind = "text_completion"
@@ -169,20 +170,20 @@ class TextChoices:
         self._tokenizer = tokenizer
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
+    @override
     def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """See `Choices`."""
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, encode_text(text), logprobs, reason)
 
+    @override
     def last_chunk(self, index: int, reason: bytes) -> bytes:
-        """See `Choices`."""
         return self.chunk(index, "", _NULL, reason)
 
+    @override
     def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """See `Choices`."""
         return self.chunk(index, text, logprobs, reason)
 
+    @override
     def logprobs(self, delta: Delta) -> bytes:
-        """See `Choices`."""
         writer = self._logprobs.get(delta.answer_index)
         if writer is None:
             writer = self._logprobs[delta.answer_index] = CompletionLogprobs(self._tokenizer)

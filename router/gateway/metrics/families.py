@@ -31,7 +31,7 @@ def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[
 def histogram(
     name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, Histogram]]
 ) -> HistogramMetricFamily:
-    """A histogram."""
+    """The Prometheus family of our `Histogram`s, one for each set of label values."""
     return histogram_of_counts(
         name, text, labels, ((label_values, h.bounds, h.counts, h.total) for label_values, h in values)
     )

@@ -1,8 +1,6 @@
 """The public gRPC service for operators: the views of router and controller, side by side; changes go to the
 controller."""
 
-# ruff: noqa: N802 - the methods are named in the proto
-
 from __future__ import annotations
 
 import asyncio
@@ -12,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 import grpc
+from typing_extensions import override
 
 from disagg.proto.control import (
     ControlRefused,
@@ -88,15 +87,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._feed = StateFeed(self._known, router.view, clock)
         self._wall_clock = wall_clock
 
+    @override
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
-        """See the proto."""
         async with abort_on_error(context):
             caller = self._rights.caller(context)
             found = await (self._feed.now() if caller.is_admin else self._feed.latest(MAX_AGE_S))
             return found.message(caller).state
 
+    @override
     async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> None:
-        """See the proto."""
         async with abort_on_error(context):
             interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
             if interval_ms < MIN_INTERVAL_MS:
@@ -108,16 +107,16 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     await context.write(found.message(caller))
                     await asyncio.sleep(interval_s)
 
+    @override
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
-        """See the proto."""
         async with abort_on_error(context):
             trace = self._router.trace(RequestId(request.request_id))
             if trace is None or not self._rights.may_see(trace.tenant, context):
                 raise RequestNotFoundError("request_id: no such request runs or is remembered")
             return explanation(trace, self._clock_to_epoch_s())
 
+    @override
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
-        """See the proto."""
         async with abort_on_error(context):
             self._rights.require_admin(context)
             limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
@@ -129,8 +128,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
             return response
 
+    @override
     async def SetPoolSizes(self, request: pb.SetPoolSizesRequest, context: Context) -> pb.SetPoolSizesResponse:
-        """See the proto."""
         async with abort_on_error(context), self._change(context, _scaling(request)):
             sizes: dict[PoolName, int] = {}
             for entry in request.sizes:
@@ -140,14 +139,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 sizes[name] = entry.size
             return pb.SetPoolSizesResponse(pools=pool_states(_state(await self._control(ScaleRequest(sizes=sizes)))))
 
+    @override
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
-        """See the proto."""
         async with abort_on_error(context), self._change(context, f"drain {request.worker_id}"):
             _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
             return pb.DrainWorkerResponse()
 
+    @override
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
-        """See the proto."""
         async with abort_on_error(context), self._change(context, f"probe {request.prefill_worker}"):
             if self._probe is None:
                 raise UnavailableError("this gateway has no probe", "no_probe")

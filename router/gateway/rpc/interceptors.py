@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from typing_extensions import override
 
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
@@ -33,12 +34,13 @@ class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         self._authenticator = authenticator
         self._audit = audit
 
+    @override
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """See `grpc.aio.ServerInterceptor`. Runs in the task of the call, whose context it sets."""
+        """Runs in the task of the call, whose context it sets."""
         if handler_call_details.method == _CHECK:
             return await continuation(handler_call_details)
         try:

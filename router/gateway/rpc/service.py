@@ -4,8 +4,6 @@ The call's deadline is the request's deadline; a call that ends in any other way
 generator, which cancels.
 """
 
-# ruff: noqa: N802 - the methods are named in the proto
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
@@ -13,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
@@ -65,8 +64,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self._write_timeout_s = write_timeout_s
         self._metrics = metrics
 
+    @override
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        """See the proto."""
         request_id, trace_parent = await self._begin(context)
         async with abort_on_error(context, request_id):
             with self._metrics.counted("grpc"):
@@ -75,8 +74,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                     async for event in events:
                         await self._write(context, _response(event), watch)
 
+    @override
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
-        """See the proto."""
         request_id, trace_parent = await self._begin(context)
         answer = pb.GenerateOnceResponse()
         async with abort_on_error(context, request_id):
@@ -88,14 +87,14 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                     await _gather(events, answer)
         return answer
 
+    @override
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """See the proto."""
         info = self._generator.model.info
         model = pb.Model(name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
         return pb.ListModelsResponse(models=[model])
 
+    @override
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """See the proto."""
         async with abort_on_error(context):
             limits = self._generator.limits
             check_model(request.model, limits)
@@ -109,8 +108,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                 prompt = check_chat(await in_pieces(read_turns(request.chat)), limits)
             return pb.TokenizeResponse(token_ids=await self._generator.tokenize(prompt))
 
+    @override
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """See the proto."""
         async with abort_on_error(context):
             limits = self._generator.limits
             check_model(request.model, limits)

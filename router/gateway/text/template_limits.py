@@ -19,6 +19,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 MAX_VALUE_CHARS = 1 << 20
 """Length of what `*` or a method that fills up makes."""
@@ -64,8 +65,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """A filter whose work is counted."""
         self.filters[name] = _counted(name, function)
 
+    @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See `SandboxedEnvironment`. Refuses what makes something very large."""
+        """Refuses what makes something very large."""
         work = _WORK.get()
         if operator == "**":
             if not (isinstance(right, int | float) and abs(right) <= _MAX_EXPONENT):
@@ -86,8 +88,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             work.read(right)
         return super().call_binop(context, operator, left, right)
 
+    @override
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `SandboxedEnvironment`. Counts the call, and what a method builds, before it does."""
+        """Counts the call, and what a method builds, before it does."""
         if getattr(__obj, "__self__", None) is self:
             return __obj(*args)
         work = _WORK.get()

@@ -55,7 +55,7 @@ class Joint:
         self._pairs = pairs
 
     def equal_up_to(self, cost: float) -> float:
-        """See `_SLACK_SHARE`."""
+        """A share and a constant above `cost` (`_SLACK_SHARE`, `_SLACK_MS`)."""
         return cost * (1 + _SLACK_SHARE) + _SLACK_MS
 
     def rank(self, worker: Worker) -> float:
@@ -117,7 +117,7 @@ class Joint:
         return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
 
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
-        """See `Pairs`."""
+        """Milliseconds that forming the pair's connection still takes; 0 where it is formed."""
         return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)
 
     def _barrier(self, used_blocks: int, num_blocks: int) -> float:

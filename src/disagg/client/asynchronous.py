@@ -55,7 +55,19 @@ class AsyncClient(ClientBase):
         targets: Targets | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Delta, None]:
-        """See `Client.stream`. Close it with `contextlib.aclosing` when leaving it early."""
+        """The answer as it is made. Close it with `contextlib.aclosing` when leaving it early.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            model: a name of `models`; the first one by default.
+            timeout_s: the request's deadline, in every phase.
+            targets: of its latencies.
+            options: see `Options`.
+
+        Raises:
+            TypeError, ValueError: if an option or the prompt is not of the right kind.
+            DisaggError: while iterating, whatever the server answered.
+        """
         call = self._calls.stream(prompt, options, model, timeout_s, targets)
         return self._stream(call, delta_of)
 
@@ -68,47 +80,51 @@ class AsyncClient(ClientBase):
         targets: Targets | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """See `Client.generate`."""
+        """The whole answer; one, not `n`. Arguments and errors as for `stream`."""
         return await self._run(self._calls.generate(prompt, options, model, timeout_s, targets))
 
     async def models(self) -> list[Model]:
-        """See `Client.models`."""
+        """The models that the gateway serves."""
         return await self._run(self._calls.models())
 
     async def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
-        """See `Client.tokenize`."""
+        """The ids that `generate` would use."""
         return await self._run(self._calls.tokenize(prompt, model))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """See `Client.detokenize`."""
+        """The text of ids, special tokens left out."""
         return await self._run(self._calls.detokenize(token_ids, model))
 
     async def cluster_state(self) -> ClusterState:
-        """See `Client.cluster_state`."""
+        """The pools, and the workers with their load."""
         return await self._run(self._calls.cluster_state())
 
     async def scale(self, sizes: Mapping[str, int]) -> None:
-        """See `Client.scale`."""
+        """Make pools larger or smaller from now on, `{"prefill": 3, "decode": 2}`: all of them, or none. Returns when
+        that is noted; `cluster_state` shows how far it is. Raises `InvalidRequestError` naming the pool."""
         await self._run(self._calls.scale(sizes))
 
     async def drain(self, worker_id: str) -> None:
-        """See `Client.drain`."""
+        """Replace a worker by a new process, after its sequences have ended. Returns when that is noted."""
         await self._run(self._calls.drain(worker_id))
 
     async def explain(self, request_id: str) -> Explanation:
-        """See `Client.explain`."""
+        """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway has no such id (any
+        more)."""
         return await self._run(self._calls.explain(request_id))
 
     async def requests(self, limit: int = 20) -> list[Explanation]:
-        """See `Client.requests`."""
+        """The same of the latest requests, newest first."""
         return await self._run(self._calls.requests(limit))
 
     def watch(self, interval_s: float = 1.0) -> AsyncGenerator[ClusterState, None]:
-        """See `Client.watch`. Close it with `contextlib.aclosing` when leaving it early."""
+        """The state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is closed.
+        Close it with `contextlib.aclosing` when leaving it early."""
         return self._stream(self._calls.watch(interval_s), state_of)
 
     async def probe(self, prefill_worker: str, decode_worker: str) -> Probe:
-        """See `Client.probe`."""
+        """Send a short random prompt through this pair of workers. Raises `UnavailableError` if it cannot run there
+        now."""
         return await self._run(self._calls.probe(prefill_worker, decode_worker))
 
     async def _run(self, flow: Flow[T]) -> T:

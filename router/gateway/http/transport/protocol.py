@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import uvicorn
+from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -131,8 +132,8 @@ class HttpConnection(HttpToolsProtocol):
 
     # ------------------------------------------------------------ transport
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
-        """See `asyncio.Protocol`."""
         if not self._owner.make_room():
             self.transport = transport
             transport.abort()
@@ -143,8 +144,8 @@ class HttpConnection(HttpToolsProtocol):
         self._idle_since = self._owner.clock()
         self._owner.silent.add(self, is_known=False)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
@@ -153,8 +154,8 @@ class HttpConnection(HttpToolsProtocol):
         if not self.connections:
             self._owner.none_left.set()
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if self.transport.is_closing():
             return
         in_head = self._head_since is not None
@@ -162,13 +163,13 @@ class HttpConnection(HttpToolsProtocol):
         if in_head and self._head_since is not None:
             self._is_head_too_large(len(data))
 
+    @override
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._stalled_since = self._owner.clock()
         super().pause_writing()
 
+    @override
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._stalled_since = None
         super().resume_writing()
 

@@ -158,7 +158,7 @@ def _get(where: str, path: str, tls: bool) -> int:
 
 
 def _tls_context(credentials: Credentials) -> ssl.SSLContext:
-    """As the client's environment sets it."""
+    """Verifies the gateway with the credentials' CA and presents their certificate, if any."""
     own_ca = credentials.ca_cert if credentials.ca_cert != SYSTEM_ROOTS else None
     context = ssl.create_default_context(cafile=own_ca or None)
     if credentials.client_cert:

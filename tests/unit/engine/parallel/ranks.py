@@ -52,7 +52,7 @@ class Exchange:
 
 
 class ThreadCollective:
-    """See `Collective`. Sums are in the order of ranks, in the tensors' dtype."""
+    """A `Collective` among threads of one process. Sums are in the order of ranks, in the tensors' dtype."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.shard = Shard(rank, exchange.size)
