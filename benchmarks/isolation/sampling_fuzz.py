@@ -84,7 +84,6 @@ INNOCENTS: dict[str, dict[str, Any]] = {
 }
 NUM_TOKENS = 5
 
-Tokens = dict[str, list[int]]
 Serve = Callable[[Sequence[SequenceSpec]], list[Event]]
 
 

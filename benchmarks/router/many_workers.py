@@ -35,7 +35,6 @@ from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import WorkerId
 
-NUM_FLEETS = 2
 WAIT_S = 180.0
 CONFIG = {
     "model": {"path": "fake"},

@@ -104,16 +104,8 @@ def load(directory: Path, point: Point) -> Recording | None:
         ValueError: naming the file, if there is a side file and the records do not match it.
     """
     side = records_path(directory, point).with_suffix(".json")
-    return _load(side) if side.exists() else None
-
-
-def load_all(directory: Path) -> list[Recording]:
-    """Every complete recording of a folder, by shape, rate and repeat; raises as `load` does."""
-    found = [_load(side) for side in sorted(directory.glob("*.json"))]
-    return sorted(found, key=lambda run: (run.info.point.shape, run.rate_per_s, run.info.point.repeat))
-
-
-def _load(side: Path) -> Recording:
+    if not side.exists():
+        return None
     try:
         info = msgspec.json.decode(side.read_bytes(), type=RunInfo)
     except msgspec.MsgspecError as error:

@@ -35,7 +35,6 @@ class OutputBuffer(msgspec.Struct, gc=False):
     """The attempt whose tokens are taken; -1 before the first."""
     num_duplicate: int = 0
     num_contradicting: int = 0
-    num_stale: int = 0
     num_beyond: int = 0
     _had_bare: bool = False
     """Whether the current attempt sent bare tokens."""
@@ -69,7 +68,6 @@ class OutputBuffer(msgspec.Struct, gc=False):
         """Take tokens [first_index, first_index + len) of `attempt`, and one of `logprobs` for each; returns what can
         be released now, in order."""
         if attempt != self.attempt:
-            self.num_stale += len(token_ids)
             return TokenBatch([])
         if self.wants_logprobs and len(logprobs) != len(token_ids):
             self._had_bare = True

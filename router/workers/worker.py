@@ -62,8 +62,6 @@ class Worker:
     # What `refresh` keeps up to date.
     outstanding_tokens: int = 0
     """Prompt tokens that it was given and has not computed."""
-    outstanding_pairs: float = 0.0
-    """Query-key pairs of these tokens."""
     used_blocks: int = 0
     """Assigned, plus what the latest report showed beyond that: sequences of other routers, and answers longer than
     their reserve."""
@@ -188,11 +186,11 @@ class Worker:
             self.around_ms = self.base_ms
             self.prompt_room = info.token_budget
         if tokens:
-            self.outstanding_pairs = pairs = assigned.pairs * tokens / assigned.tokens
+            pairs = assigned.pairs * tokens / assigned.tokens
             compute = tokens * self.prefill_token_ms + pairs * self.attended_ms
             self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
         elif self.backlog_ms:
-            self.outstanding_pairs = self.backlog_ms = 0.0
+            self.backlog_ms = 0.0
 
     def _take_load(self) -> None:
         """Update what follows from the latest report alone."""

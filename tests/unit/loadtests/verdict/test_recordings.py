@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disagg.loadtests.records import to_line
-from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo, begin, finish, load, load_all, records_path
+from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo, begin, finish, load, records_path
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload
 from tests.support.load_records import record
@@ -88,17 +88,10 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
         load(tmp_path, point())
     records.unlink()
     with pytest.raises(ValueError, match=rf"{records.name}: expected one record for each of 2 requests; got 0"):
-        load_all(tmp_path)
+        load(tmp_path, point())
     records.with_suffix(".json").write_text("{}")
     with pytest.raises(ValueError, match=rf"{records.stem}\.json: Object missing required field"):
-        load_all(tmp_path)
-
-
-def test_all_recordings_come_by_shape_rate_and_repeat(tmp_path: Path) -> None:
-    order = [point("a", 1.0, 0), point("a", 1.0, 1), point("a", 10.0, 0), point("b", 2.0, 0)]
-    for measured in (order[3], order[1], order[2], order[0]):
-        measure(tmp_path, measured)
-    assert [run.info.point for run in load_all(tmp_path)] == order
+        load(tmp_path, point())
 
 
 def test_a_trace_at_its_own_pace_has_the_rate_that_it_had(tmp_path: Path) -> None:

@@ -100,7 +100,11 @@ def test_a_report_tells_how_far_a_prompt_is() -> None:
     it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=0)), 0.0)
     assert worker.outstanding_tokens == 100
     it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=40)), 0.0)
-    assert (worker.outstanding_tokens, worker.outstanding_pairs) == (40, 2020.0)
+    assert worker.outstanding_tokens == 40
+    # 40 * 5050 / 100 query-key pairs are left
+    assert worker.backlog_ms == pytest.approx(
+        40 * worker.prefill_token_ms + 2020 * worker.attended_ms + 40 / worker.prompt_room * worker.around_ms
+    )
     it.open(worker, K1, Assignment(tokens=50, pairs=1275), 1)
     assert worker.outstanding_tokens == 90
     it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=20)), 0.0)

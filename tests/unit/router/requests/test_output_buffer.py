@@ -54,7 +54,6 @@ def test_only_the_current_attempt_counts() -> None:
     it = output_buffer(attempt=1)
     assert it.add(0, 0, [10, 11]) == TokenBatch([])
     assert it.add(2, 0, [10]) == TokenBatch([])
-    assert it.num_stale == 3
     assert it.add(1, 0, [20]) == TokenBatch([20])
 
 
@@ -102,7 +101,7 @@ def test_logprobs_of_another_attempt_or_beyond_the_end_are_dropped() -> None:
     assert it.add(0, 0, [10], [of(10)]) == TokenBatch([])
     assert it.add(1, 0, [20, 21], [of(20), of(21)]) == TokenBatch([20, 21], [of(20), of(21)])
     assert it.add(1, 8, [28], [of(28)]) == TokenBatch([])
-    assert (it.num_stale, it.num_beyond, it.has_gap) == (1, 1, False)
+    assert (it.num_beyond, it.has_gap) == (1, False)
 
 
 def test_logprobs_that_nobody_asked_for_are_dropped() -> None:
