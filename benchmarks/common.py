@@ -66,7 +66,7 @@ def report(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float | None
 
 
 def write_json(path: Path, content: Report) -> None:
-    """Write a report. NaN, which JSON does not know, is an error."""
+    """Write a report. NaN, which JSON does not have, is an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

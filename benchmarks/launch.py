@@ -61,7 +61,7 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is ours; the cluster is told once, below
+                start_new_session=True,  # a Ctrl-C is ours; the cluster gets one signal, below
             )
         try:
             address = f"127.0.0.1:{port}"
@@ -77,7 +77,7 @@ def _program() -> str:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

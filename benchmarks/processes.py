@@ -1,4 +1,4 @@
-"""What /proc says of a process (proc(5)). Raises `OSError` for one that is not there, unless it says otherwise."""
+"""A process's figures in /proc (proc(5)). Raises `OSError` for one that is not there, unless documented otherwise."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Join:
     key: AttemptKey
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Of that token, where the request asks."""
+    """Of that token, where requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class TokenSampled:
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Where the request asks for it."""
+    """Where requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PrefillComputed:
     token_id: int
     cached_tokens: int
     logprobs: TokenLogprobs | None = None
-    """Of the token, where the request asks."""
+    """Of the token, where requested."""
     queue_s: float = field(default=0.0, compare=False)
     """How long the sequence waited for its first step."""
 

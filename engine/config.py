@@ -145,7 +145,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""
     transfer: TransferLimits = TRANSFER_DEFAULTS
     pair_idle_s: float = 90.0
-    """A pair that no attempt used for so long is closed, unless a gateway asked for it ahead of time. Longer than the
+    """A pair that no attempt used for so long is closed, unless a gateway requested it ahead of time. Longer than the
     gateways' `pair_idle_s`, after which they no longer count on it."""
     failpoints: bool = False
     """Whether the failpoints of the environment are on; see `faulty.py`."""

@@ -91,7 +91,7 @@ class StepResult:
     token_ids: list[int]
     """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that have a token and whose sequences ask for it (`Sampling.logprobs`
+    """By place in `token_ids`: of exactly those that have a token and whose sequences request it (`Sampling.logprobs`
     is not negative)."""
     faults: Mapping[int, RowFault] = field(default_factory=dict)
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
@@ -118,7 +118,7 @@ class StepQueue(Protocol):
         """Queue a step of decodes only. `after` is the last one that was queued, where its result was not read
         yet: the ids that it samples are inputs of this step.
 
-        An entry's last token is known, or it is the one that `after` samples for the same sequence. No entry asks for
+        An entry's last token is known, or it is the one that `after` samples for the same sequence. No entry requests
         log-probabilities or for other logits than the model's (`sampling_rules.edits_logits`).
         """
         ...

@@ -1,4 +1,4 @@
-"""What the sampling parameters of a sequence ask for. Pure, without torch: the scheduler asks as the sampler does."""
+"""What the sampling parameters of a sequence require. Pure, without torch: scheduler and sampler both use it."""
 
 from __future__ import annotations
 

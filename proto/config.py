@@ -32,7 +32,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class KvReserve(msgspec.Struct, frozen=True, kw_only=True):
-    """KV blocks that admission keeps free. The engine applies it to its own blocks, the router to its books of them."""
+    """KV blocks that admission keeps free. The engine applies it to its own blocks, the router to its count of them."""
 
     decode_reserve_tokens: NonNegativeInt = 512
     """Output tokens whose blocks are counted as reserved when a sequence is admitted (fewer if its max_tokens is

@@ -49,7 +49,7 @@ class FailureTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     again."""
     stuck_after_s: Seconds | None = 30.0
     """A worker's engine has been in one step for so long: gateways do the same, and the controller kills and restarts
-    it. Must be longer than the longest honest step."""
+    it. Must be longer than the longest regular step."""
 
 
 class MetricsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     """The most of the places to decode that one of several tenants has, so that one that comes need not wait for its
     answers to end; 1 keeps none free for that."""
     retry_after_s: Positive = 1.0
-    """What a refused client is told to wait."""
+    """The time after which a refused client may retry."""
     max_attempts: Count = 5
     """Attempts of a request that may be lost to a fault, without progress (64 tokens of the answer) in between.
     Refusals and moves on purpose do not count."""
@@ -140,7 +140,7 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     decode_reserve_tokens: NonNegativeInt = _RESERVE.decode_reserve_tokens
     """Output tokens whose blocks are assigned on the decode worker (less if the request may make less)."""
     watermark: Watermark = _RESERVE.watermark
-    """Share of a worker's blocks that the books leave free."""
+    """Share of a worker's blocks that placement leaves free."""
     kv_barrier_ms: NonNegative = 20.0
     """Policy `joint`: what a worker costs when joining it fills half of its KV blocks; k / (1 - k) times that for a
     share k."""

@@ -150,7 +150,7 @@ def check_section(section: Section, device: str, folder: Path, limit_s: float) -
 
 
 def ending(section: Section, rows: Sequence[Row], outcome: Outcome, limit_s: float) -> list[Row]:
-    """What is to be said about how it ended, unless its rows say it."""
+    """What to report about its end, unless its rows have it."""
     if outcome.status is None:
         return [failure(section.name, "run", f"stopped after {limit_s:.0f} s; last line: {outcome.last_line}")]
     is_told = any(row.status in (*BAD, "open") for row in rows)

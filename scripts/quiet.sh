@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs a command with its output in a log file: says what is done, that it goes on, how long it took, and on failure the log's end.
+# Runs a command with its output in a log file: prints what is done, progress, how long it took, and on failure the log's end.
 # Usage: quiet.sh WHAT LOGFILE COMMAND...
 set -u
 what=$1

@@ -53,7 +53,7 @@ class Sender:
 
     Args:
         grpc_address, http_address: of the gateway.
-        key: of the tenant; empty where none is asked for.
+        key: of the tenant; empty where none is required.
     """
 
     def __init__(self, grpc_address: str, http_address: str, key: str = "") -> None:
@@ -161,7 +161,7 @@ class Neighbour:
 
     Args:
         address: of gRPC.
-        key: of this tenant; empty where none is asked for.
+        key: of this tenant; empty where none is required.
         model: what is served.
         num_streams: at a time.
         max_tokens: of each; the next one begins where one ends.

@@ -37,7 +37,7 @@ CONFIG = {
 }
 AT_ONCE = 8
 SETTLE_S = 1.0
-"""Until the workers' reports have told everything."""
+"""Until the workers' reports are complete."""
 _COMPUTED = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _HELD = ("disagg_kv_blocks", "disagg_requests_in_flight")
 _NOT_HELD = ("free", "cached")

@@ -325,7 +325,7 @@ def post(route: str, body: bytes, *headers: str) -> bytes:
 
 
 async def exchange(address: str, raw: bytes, timeout_s: float, *, ends: bool = False) -> Reply:
-    """Send `raw` and read to the end. With `ends`, tell the server after `_PATIENCE_S` that no more comes: it may be
+    """Send `raw` and read to the end. With `ends`, shut down the sending side after `_PATIENCE_S`: it may be
     waiting for the rest. Raises `TimeoutError` if the server does neither answer nor close."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(timeout_s):

@@ -90,7 +90,7 @@ async def send(stub: InferenceServiceStub, request: pb.GenerateRequest) -> Timin
     """One request, measured.
 
     Raises:
-        RuntimeError: if the answer has another number of tokens than was asked for, or no end.
+        RuntimeError: if the answer has another number of tokens than was requested, or no end.
     """
     sent = time.perf_counter()
     first = last = sent

@@ -40,7 +40,7 @@ class HttpCall(HttpStream):
         self._sent = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         self._sent = self._now()
         super().connection_made(transport)
 

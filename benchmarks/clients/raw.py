@@ -4,7 +4,7 @@ for one stream and to count what comes back, so that the two cores are left to w
     open_http(address, body)         one connection and one stream
     open_grpc(address, messages)     one connection, one stream for each message
 
-A stream that was told not to read (`paused`) leaves everything to the sockets' buffers.
+A stream that does not read (`paused`) leaves everything to the sockets' buffers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HttpStream(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.write(self._request)
@@ -113,7 +113,7 @@ def http_post(path: str, content: bytes, headers: Sequence[tuple[str, str]] = ()
 
 
 async def open_http(address: str, request: bytes, *, paused: bool = False, clock: Clock | None = None) -> HttpStream:
-    """Connect and ask. With `paused`, nothing is ever read, and the socket's buffer is small."""
+    """Connect and send the request. With `paused`, nothing is ever read, and the socket's buffer is small."""
     protocol = HttpStream(request, clock)
     await _connect(address, lambda: protocol, paused)
     return protocol
@@ -136,7 +136,7 @@ class GrpcStreams(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask for everything."""
+        """Send all requests."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         out = bytearray(_PREFACE)

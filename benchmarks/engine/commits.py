@@ -111,7 +111,7 @@ def check_out(revision: str, folder: Path) -> Path:
     """The files of a revision in an empty folder; its packages, to be found before this tree's.
 
     Raises:
-        ValueError: git does not know the revision.
+        ValueError: there is no such revision.
     """
     archive = subprocess.run(["git", "archive", revision], cwd=REPOSITORY, capture_output=True, check=False)
     if archive.returncode:

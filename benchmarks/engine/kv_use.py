@@ -7,7 +7,7 @@ worker run it without a model on a simulated clock: requests arrive at their rec
 on one core (`--prefill-tok-s`, `--decode-ms`). Lengths are scaled. At the end of each step, live slots are the tokens
 whose KV is computed, allocated slots those of the blocks that sequences hold. The share is the sum of the one over the
 sum of the other, each step weighted with its duration. What is lost is the unfilled end of each sequence's last block;
-blocks that are promised and not allocated are nobody's loss.
+blocks that are promised and not allocated cost nothing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and with neither.
 
 One engine core in this process, without sockets. All sequences come at once; `--share` is how much of the blocks that
 they need in the end there is. The ways are run one after the other, and once more in reverse, so that a slow drift
-favours nobody. Every way must give the same tokens in fp32; the output counts once however often it is computed.
+favours no way. Every way must give the same tokens in fp32; the output counts once however often it is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, on the cores of its configuration, and how to tell it what to measure.
+"""An engine in a process of its own, on the cores of its configuration, and the tasks that it takes over a pipe.
 
     python -m benchmarks.engine.process, then lines of JSON:
 

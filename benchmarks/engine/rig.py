@@ -135,7 +135,7 @@ class EngineRig:
     # ------------------------------------------------------------ prefill
 
     def prefill(self, num_tokens: int, num_prompts: int = 1) -> float:
-        """Milliseconds of prompts that nobody has seen before, which come together, all their steps."""
+        """Milliseconds of all steps of uncached prompts that come together."""
         specs = [self._spec(num_tokens, 1) for _ in range(num_prompts)]
         gc.collect()
         started = time.perf_counter()

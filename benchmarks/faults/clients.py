@@ -22,7 +22,7 @@ from disagg.client.failures import error_of
 from disagg.v1 import inference_pb2 as pb
 
 CAP_BYTES = 256 << 10
-"""What one stream that nobody reads may cost the gateway."""
+"""Memory that one unread stream may cost the gateway."""
 RSS_SLACK_BYTES = 4 << 20
 """What the gateway's process may grow by for other reasons while the slow readers are there."""
 SLOW_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.http2.bdp_probe", 0))

@@ -3,7 +3,7 @@
     async with Up(config) as up:
         up.kill(await up.pid("decode-0"), SIGKILL);  await up.settled();  await up.emptied()
 
-Everything is asked over public ports, but for the audits, for which the benchmark has the cluster's secret.
+Everything is read over public ports, but for the audits, for which the benchmark has the cluster's secret.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Up:
         failpoints: other faults of workers, before those of `step_ms`: the first that fits an opportunity happens.
         environment: on top of this process's own.
         prepare_logs: called with the folder of the logs before anything starts; without Ray only.
-        keys: of tenants, by name; then the gateway asks for one, and the benchmark itself has `OPERATOR`'s.
+        keys: of tenants, by name; then the gateway requires one, and the benchmark itself has `OPERATOR`'s.
         key: an admin's, where `config` has a file of keys of its own.
     """
 
@@ -119,7 +119,7 @@ class Up:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is ours; the cluster is told once, below
+                start_new_session=True,  # a Ctrl-C is ours; the cluster gets one signal, below
                 cwd=REPOSITORY,
                 env=self.environment,
             )
@@ -162,7 +162,7 @@ class Up:
     # ------------------------------------------------------------ what is there
 
     async def state(self) -> State:
-        """The workers by name; empty while nobody answers."""
+        """The workers by name; empty while the gateway does not answer."""
         try:
             found = await asyncio.wait_for(self.client.cluster_state(), 5.0)
         except (DisaggError, grpc.aio.AioRpcError, TimeoutError):

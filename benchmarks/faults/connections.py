@@ -1,4 +1,4 @@
-"""The row in which others hold connections, bodies and health streams while a client with a key asks.
+"""The row in which others hold connections, bodies and health streams while a client with a key sends requests.
 
 measure ─> silent connections to each port, bodies one byte short, health streams ─> measure ─> release
 """

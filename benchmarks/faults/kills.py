@@ -101,7 +101,7 @@ async def stop_prefill(up: Up, model: Model) -> Row:
 
 
 async def only_decode(up: Up, model: Model) -> Row:
-    """The only decode worker dies: with fixed roles nobody can take over."""
+    """The only decode worker dies: with fixed roles no other worker can take over."""
     await up.settled()
     (prompt, expected), *_ = model.pairs(NUM_TOKENS)
     async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:

@@ -99,7 +99,7 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended as it should, whatever it said."""
+        """Whether it ended as it should, whatever its tokens."""
         return not self.error and len(self.token_ids) == len(self.expected)
 
     @property
@@ -154,7 +154,7 @@ async def send(
 
 
 class Load:
-    """Streams that begin at a steady rate, until told to stop; an asynchronous context manager that waits for all."""
+    """Streams that begin at a steady rate, until it is stopped; an asynchronous context manager that waits for all."""
 
     def __init__(self, address: str, model: Model, *, rate: float, num_tokens: int, key: str | None = None) -> None:
         self._client = AsyncClient(address, key)

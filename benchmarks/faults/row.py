@@ -58,7 +58,7 @@ def of_streams(streams: Sequence[Stream]) -> dict[str, Any]:
 
 
 def all_right(seen: Mapping[str, Any]) -> bool:
-    """Whether every stream was whole and said what the reference says."""
+    """Whether every stream was whole and equal to the reference."""
     return bool(seen["streams"]) and seen["completed"] == seen["streams"] and not seen["wrong"]
 
 

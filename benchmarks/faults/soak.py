@@ -7,9 +7,9 @@ a random moment; failpoints fall on bytes, control messages and steps, at least 
 shared prefixes and mixed lengths. Every token that a client gets is compared with the reference.
 
 Before and after that the same load runs without faults, slice by slice in turns, on this cluster and on a second one of
-the same kind, which is left in peace meanwhile. The median of the ratios of neighbours is compared: what it became over
-what it was tells what is left of the goodput (tokens of exact, finished answers per second). Without the second cluster
-the machine's own minutes would be compared; without the slices before, the luck of two clusters, which is up to 12 %.
+the same kind, which has no faults. The median of the ratios of neighbours afterwards, divided by that before, is the
+share of the goodput that is left (tokens of exact, finished answers per second). Without the second cluster the
+machine's own minutes would be compared; without the slices before, the luck of two clusters, which is up to 12 %.
 
 What each process holds is taken at rest before and after: the workers' own audit, memory, open files and threads.
 Threads of gRPC's own pool are shown and not counted: it takes one more when there is much to do, and gives it back when

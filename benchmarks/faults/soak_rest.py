@@ -1,4 +1,4 @@
-"""What a cluster holds when nobody asks it for anything: the workers' audits, and what /proc says of its processes."""
+"""What an idle cluster holds: the workers' audits, and the figures of /proc for its processes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from benchmarks.processes import children
 CLEAR_EXIT_S = 60.0
 NUM_FAILED_STARTS = 3
 WITHOUT_STORE_S = 70.0
-"""Ray's processes end themselves after 60 s without their head's store unless told otherwise."""
+"""Ray's processes end themselves after 60 s without their head's store unless configured otherwise."""
 CLOCK_STEP_S = 86_400
 CLOCK_VARIABLE = "DISAGG_BENCH_CLOCK"
 
@@ -216,7 +216,7 @@ async def clock_jump(up: Up, model: Model) -> Row:
         shutil.rmtree(offset.parent)
     return Row(
         name="clock_jump",
-        promise="nothing expires, nobody is lost: only monotonic clocks count",
+        promise="nothing expires, no process is lost: only monotonic clocks count",
         met=all_right(seen) and not seen["left"] and starts == 4 and seen["longest_gap_s"] <= 1.0,
         figures={"starts": float(starts)},
         **seen,
@@ -233,7 +233,7 @@ def _set_offset(file: Path, seconds: int) -> None:
 
 
 async def gcs_killed(up: Up, model: Model) -> Row:
-    """The store of Ray's head dies; nobody starts it again."""
+    """The store of Ray's head dies and is not restarted."""
     await up.settled()
     assert up.process is not None, "it was started"
     async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:

@@ -1,4 +1,4 @@
-"""`disagg up` as a user runs it, with a cluster secret that the benchmark knows: so it may ask workers what they hold.
+"""`disagg up` as a user runs it, with a cluster secret that the benchmark has: so it can read what workers hold.
 
 DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m benchmarks.faults.up up --config FILE ...
 """

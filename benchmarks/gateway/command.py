@@ -4,7 +4,7 @@ thousand live streams.
     python -m benchmarks.gateway [--json FILE]          cost per token, then 1,000 streams
     python -m benchmarks.gateway --slow [--json FILE]   clients that never read and connections that never speak
 
-A real gateway process with its router talks to a worker without a model that says a token per stream and step
+A real gateway process with its router talks to a worker without a model that sends a token per stream and step
 (worker.py); the text is detokenized with the default model's tokenizer. Clients (clients/raw.py) and worker share
 another process. CPU time is user and system time of the gateway's process, all threads.
 """

@@ -9,7 +9,7 @@ together, without a controller.
 
 CPU seconds are those of the whole process, user and system, all threads. The longest turns of the event loop are those
 since the line before, by the wall clock and by the processor time of the loop's thread: on a busy machine only the
-latter says what the gateway itself did.
+latter is what the gateway itself did.
 """
 
 from __future__ import annotations

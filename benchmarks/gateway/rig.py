@@ -33,9 +33,9 @@ TEXT = (
     "日本語 and Ελληνικά need several tokens for one character, and so do 🙂 and 🚀.\n\n"
     "def total(values: list[float]) -> float:\n    return sum(value for value in values if value > 0.0)\n"
 )
-"""What every stream says: prose, code, and characters that are cut between tokens."""
+"""The text of every stream: prose, code, and characters that are cut between tokens."""
 FAKE_TOKENS = range(1000, 2000)
-"""What every stream of the model without weights says, again and again, from a place of its own."""
+"""The text of every stream of the model without weights, repeated, each from a place of its own."""
 MAX_MODEL_LEN = 8192
 LONG = 8000
 """Output tokens of a stream that the benchmark leaves before its end."""
@@ -52,7 +52,7 @@ class Rig:
     Args:
         profile: have the gateway write a profile at its end.
         time_turns: time the turns of the gateway's event loop, see `Sample`.
-        is_fake: serve the model without weights instead of the default model. Its streams say `FAKE_TOKENS`.
+        is_fake: serve the model without weights instead of the default model. Its streams are `FAKE_TOKENS`.
         changes: of the gateway's configuration.
     """
 
@@ -130,7 +130,7 @@ class Rig:
     async def streams(
         self, protocol: Protocol, count: int, *, max_tokens: int = LONG, paused: bool = False, timed: bool = False
     ) -> AsyncIterator[list[Stream]]:
-        """`count` streams, asked for; at the end they are left, and the worker has been told so."""
+        """`count` streams, requested; at the end they are cancelled, and the worker has got the cancels."""
         clock = asyncio.get_running_loop().time if timed else None
         before = self.worker.steps.num_sequences
         opened = await self._open(protocol, count, max_tokens, paused, clock)

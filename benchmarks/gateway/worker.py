@@ -55,7 +55,7 @@ class Steps:
     """The sequences and what a step makes of them. No clock, no socket.
 
     Args:
-        token_ids: the text that every sequence says, again and again, each from a place of its own.
+        token_ids: the text of every sequence, repeated, each from a place of its own.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class Steps:
         self._num_started = 0
         self._cancelled: list[AttemptKey] = []
         self.num_tokens = 0
-        """Tokens said so far, by all sequences."""
+        """Tokens sent so far, of all sequences."""
 
     @property
     def num_sequences(self) -> int:
@@ -85,7 +85,7 @@ class Steps:
                     self._cancelled.append(key)
 
     def step(self) -> StepUpdate | None:
-        """One token for each sequence, and the ends; `None` where there is nothing to say."""
+        """One token for each sequence, and the ends; `None` where there is none."""
         cancelled = tuple(End(request_id=k.request_id, attempt=k.attempt, reason="cancelled") for k in self._cancelled)
         self._cancelled.clear()
         if not self._sequences and not cancelled:

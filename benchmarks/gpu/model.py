@@ -53,7 +53,7 @@ class Shape:
     prefill_tokens: tuple[int, ...] = (2048, 8192)
 
     def write_config(self, folder: Path) -> None:
-        """A checkpoint whose weights nobody reads: config.json, and one file to take a fingerprint of."""
+        """A checkpoint whose weights are not read: config.json, and one file to take a fingerprint of."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -176,7 +176,7 @@ def measure_decode(
 
 
 def decoding(shape: Shape, batch: int, **sampling: Any) -> list[Sequence]:
-    """Sequences with blocks for all their tokens, greedy unless `sampling` says otherwise."""
+    """Sequences with blocks for all their tokens, greedy unless `sampling` is given."""
     blocks_each = -(-(shape.context_len + shape.num_steps + 3) // BLOCK_SIZE)
     sequences = [dummy_sequence(shape.context_len, 0, BLOCK_SIZE, **sampling) for _ in range(batch)]
     for row, sequence in enumerate(sequences):

@@ -83,7 +83,7 @@ def attempt(rows: RowFile, name: str, measure: Callable[[], object]) -> None:
 
 
 def kernel_ms(run: Callable[[], object], device: torch.device, *, calls: int = 10, repeats: int = 15) -> float:
-    """Median time of one call of `run`, which asks nothing of the host. It is called several times in a row."""
+    """Median time of one call of `run`, which does not wait for the host. It is called several times in a row."""
     for _ in range(2):
         run()
     if device.type != "cuda":

@@ -133,7 +133,7 @@ class Settings:
 
 
 def _set(message: Any, name: str, text: str) -> None:
-    """Set a field to what JSON would say, where a message of these types can hold it."""
+    """Set a field to what JSON would hold, where a message of these types can hold it."""
     value = json.loads(text)
     try:
         if isinstance(value, list):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.router [--workers 10 100 1000] [--blocks 100000 1000000 10000000] [--json FILE]
 
-Placements (placements.py): whole lives of requests through `RouterCore.handle`, for each number of workers (half
+Placements (placements.py): whole requests through `RouterCore.handle`, for each number of workers (half
 P, half D) and of indexed blocks, each in a process of its own. The aim is 10,000 per second with 1,000 workers.
 
 Lookups (lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package

@@ -103,7 +103,7 @@ class OurIndex:
 
 
 class DynamoIndex:
-    """`dynamo._core.RadixTree`. It tells blocks apart by the hash of their own tokens along the path, and finds their
+    """`dynamo._core.RadixTree`. It distinguishes blocks by the hash of their own tokens along the path, and finds their
     parents by another hash; here one number is both."""
 
     name = "radix_tree"

@@ -4,8 +4,8 @@
 
 A real controller (in this process), a real gateway process, and two processes of idle workers, half P, half D
 (many_workers_fleet.py). The cluster starts with one P and one D, so that the gateway is there while all the others
-register, and is then scaled. One row says what that cost and how long one more worker takes to be placed on; one row a
-size says how fast the router core places requests among so many workers.
+register, and is then scaled. One row has the cost of that and the time until one more worker is used; one row a size
+has the rate at which the router core places requests among so many workers.
 """
 
 from __future__ import annotations

@@ -86,13 +86,13 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Say what was counted."""
+    """Request the counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker was seen to do that, at a time of the monotonic clock: `registers`, or `placeable` once a gateway asks
-    for its reports, which it does when its router knows the worker."""
+    """A worker was seen to do that, at a time of the monotonic clock: `registers`, or `placeable` once a gateway
+    requests its reports, which it does when its router has the worker."""
 
     worker_id: str
     what: str
@@ -104,7 +104,7 @@ class Counts:
     """Since the process started."""
 
     connects: int = 0
-    """Pairs that workers were told to form."""
+    """Pairs that workers were ordered to form."""
     frames: int = 0
     """Messages of the membership that the follower got."""
     nbytes: int = 0

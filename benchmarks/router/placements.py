@@ -2,7 +2,7 @@
 
     workers with chains of blocks -> RouterCore -> requests that live through all their stages, many at a time -> times
 
-A request's life here is a `Submit`, which places it; P's first token with the end of its prefill; D's hand-over; the
+A request here is a `Submit`, which places it; P's first token with the end of its prefill; D's hand-over; the
 other tokens, one update each; the end; and one report of P and one of D, each with the blocks that it stored and those
 that it evicted for them. A request that is placed on one worker alone skips the hand-over and has one report.
 """
@@ -366,7 +366,7 @@ def us_per_request(times_ns: Mapping[str, Sequence[int]], num_requests: int) -> 
 
 
 def _resident_mib() -> float:
-    """Memory of this process, what the requests' own prompts take included; 0 where the system does not tell."""
+    """Memory of this process, what the requests' own prompts take included; 0 where the system does not report it."""
     status = Path("/proc/self/status")
     lines: Sequence[str] = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)

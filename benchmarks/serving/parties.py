@@ -166,7 +166,7 @@ def our_parties(
 
 
 def _workers(cluster: ClusterConfig, model_path: Path) -> list[WorkerConfig]:
-    """What the cluster tells its colocated workers, their cores included."""
+    """The configuration of the cluster's colocated workers, cores included."""
     return [
         worker_config(cluster, "colocated", index, str(model_path), available_cores())
         for index in range(cluster.pools.colocated.size)

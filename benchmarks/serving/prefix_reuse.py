@@ -107,7 +107,7 @@ async def measure(address: str, workload: Workload, concurrency: int, policy: st
 
 
 def config(options: argparse.Namespace, workload: Workload, policy: str) -> dict[str, Any]:
-    """Two pools of two workers whose caches are as small as the workload says."""
+    """Two pools of two workers whose caches are as small as the workload's."""
     pool = {"size": 2, "num_blocks": workload.num_blocks(options.concurrency)}
     return {
         "model": {"path": "fake"} if options.model == "fake" else {"name": options.model},

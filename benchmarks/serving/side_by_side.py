@@ -59,7 +59,7 @@ def run_all(parties: Sequence[Party], options: argparse.Namespace) -> list[load.
             for party in parties if repeat % 2 == 0 else reversed(parties):
                 print(f"repeat {repeat + 1}: {party.name}, {concurrency} at a time ...", file=sys.stderr, flush=True)
                 runs.append(party.run(shape, concurrency, repeat, seed, count))
-                seed += count  # prompts that nobody has in a cache
+                seed += count  # prompts that are in no cache
     return runs
 
 

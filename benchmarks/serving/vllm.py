@@ -33,7 +33,7 @@ def serving_vllm(model_path: Path) -> Iterator[str]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its processes are one group, which is told to end below
+                start_new_session=True,  # its processes are one group, which gets the signal to end below
             )
         try:
             address = f"127.0.0.1:{port}"

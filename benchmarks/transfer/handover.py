@@ -1,7 +1,7 @@
 """How long a hand-over holds up a stream, in a real cluster: the exposed transfer of each request.
 
     t0     P sampled token 0: its KV is complete there, and the client can read
-    ready  D was told to join: all KV is in its memory, and the commit has come
+    ready  D got the order to join: all KV is in its memory, and the commit has come
     t1     D's first step with the sequence begins
 
     wait     what was left at `ready` of the step that D was computing for others; 0 if it computed none
@@ -13,7 +13,7 @@ part of what is exposed. Everything else is, too: the last gather on P, messages
 queues of both engines. The times are the engines' own (`worker.py`), on the one monotonic clock of the
 machine; no message to the gateway is in them.
 
-Requests come one after the other, each with a prompt that nobody has seen, while `streams` other sequences decode on D;
+Requests come one after the other, each with a prompt that is in no cache, while `streams` other sequences decode on D;
 between two of them lies a random pause, so that they meet D's steps anywhere. With `queued` prompts there are always so
 many others on P, of the same lengths: it computes the next one while it sends, and D takes over others all the time.
 """
@@ -202,7 +202,7 @@ async def _ask(client: AsyncClient, prompt: list[int], max_tokens: int = OUTPUT_
 
 
 class _Others(NamedTuple):
-    """One client that asks again and again."""
+    """One client that sends one request after the other."""
 
     prompts: Sequence[int]
     """Lengths, one of which it takes each time."""

@@ -132,12 +132,12 @@ def all_ranks(transport: str, tp: Tp) -> Iterator[Measure]:
 
 
 def _tell_all(links: Iterable[Connection], word: str) -> None:
-    """Say it to all ranks, and wait until all have said it back."""
+    """Send it to all ranks, and wait until all have sent it back."""
     for link in links:
         link.send(word)
     for link in links:
         if _hear(link) != word:
-            raise TransferError("a rank said something else")
+            raise TransferError("a rank sent another message")
 
 
 def _hear(link: Connection) -> str:

@@ -152,7 +152,7 @@ def receive_all(transport: PairTransport, case: Case, go: Callable[[], None]) ->
     """D's part; GB/s. Raises `TransferError`.
 
     Args:
-        go: tells P, which is ready.
+        go: the start signal for P, which is ready.
     """
     buffers = [placed(case, np.full(case.size, 0xEE, np.uint8)) for _ in range(case.in_flight)]
     expected = [checksum(content(number, case.size)) for number in range(case.in_flight)]

@@ -38,7 +38,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     computed: dict[str, float] = {}
     """When a prefill worker had token 0."""
     join_ordered: dict[str, float] = {}
-    """When the engine of a decode worker was told to join, all that it needs being there."""
+    """When the engine of a decode worker got the command to join; all KV and the commit are there."""
     first_step: dict[str, float] = {}
     """When its first step on a decode worker began."""
 

@@ -311,11 +311,11 @@ def _check_exposure(gateway: GatewaySection) -> None:
     if gateway.tls is None:
         missing.append("gateway.tls, because keys, prompts and answers would travel in clear text")
     if gateway.api_keys is None and (gateway.tls is None or gateway.tls.client_ca is None):
-        missing.append("gateway.api_keys or gateway.tls.client_ca, because everybody would be let in")
+        missing.append("gateway.api_keys or gateway.tls.client_ca, because every caller would be admitted")
     if missing:
         raise ConfigError(
             f"gateway.host: {gateway.host} can be reached by others; set {'; and '.join(missing)}; "
-            "or bind to 127.0.0.1; or say gateway.insecure: true"
+            "or bind to 127.0.0.1; or set gateway.insecure: true"
         )
 
 
@@ -324,7 +324,7 @@ def _check_ports(gateway: GatewaySection) -> None:
     if http_port is None:
         return
     if http_port > MAX_PORT:
-        raise ConfigError(f"gateway.http_port: there is no port after {gateway.port}; say which to take, or null")
+        raise ConfigError(f"gateway.http_port: there is no port after {gateway.port}; set one, or null")
     if http_port and http_port == gateway.port:
         raise ConfigError(f"gateway.http_port: {http_port} is gateway.port already; gRPC and HTTP need one each")
 

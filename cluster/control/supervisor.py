@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessIncarnation(NamedTuple):
-    """One run of a process: its name, and what tells it from earlier ones."""
+    """One run of a process: its name, and what distinguishes it from earlier ones."""
 
     name: str
     """Among the launcher's processes."""

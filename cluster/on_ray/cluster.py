@@ -1,4 +1,4 @@
-"""A cluster under Ray that lives and ends with this process: `disagg up`. Ray places, starts, restarts and stops; no
+"""A cluster under Ray that runs as long as this process: `disagg up`. Ray places, starts, restarts and stops; no
 token and no KV byte goes through it.
 
     start()   private Ray (or join one) -> controller actor -> it starts workers, then the gateway -> all of them ready

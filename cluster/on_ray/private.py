@@ -53,7 +53,7 @@ NUM_SLOTS: Final = 4096
 
 
 class PrivateEnvironment:
-    """Variables that this process, and so its children, have while a private Ray lives. Owner of those that it set."""
+    """Variables that this process, and so its children, have while a private Ray runs. Owner of those that it set."""
 
     def __init__(self) -> None:
         self._set: list[str] = []

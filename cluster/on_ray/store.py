@@ -1,7 +1,7 @@
 """What of a cluster Ray keeps: the names of its actors and placement groups, what an actor gets when it is made, and
 values in Ray's own store, so that actors that Ray starts again go on where they were.
 
-The store lives in Ray's head process, as long as the Ray cluster does. Values are JSON. There is one cluster of ours
+The store is in Ray's head process and exists as long as the Ray cluster. Values are JSON. There is one cluster of ours
 per Ray cluster: `NAMESPACE` is its name for actors, placement groups and keys.
 """
 

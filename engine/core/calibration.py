@@ -1,4 +1,4 @@
-"""Some measured steps at start-up, so that the router's cost model knows a worker before its first request.
+"""Some measured steps at start-up, so that the router's cost model is fitted before a worker's first request.
 
     calibrate(runner) -> samples        before the engine exists: the runner's blocks are used, and hold nothing yet
 

@@ -14,7 +14,7 @@ A step that is short of blocks suspends sequences: before it runs, their KV is c
 when there is room again. A copy that fails ends, at worst, its sequence.
 
 An error of a peer never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
-that would start a key that is in use means that two parties believe that they own it: the attempt is ended as
+that would start a key that is in use means that it would have two owners: the attempt is ended as
 failed, so that the answer (nothing is held) is true. A late `Gather` or `Scatter` is answered with
 `ok=False`.
 """
@@ -212,7 +212,7 @@ class EngineCore:
         if not 0 <= command.token_id < self._runner.vocab_size:
             return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
         if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
-            return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what the request asks for")]
+            return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what was requested")]
         num_landed = covered_until(sequence.cached_tokens, self._landed[key])
         if num_landed < sequence.num_tokens:
             detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"

@@ -146,7 +146,7 @@ def _receive(connection: Connection, kind: type[M]) -> M:
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 32
-"""Connections that may be in their handshake at once. The oldest is closed for a new one: an honest one is done within
+"""Connections that may be in their handshake at once. The oldest is closed for a new one: a legitimate one takes
 milliseconds."""
 RETRY_S = 0.1
 

@@ -5,7 +5,7 @@ An attempt:
     RESERVING ──(reserved)──> RECEIVING ──(committed, all verified)──> JOINING ──(all scattered)──> OVER
         └─────────────────────────┴──(refused, aborted, ended, pair closed)──┴──────────────────────> OVER
 
-A chunk, which lives longer than its attempt once D has cleared it, because its bytes will come:
+A chunk, which outlasts its attempt once D has cleared it, because its bytes will come:
 
     WAITING ──(slot)──> RECEIVING ──(verified)──────────────> SCATTERING ──(scattered)──> GONE
        │                    └──(no checksum yet)──> HELD ──(verified)──┘

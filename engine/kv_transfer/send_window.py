@@ -7,7 +7,7 @@ An attempt:
        └──────────────────────┴──────────────────────┴──(given up here)──> ABORTING ──AbortAck──> OVER
     any ──(peer aborts, pair closes)──> OVER
 
-A chunk, which lives longer than its attempt if D has cleared it, because its bytes are owed:
+A chunk, which outlasts its attempt if D has cleared it, because its bytes are owed:
 
     GATHERING ─────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
         │                            ^                       ^   └─ChunkDone─> TAKEN ──(sent)──> GONE
@@ -152,7 +152,7 @@ class SendAttempt:
     token_id: int | None = None
     """Output token 0, when the prompt is computed."""
     logprobs: TokenLogprobs | None = None
-    """Of that token, where the request asks."""
+    """Of that token, where requested."""
     kv_bytes: int = 0
     started: bool = False
     """Whether the engine runs or holds it: `StartPrefill` was issued, `ReleaseSequence` was not."""

@@ -93,7 +93,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
     # ------------------------------------------------------------ inputs of this worker
 
     def offer(self, spec: SequenceSpec, now: float) -> Commands:
-        """Ask D to take this attempt.
+        """Offer this attempt to D.
 
         Raises:
             TransitionError: if the attempt was offered before and something of it is still here.
@@ -193,7 +193,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
     def _on_reserved(self, message: Reserved, out: Commands) -> None:
         attempt = self._attempts.get(message.key)
         if attempt is None:
-            # D would keep this reservation for as long as the pair lives.
+            # D would keep this reservation for as long as the pair exists.
             self.counters["stale"] += 1
             out.append(abort(message.key, Cause(Failure.OTHER, "this attempt was not offered")))
             return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_runner(config: WorkerConfig, shard: Shard = WHOLE) -> ShardRunner:
-    """The model runner that the configuration asks for, on one rank of the worker; `fake` needs neither weights nor
+    """The configured model runner, on one rank of the worker; `fake` needs neither weights nor
     torch.
 
     Raises:

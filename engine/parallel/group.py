@@ -101,7 +101,7 @@ class Group:
         """Blocks until all ranks can compute.
 
         Raises:
-            ConfigError: what the configuration asks for cannot work.
+            ConfigError: the configuration cannot work.
             RankLostError: a follower did not connect, failed, or has another model.
             OSError: rank 0 cannot listen.
         """

@@ -209,7 +209,7 @@ class _Answers:
         return reply
 
     def wait(self, timeout_s: float) -> dict[int, Done]:
-        """The answers; fewer than asked for only after `timeout_s`."""
+        """The answers; fewer than requested only after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._missing, timeout_s)
             return dict(self._done)

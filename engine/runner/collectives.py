@@ -59,7 +59,7 @@ _dist: Any = torch.distributed
 SET_UP_TIMEOUT_S = 60.0
 """How long ranks wait for each other to meet; all have loaded their model by then."""
 OPERATION_TIMEOUT_S = 120.0
-"""Ranks differ by what one of them is delayed within a step, so this is far beyond any honest wait."""
+"""Ranks differ by what one of them is delayed within a step, so this is far beyond any regular wait."""
 GROUP_NAME = "ranks"
 
 

@@ -11,9 +11,10 @@ output are divided by the penalty, others multiplied. Presence and frequency: su
 for ids of the output.
 
 Log-probabilities (`sampled_logprobs`) are the log-softmax of the logits before any edit, only of rows whose sequences
-ask for them. A row's numbers do not depend on the other rows.
+request them. A row's numbers do not depend on the other rows.
 
-Shapes: S sequences, V vocabulary, R rows that are edited or that ask, U different ids of a text, K likeliest tokens.
+Shapes: S sequences, V vocabulary, R rows that are edited or that request log-probabilities, U different ids of a
+text, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def counts_of(sequence: Sequence) -> TextCounts:
 
 
 def penalize_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> None:
-    """Change the fp32 rows of those that ask for it, in place. Row i belongs to `sequences[i]`."""
+    """Change the fp32 rows of those with penalties, in place. Row i belongs to `sequences[i]`."""
     rows = [row for row, sequence in enumerate(sequences) if penalizes(sequence.spec.sampling)]
     if not rows:
         return
@@ -151,12 +152,12 @@ _NONE: Mapping[int, TokenLogprobs] = MappingProxyType({})
 def sampled_logprobs(
     logits_SV: Tensor, vocab_size: int, sequences: Seq[Sequence], token_ids: Seq[int]
 ) -> Mapping[int, TokenLogprobs]:
-    """By row, of the rows that ask (`Sampling.logprobs` is not negative) and have a token: the logarithm of the
+    """By row, of the rows that request it (`Sampling.logprobs` is not negative) and have a token: the logarithm of the
     probability of the row's token in `token_ids`, and the likeliest tokens.
 
     The logits (any float dtype, computed with in fp32) are not changed; columns past the vocabulary (padding) are
     ignored. The likeliest are ranked by logit, the smallest id first among equals; where the vocabulary is smaller than
-    what was asked for, it is all of them.
+    what was requested, it is all of them.
     """
     rows = [
         row

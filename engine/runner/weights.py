@@ -66,7 +66,7 @@ def load_parameters(
 
     Raises:
         ConfigError: the model cannot be divided among the ranks; or a file or tensor is missing, cut short, of another
-            shape or type than the configuration asks for, or not part of the model.
+            shape or type than the configuration requires, or not part of the model.
     """
     local = rank_model(config, shard)
     headers = {file: read_header(file) for file in weight_files(folder)}
@@ -174,7 +174,7 @@ def _check_headers(
 def _check_entry(file: Path, name: str, entry: TensorEntry, target: Target) -> None:
     if entry.shape != target.shape:
         raise ConfigError(
-            f"{file}: tensor {name} has shape {list(entry.shape)}; config.json asks for {list(target.shape)}"
+            f"{file}: tensor {name} has shape {list(entry.shape)}; config.json requires {list(target.shape)}"
         )
     if entry.dtype not in FLOAT_TYPES:
         raise ConfigError(f"{file}: tensor {name} is {entry.dtype}; supported are {', '.join(FLOAT_TYPES)}")

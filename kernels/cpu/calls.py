@@ -96,7 +96,7 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Pool:
-    """The memory of recordings, which share it. It lives as long as a program that points into it."""
+    """The memory of recordings, which share it. It is kept as long as a program that points into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[NDArray[np.uint8]]] = {}

@@ -167,7 +167,7 @@ def _runs(*tensors: Tensor) -> bool:
 
 
 def _are_floats(*tensors: Tensor) -> bool:
-    """All of one dtype, which the kernels know."""
+    """All of one dtype, which the kernels support."""
     return tensors[0].dtype in attention.FLOAT_DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 

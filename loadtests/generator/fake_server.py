@@ -91,7 +91,7 @@ def _checksum(prompt: Sequence[int]) -> int:
 
 
 class FakeService(pb_grpc.InferenceServiceServicer):
-    """Answers `Generate` on schedule, and `ListModels`. Owner of the count of requests; lives on one event loop."""
+    """Answers `Generate` on schedule, and `ListModels`. Owner of the count of requests; runs on one event loop."""
 
     def __init__(self, timing: FakeTiming) -> None:
         self._timing = timing

@@ -3,7 +3,7 @@ cluster is opened. With `ClusterSecret.encrypted` it is TLS 1.2 or newer with ce
 (`identity.py`), else plain.
 
 Certificates of a listening process are renewed while it listens. One that calls takes its own when it opens a channel:
-a channel that lives for longer than `identity.VALID_S` and then breaks has to be opened anew (`is_stale`).
+a channel that is open for longer than `identity.VALID_S` and then breaks has to be opened anew (`is_stale`).
 """
 
 from __future__ import annotations

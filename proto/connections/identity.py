@@ -4,7 +4,7 @@
 
 Each process that holds the secret can make the authority's certificate: it derives the same key, and gRPC compares
 subject and key, not the signature of a root. So no certificate has to be sent or stored, and a process that starts
-again needs no other one. A leaf lives in the process's memory only, is valid for `VALID_S` around the time at which it
+again needs no other one. A leaf stays in the process's memory, is valid for `VALID_S` around the time at which it
 was made, and is replaced after `RENEW_AFTER_S` at the next connection. Both ends show a leaf, and both check the
 other's: a connection without one ends in the handshake.
 

@@ -48,7 +48,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
     api_keys: Name | None = None
     """File of the keys that are let in, one list of `{tenant, sha256 or key, admin, limits}`; others must not be able
-    to read it. `disagg key new` makes keys. A path in the YAML is relative to its folder. `null` asks for none."""
+    to read it. `disagg key new` makes keys. A path in the YAML is relative to its folder. With `null`, no key."""
     tls: TlsFiles | None = None
     """`{cert, key, client_ca}`: PEM files for both protocols; `client_ca` turns on mutual TLS. `null` serves in clear
     text."""

@@ -75,7 +75,7 @@ class Workers(Protocol):
 
 
 class ControllerLink:
-    """Owner of the connection's task and channel; lives on the router's event loop.
+    """Owner of the connection's task and channel; runs on the router's event loop.
 
     Args:
         resolve: host:port of the controller now; may block, so it is called on a thread.

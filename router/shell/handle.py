@@ -26,7 +26,7 @@ _ID_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 36, 170, 68
 
 
 class Handle(RequestHandle):
-    """Implements `api.RequestHandle`. Lives on the router's event loop; not for other threads."""
+    """Used on the router's event loop; not for other threads."""
 
     def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId], None]) -> None:
         self.request_id = request_id

@@ -60,7 +60,7 @@ _FLUSH_S = 0.5
 
 
 class RouterServer(Router):
-    """Implements `api.Router`. Owner of the core and of all links; lives on one event loop.
+    """Owner of the core and of all links; runs on one event loop.
 
     Raises (at construction):
         ValueError: if two workers have one id.

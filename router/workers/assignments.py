@@ -7,7 +7,7 @@ A cached prefix costs a worker nothing only while a sequence there holds it. Blo
 sequence count as free, and are in use as soon as a sequence refers to them. So the load of a worker has, as marks along
 their hash chains, the prefixes that its assignments hold, and a new assignment omits no more blocks than those.
 
-An assignment, like every record that lives as long as a request, is not tracked by the garbage collector: it is in no
+An assignment, like every record that exists as long as a request, is not tracked by the garbage collector: it is in no
 reference cycle, and a router has thousands of them.
 
 Owner: the fleet.

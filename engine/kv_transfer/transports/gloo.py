@@ -7,7 +7,7 @@ What gloo does not do by itself, and how it is done here:
 
 - A group's constructor waits for the other rank as long as an operation may take. Both sides first meet in the store,
   with a deadline of their own, and the group's timeout is the set-up's; every operation gets one instead that is longer
-  than any honest transfer, because a dead peer is noticed by the control stream.
+  than any regular transfer, because a dead peer is noticed by the control stream.
 - An operation is known to be complete only inside `wait()`, so each direction in use has one thread that waits.
 - Neither `abort()` nor `shutdown()` wakes a blocked wait. An operation that times out does: it closes the connection,
   and with it all operations that have not begun. `close()` posts one that must time out.

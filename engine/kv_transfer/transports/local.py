@@ -119,7 +119,7 @@ class _Meeting:
 
 
 class LocalRendezvous(Rendezvous):
-    """D's meeting point, found by its address within the process."""
+    """D's end of the set-up, found by its address within the process."""
 
     _all: ClassVar[dict[str, LocalRendezvous]] = {}
     _numbers: ClassVar[itertools.count[int]] = itertools.count()

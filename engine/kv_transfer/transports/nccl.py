@@ -204,7 +204,7 @@ class _Operation:
 
 
 class _DeviceThread:
-    """The one thread that makes the NCCL calls of a device. Lives as long as the process."""
+    """The one thread that makes the NCCL calls of a device. Runs as long as the process."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -104,7 +104,7 @@ class ShmTransport(PairTransport):
 
 
 class ShmRendezvous(Rendezvous):
-    """D's meeting point: a listening socket, and the thread that takes the hellos.
+    """D's end of the set-up: a listening socket, and the thread that takes the hellos.
 
     Raises:
         RuntimeError: if this machine is not a Linux.

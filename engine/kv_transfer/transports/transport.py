@@ -107,7 +107,7 @@ class PairTransport(Protocol):
 
 
 class Rendezvous(Protocol):
-    """D's meeting point of all its pairs. Thread-safe."""
+    """D's end of the set-up of all its pairs. Thread-safe."""
 
     @property
     def address(self) -> str:

@@ -82,7 +82,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models that can be asked for.
+        """ListModels names the models that are served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -344,21 +344,21 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRequest(self, request, context):
-        """ExplainRequest tells where a recent request ran and what moved.
+        """ExplainRequest returns where a recent request ran and what moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests tells the same of the latest requests, newest first.
+        """ListRequests returns the same of the latest requests, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProbePair(self, request, context):
-        """ProbePair sends a short random prompt through one pair of workers, and tells what moved.
+        """ProbePair sends a short random prompt through one pair of workers, and returns what moved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -69,7 +69,7 @@ def _load(path: str, tls: TlsFiles | None) -> ApiKeys:
     keys = load_keys(path)
     if keys.takes_certificates and (tls is None or tls.client_ca is None):
         raise ConfigError(
-            f"gateway.api_keys: {path} names certificates, which clients are not asked for; set gateway.tls.client_ca"
+            f"gateway.api_keys: {path} names certificates, but clients need none; set gateway.tls.client_ca"
         )
     return keys
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Offload:
-    """Owner of the threads; lives on one event loop.
+    """Owner of the threads; used on one event loop.
 
     Args:
         num_threads: how many pieces of work run at a time; of one tenant, all but one.

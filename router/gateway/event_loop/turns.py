@@ -21,7 +21,7 @@ from disagg.router.gateway.event_loop.offload_turns import OffloadTurns, Work
 
 
 class Turns:
-    """Lives on one event loop. Owner of the order.
+    """Used on one event loop. Owner of the order.
 
     Args:
         order: the order of waiting work; empty.

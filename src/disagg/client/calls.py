@@ -173,7 +173,7 @@ class ClientBase(ABC):
                 environment, see `disagg.client.credentials`.
             ca_cert: PEM file of the CA that signed the gateway's certificate, or `system` for the public ones. Turns on
                 TLS.
-            client_cert, client_key: PEM files, for a gateway that asks for a client certificate.
+            client_cert, client_key: PEM files, for a gateway that requires a client certificate.
             allow_plaintext_key: send the key to other machines without TLS, too.
 
         Raises:

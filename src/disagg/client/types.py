@@ -89,7 +89,7 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their logarithms, likeliest first; as many as were asked for."""
+    """The likeliest tokens and their logarithms, likeliest first; as many as were requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Delta:
     finished: Finished | None = None
     """Set on the last delta of an answer, which has neither text nor ids."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids`, where they were asked for."""
+    """One for each of `token_ids`, where they were requested."""
     answer_index: int = 0
     """Which answer this is a part of."""
 
@@ -117,4 +117,4 @@ class Answer:
     request_id: str
     """For `explain`."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids`, where they were asked for."""
+    """One for each of `token_ids`, where they were requested."""

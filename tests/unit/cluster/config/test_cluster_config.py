@@ -195,8 +195,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "gateway: {host: 0.0.0.0}",
             "gateway.host: 0.0.0.0 can be reached by others; "
             "set gateway.tls, because keys, prompts and answers would travel in clear text; "
-            "and gateway.api_keys or gateway.tls.client_ca, because everybody would be let in; "
-            "or bind to 127.0.0.1; or say gateway.insecure: true",
+            "and gateway.api_keys or gateway.tls.client_ca, because every caller would be admitted; "
+            "or bind to 127.0.0.1; or set gateway.insecure: true",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_http_is_beside_grpc() -> None:
     ("gateway", "message"),
     [
         ({"port": 5, "http_port": 5}, "gateway.http_port: 5 is gateway.port already; gRPC and HTTP need one each"),
-        ({"port": 65535}, "gateway.http_port: there is no port after 65535; say which to take, or null"),
+        ({"port": 65535}, "gateway.http_port: there is no port after 65535; set one, or null"),
         ({"http_port": 65536}, "gateway.http_port: expected int <= 65535; got 65536"),
         ({"http_port": "next"}, "gateway.http_port: 'next' is not allowed; choose from: auto"),
     ],
@@ -255,7 +255,7 @@ def test_what_others_may_reach(gateway: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("gateway", "missing"),
     [
-        ({"tls": TLS}, "gateway.api_keys or gateway.tls.client_ca, because everybody would be let in"),
+        ({"tls": TLS}, "gateway.api_keys or gateway.tls.client_ca, because every caller would be admitted"),
         ({"api_keys": "/a"}, "gateway.tls, because keys, prompts and answers would travel in clear text"),
     ],
 )
@@ -264,7 +264,7 @@ def test_half_of_what_others_reaching_it_needs(gateway: dict[str, Any], missing:
         parse_config({"gateway": {"host": "10.0.0.1", **gateway}})
     assert str(caught.value) == (
         f"gateway.host: 10.0.0.1 can be reached by others; set {missing}; "
-        "or bind to 127.0.0.1; or say gateway.insecure: true"
+        "or bind to 127.0.0.1; or set gateway.insecure: true"
     )
 
 

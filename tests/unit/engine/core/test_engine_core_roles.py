@@ -201,7 +201,7 @@ class TestDecodeRole:
         core = make_core()
         spec = make_spec("a", PROMPT, logprobs=asked)
         handle_all(core, Reserve(spec), Scatter(KEY, 0, 0, 40, kv_of(PROMPT, 0, 40)))
-        detail = "the token's logprobs are not what the request asks for"
+        detail = "the token's logprobs are not what was requested"
         assert handle_all(core, Join(KEY, 5, came)) == [Ended(KEY, GATEWAY, "failed", detail)]
         assert_idle(core)
 

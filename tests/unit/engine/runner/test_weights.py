@@ -117,7 +117,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 def test_an_unexpected_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     store(folder, {**stored(folder), GATE: torch.zeros(96, 63)})
-    with pytest.raises(ConfigError, match=rf"tensor {GATE} has shape \[96, 63\]; config.json asks for \[96, 64\]"):
+    with pytest.raises(ConfigError, match=rf"tensor {GATE} has shape \[96, 63\]; config.json requires \[96, 64\]"):
         load(folder)
 
 

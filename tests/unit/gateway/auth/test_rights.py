@@ -150,9 +150,7 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
     file = tmp_path / "keys.yaml"
     file.touch(mode=0o600)
     file.write_text("[{tenant: a, certificate: team-a.example, admin: true}]")
-    with pytest.raises(
-        ConfigError, match=r"names certificates, which clients are not asked for; set gateway\.tls\.client_ca$"
-    ):
+    with pytest.raises(ConfigError, match=r"names certificates, but clients need none; set gateway\.tls\.client_ca$"):
         secure(config(api_keys=str(file)))
     with pytest.raises(ConfigError, match=r"set gateway\.tls\.client_ca$"):
         check_files(str(file), None)
