@@ -41,7 +41,7 @@ STEP_MS = 20.0
 BLOCK_TOKENS = 16
 TOKEN_BUDGET = 2048
 REPORT_S = 0.05
-_LIFE = Incarnation("1")
+_INCARNATION = Incarnation("1")
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
 _ROOT = BlockHash(b"root")
 _CALIBRATION = tuple(
@@ -161,7 +161,7 @@ class VirtualCluster:
         self._workers[worker_id] = _Worker()
         info = WorkerInfo(
             worker_id=worker_id,
-            incarnation=_LIFE,
+            incarnation=_INCARNATION,
             roles=(role,),
             address=f"{name}:1",
             pid=1,
@@ -186,7 +186,9 @@ class VirtualCluster:
             blocks_total=self._num_blocks,
             blocks_active=sum(worker.sequences.values()),
         )
-        report = WorkerReport(worker_id=worker_id, incarnation=_LIFE, sequence=worker.sequence, load=load, kv_events=())
+        report = WorkerReport(
+            worker_id=worker_id, incarnation=_INCARNATION, sequence=worker.sequence, load=load, kv_events=()
+        )
         worker.sequence += 1
         self._handle(events.WorkerReported(report))
         self.at(self.now + REPORT_S, lambda: self._report(worker_id))
@@ -234,4 +236,4 @@ class VirtualCluster:
         self._update(decode, StepUpdate(tokens=rest, ends=(end,)))
 
     def _update(self, worker_id: WorkerId, update: StepUpdate) -> None:
-        self._handle(events.FromWorker(worker_id, _LIFE, update))
+        self._handle(events.FromWorker(worker_id, _INCARNATION, update))

@@ -100,14 +100,14 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     refusal_pause_s: Positive = 0.05
     """After its n-th refusal a request avoids the worker that refused for n times this long."""
     failure_pause_s: Positive = 0.2
-    """After its n-th fault a request avoids the workers to blame for n times this long."""
+    """After its n-th fault a request avoids the workers where it failed for n times this long."""
     max_pause_s: Positive = 1.0
     """Longest of those pauses."""
     no_worker_grace_s: Positive = 2.5
     """How long a queued request waits for a worker that could take it at all to come (back)."""
     silent_after_s: Seconds | None = _TIMEOUTS.suspect_after_s
-    """A worker that sent nothing for so long is suspected: what it had goes on elsewhere, and it gets nothing new until
-    it speaks again. None for never."""
+    """A worker that sent nothing for so long is suspected: its requests are requeued, and it gets nothing new until it
+    sends a message again. None for never."""
     stuck_after_s: Seconds | None = _TIMEOUTS.stuck_after_s
     """The same for one whose engine has been in one step for so long. None for never."""
     retry_share: Fraction = 0.1
@@ -151,7 +151,7 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     outbox_frames: Count = 4096
     """Frames that may wait for one worker; a worker that takes none for so long is treated as lost."""
     hello_timeout_s: Positive = 5.0
-    """How long a worker may take to greet a new session."""
+    """How long a worker may take to answer the begin of a session."""
     min_reconnect_s: Positive = 0.1
     """First pause after a lost session; it doubles up to `max_reconnect_s`."""
     max_reconnect_s: Positive = 2.0

@@ -63,8 +63,9 @@ def lookups(options: argparse.Namespace) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """The figures that matter: placements and whole lives per second and p99 of a placement with most blocks, by number
-    of workers; the least ratio of lookups over the radix tree, by the clock or by processor time, whichever is less."""
+    """The figures that matter: placements and whole requests per second and p99 of a placement with most blocks, by
+    number of workers; the least ratio of lookups over the radix tree, by the clock or by processor time, whichever is
+    less."""
     figures: dict[str, float] = {}
     for row in sorted((row for row in rows if row["part"] == "placements"), key=lambda row: row["indexed_blocks"]):
         figures[f"placements_per_s_{row['workers']}"] = row["placements_per_s"]

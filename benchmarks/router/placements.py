@@ -64,7 +64,7 @@ IN_FLIGHT_PER_WORKER = 2
 CACHED_TURNS = 8
 """Sessions beside the first ones that a worker keeps."""
 
-_LIFE = Incarnation("1")
+_INCARNATION = Incarnation("1")
 _ROOT = BlockHash(b"root")
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
 _STEP = StepSample(14.0, 512, 512 * 600, 8, 8 * 1200)
@@ -132,7 +132,7 @@ class Holdings:
         return num_cached, BlocksStored(hashes=hashes[num_cached:]), BlocksRemoved(hashes=tuple(evicted))
 
 
-class Life(msgspec.Struct, eq=False, gc=False):
+class Running(msgspec.Struct, eq=False, gc=False):
     """One request on its way. Like the times that are kept it is nothing that the garbage collector walks through: its
     pauses are to be the router's."""
 
@@ -162,7 +162,7 @@ class Traffic:
         self.num_placed_alone = 0
         self._num_requests = 0
         self._sequences: defaultdict[WorkerId, int] = defaultdict(int)
-        self._lives: dict[RequestId, Life] = {}
+        self._running: dict[RequestId, Running] = {}
         self._under_way: deque[Iterator[None]] = deque()
         self._in_flight = IN_FLIGHT_PER_WORKER * num_workers
         self._tokens = pack_token_ids(range(BLOCK_TOKENS * (SESSION_BLOCKS[1] + TURN_BLOCKS + NEW_BLOCKS + 2)))
@@ -177,7 +177,7 @@ class Traffic:
         for _ in range(num_requests):
             self.now += REQUEST_INTERVAL_S
             self._submit()
-            while len(self._lives) > self._in_flight and self._under_way:
+            while len(self._running) > self._in_flight and self._under_way:
                 self._advance()
 
     def finish(self) -> None:
@@ -192,10 +192,10 @@ class Traffic:
             raise RuntimeError(f"{self.num_finished} of {self._num_requests} finished: {self.core.counters}")
 
     def _advance(self) -> None:
-        """One step of the life whose turn it is."""
-        life = self._under_way.popleft()
-        for _ in life:
-            self._under_way.append(life)
+        """One step of the request whose turn it is."""
+        steps = self._under_way.popleft()
+        for _ in steps:
+            self._under_way.append(steps)
             return
 
     # ------------------------------------------------------------ events
@@ -207,13 +207,13 @@ class Traffic:
         for command in commands:
             if isinstance(command, events.Dispatch):
                 spec, peer = command.message.spec, command.message.decode_peer
-                life = self._lives[spec.request_id]
-                life.first, life.attempt = command.worker_id, spec.attempt
-                life.decode = None if peer is None else peer.worker_id
+                running = self._running[spec.request_id]
+                running.first, running.attempt = command.worker_id, spec.attempt
+                running.decode = None if peer is None else peer.worker_id
                 self.num_placed_alone += peer is None
-                self._under_way.append(self._steps(life))
+                self._under_way.append(self._steps(running))
             elif isinstance(command, events.Finish):
-                del self._lives[command.request_id]
+                del self._running[command.request_id]
                 self.num_finished += 1
             elif isinstance(command, events.Fail):
                 raise RuntimeError(f"{command.request_id} failed: {command.error}")
@@ -221,7 +221,7 @@ class Traffic:
     def _start_worker(self, worker_id: WorkerId, role: RoleName, num_cache_blocks: int) -> None:
         info = WorkerInfo(
             worker_id=worker_id,
-            incarnation=_LIFE,
+            incarnation=_INCARNATION,
             roles=(role,),
             address=f"{worker_id}:1",
             pid=1,
@@ -255,27 +255,27 @@ class Traffic:
             sampling=Sampling(max_tokens=OUTPUT_TOKENS),
         )
         self._num_requests += 1
-        self._lives[request.request_id] = Life(request, session, len(old))
+        self._running[request.request_id] = Running(request, session, len(old))
         self._handle("submit", events.Submit(request, self.now))
 
-    def _steps(self, life: Life) -> Iterator[None]:
-        """The life of a request from its dispatch on, an event or two at a time."""
-        request_id, attempt, first = life.request.request_id, life.attempt, life.first
+    def _steps(self, running: Running) -> Iterator[None]:
+        """The events of a request from its dispatch on, one or two at a time."""
+        request_id, attempt, first = running.request.request_id, running.attempt, running.first
         assert first is not None
         yield
-        cached = self._store(first, life)
+        cached = self._store(first, running)
         token = (TokenOut(request_id, attempt, 0, (7,)),)
         done = PrefillDone(request_id=request_id, attempt=attempt, cached_tokens=cached)
         self._update("prefilled", first, StepUpdate(tokens=token, prefilled=(done,)))
         yield
         last = first
-        if life.decode is not None:
-            last = life.decode
+        if running.decode is not None:
+            last = running.decode
             moved = HandedOver(
                 request_id=request_id, attempt=attempt, kv_bytes=1 << 20, cached_tokens=0, transport="fake"
             )
             self._update("handed_over", last, StepUpdate(tokens=token, handed_over=(moved,)))
-            self._store(last, life)
+            self._store(last, running)
             yield
         for index in range(1, OUTPUT_TOKENS):
             ends = (End(request_id=request_id, attempt=attempt, reason="length"),) if index == OUTPUT_TOKENS - 1 else ()
@@ -283,21 +283,23 @@ class Traffic:
             self._update("end" if ends else "token", last, StepUpdate(tokens=token, ends=ends))
             yield
 
-    def _store(self, worker_id: WorkerId, life: Life) -> int:
+    def _store(self, worker_id: WorkerId, running: Running) -> int:
         """A worker reports the blocks of a prompt. Returns how many of its tokens it had."""
-        cached, stored, removed = self.holdings.store(worker_id, life.session, life.request.block_hashes, life.num_old)
+        cached, stored, removed = self.holdings.store(
+            worker_id, running.session, running.request.block_hashes, running.num_old
+        )
         self._report("report", worker_id, stored, removed)
         return cached * BLOCK_TOKENS
 
     def _update(self, kind: str, worker_id: WorkerId, update: StepUpdate) -> None:
-        self._handle(kind, events.FromWorker(worker_id, _LIFE, update))
+        self._handle(kind, events.FromWorker(worker_id, _INCARNATION, update))
 
     def _report(
         self, kind: str, worker_id: WorkerId, *kv_events: BlocksSnapshot | BlocksStored | BlocksRemoved
     ) -> None:
         report = WorkerReport(
             worker_id=worker_id,
-            incarnation=_LIFE,
+            incarnation=_INCARNATION,
             sequence=self._sequences[worker_id],
             load=Load(num_running=4, steps=self._sequences[worker_id]),
             kv_events=kv_events,
@@ -314,7 +316,7 @@ CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": tim
 def measure_placements(
     num_workers: int, num_blocks: int, num_requests: int, repeats: int, policy: PolicyName, clock: str
 ) -> dict[str, Any]:
-    """One row: rates over whole lives (median of `repeats` runs of `num_requests`), and what one event of each kind
+    """One row: rates over whole requests (median of `repeats` runs of `num_requests`), and what one event of each kind
     takes. The first run is not counted."""
     before_mib = _resident_mib()
     started = time.perf_counter()

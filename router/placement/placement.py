@@ -7,7 +7,7 @@ A `Choice` is a pair (P, D), or one worker that computes prompt and answer ("col
 roles, or a decode worker that computes the prompt itself (local prefill). Only workers of one model group (equal model
 fingerprint and KV layout) form a pair.
 
-The best choice may be one that has no slot just now. Then the request waits for it, if the policy thinks that waiting
+The best choice may be one that has no slot just now. Then the request waits for it, if by the policy's cost waiting
 is cheaper than what is free: see `Choice.has_slot`.
 """
 

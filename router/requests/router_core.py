@@ -370,7 +370,7 @@ class RouterCore:
                 # P gave the reservation up, and reports the reason itself.
                 self.counters["decode_leg_cancelled"] += 1
             case "invalid":
-                # The request is the cause: no other worker would do better, and no worker is to blame.
+                # The request is the cause: another worker would fail too, and no failure counts against one.
                 self.counters["invalid"] += 1
                 self._lost_attempt(record, UnsamplableError("sampling", end.detail), now)
             case "failed" | "cancelled":

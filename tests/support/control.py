@@ -17,15 +17,17 @@ DRAIN_TIMEOUT_S = 300.0
 LOST_GRACE_S = 10.0
 
 
-def make_info(name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = "") -> WorkerInfo:
-    """What a worker registers; its incarnation is `name.life`."""
+def make_info(
+    name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
+) -> WorkerInfo:
+    """What a worker registers; its incarnation is `name.incarnation`."""
     layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
     return WorkerInfo(
         worker_id=WorkerId(name),
-        incarnation=Incarnation(f"{name}.{life}"),
+        incarnation=Incarnation(f"{name}.{incarnation}"),
         roles=("prefill",),
         address="127.0.0.1:1",
-        pid=life,
+        pid=incarnation,
         start_id=start_id,
         fingerprint=fingerprint,
         kv_layout=layout,
@@ -57,15 +59,15 @@ class Driver:
         return self(events.Tick())
 
     def register(
-        self, name: str, life: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
+        self, name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
     ) -> list[str]:
-        return self(events.WorkerRegistered(make_info(name, life, fingerprint, num_layers, start_id)))
+        return self(events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id)))
 
-    def left(self, name: str, life: int = 1) -> list[str]:
-        return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{life}")))
+    def left(self, name: str, incarnation: int = 1) -> list[str]:
+        return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{incarnation}")))
 
-    def hung(self, name: str, life: int = 1, why: str = "was unresponsive for 4.0 s") -> list[str]:
-        return self(events.WorkerHung(WorkerId(name), Incarnation(f"{name}.{life}"), why))
+    def hung(self, name: str, incarnation: int = 1, why: str = "was unresponsive for 4.0 s") -> list[str]:
+        return self(events.WorkerHung(WorkerId(name), Incarnation(f"{name}.{incarnation}"), why))
 
     def exited(self, name: str, why: str = "killed by SIGKILL") -> list[str]:
         return self(events.ProcessExited(name, why))
@@ -78,14 +80,16 @@ class Driver:
 
     def joined(self, address: str = ADDRESS, draining: Collection[str] = ()) -> list[str]:
         """`draining`: incarnations that the gateway drains, such as `decode-0.1`."""
-        lives = tuple((WorkerId(life.partition(".")[0]), Incarnation(life)) for life in draining)
-        return self(events.GatewayJoined(GATEWAY_ID, address, 7, draining=lives))
+        incarnations = tuple(
+            (WorkerId(incarnation.partition(".")[0]), Incarnation(incarnation)) for incarnation in draining
+        )
+        return self(events.GatewayJoined(GATEWAY_ID, address, 7, draining=incarnations))
 
     def drain(self, name: str) -> list[str]:
         return self(events.Drain(WorkerId(name)))
 
-    def empty(self, name: str, life: int = 1) -> list[str]:
-        return self(events.WorkerEmpty(GATEWAY_ID, WorkerId(name), Incarnation(f"{name}.{life}")))
+    def empty(self, name: str, incarnation: int = 1) -> list[str]:
+        return self(events.WorkerEmpty(GATEWAY_ID, WorkerId(name), Incarnation(f"{name}.{incarnation}")))
 
     def scale(self, **sizes: int) -> list[str]:
         return self(events.Scale(sizes))  # type: ignore[arg-type]

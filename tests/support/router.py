@@ -236,26 +236,26 @@ class Scenario:
         return [line for line in lines if not line.startswith("pair ")]
 
     def lost(self, worker_id: str, incarnation: str | None = None) -> list[str]:
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(life)))
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(current)))
 
     def suspected(
         self, worker_id: str, why: str = "was unresponsive for 2.5 s", incarnation: str | None = None
     ) -> list[str]:
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(life), why))
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(current), why))
 
     def heard(self, worker_id: str, incarnation: str | None = None) -> list[str]:
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(WorkerRecovered(WorkerId(worker_id), Incarnation(life)))
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(WorkerRecovered(WorkerId(worker_id), Incarnation(current)))
 
     def drain(self, worker_id: str, incarnation: str | None = None) -> list[str]:
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(DrainWorker(WorkerId(worker_id), Incarnation(life)))
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(DrainWorker(WorkerId(worker_id), Incarnation(current)))
 
     def resume(self, worker_id: str, incarnation: str | None = None) -> list[str]:
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(ResumeWorker(WorkerId(worker_id), Incarnation(life)))
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
+        return self.handle(ResumeWorker(WorkerId(worker_id), Incarnation(current)))
 
     def submit(self, request: RoutedRequest | str, arrival: float | None = None) -> list[str]:
         routed = routed_request(request) if isinstance(request, str) else request
@@ -279,14 +279,14 @@ class Scenario:
 
     def update(self, worker_id: str, *updates: StepUpdate, incarnation: str | None = None) -> list[str]:
         """All of these as one step of the worker."""
-        life = self.incarnations[worker_id] if incarnation is None else incarnation
+        current = self.incarnations[worker_id] if incarnation is None else incarnation
         merged = StepUpdate(
             tokens=tuple(item for update in updates for item in update.tokens),
             prefilled=tuple(item for update in updates for item in update.prefilled),
             handed_over=tuple(item for update in updates for item in update.handed_over),
             ends=tuple(item for update in updates for item in update.ends),
         )
-        return self.handle(FromWorker(WorkerId(worker_id), Incarnation(life), merged))
+        return self.handle(FromWorker(WorkerId(worker_id), Incarnation(current), merged))
 
     def start(self, request: RoutedRequest | str, prefill: str, decode: str) -> None:
         """Submit a request, which must go to this pair at once."""

@@ -1,4 +1,4 @@
-"""How to sample, from a client's wishes to what workers need. Pure.
+"""How to sample, from a client's options to what workers need. Pure.
 
 GenerationInput ──check_sampling──> Sampling, but for `max_tokens` and `seed`, which depend on the tokenized prompt
 """
