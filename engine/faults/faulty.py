@@ -202,7 +202,7 @@ def _unknown(fault: Failpoint) -> Never:
 
 
 class _FaultyRendezvous(Rendezvous):
-    """A `Rendezvous` whose `accept` may fail or hang."""
+    """A `Rendezvous` whose `accept` may fail, hang or end the process, and whose channels are faulty."""
 
     def __init__(self, inner: Rendezvous, formed: Callable[[Callable[[], PairTransport]], PairTransport]) -> None:
         self._inner = inner

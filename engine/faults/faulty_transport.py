@@ -24,7 +24,7 @@ Fired = Callable[[str], Failpoint | None]
 
 
 class FaultyTransport(PairTransport):
-    """A `PairTransport` that may damage, delay or drop payloads."""
+    """A `PairTransport` that may fail or delay operations, or corrupt their payloads."""
 
     def __init__(self, inner: PairTransport, fired: Fired) -> None:
         self._inner = inner

@@ -76,7 +76,7 @@ def check_open(point: RendezvousServer) -> None:
 
 
 class GlooRendezvous(Rendezvous):
-    """A TCP store on D, through which the two gloo processes of a pair find each other."""
+    """A rendezvous server on D, through which the two members of a pair's gloo group find each other."""
 
     def __init__(self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
         self._host = host

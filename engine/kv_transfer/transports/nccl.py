@@ -75,7 +75,7 @@ def _require_nccl() -> None:
 
 
 class NcclRendezvous(Rendezvous):
-    """A TCP store on D, as with gloo, through which both processes of a pair find each other.
+    """A rendezvous server on D, as with gloo, through which the two ranks of a pair's communicator find each other.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
