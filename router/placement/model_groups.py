@@ -1,6 +1,6 @@
 """The present workers, grouped so that a placement looks at a few of them only.
 
-    ModelGroup     workers with one model fingerprint and KV layout: KV of one can be used by each other
+    ModelGroup     workers with one model fingerprint and KV layout: each can use the KV of any other
     WorkerBucket   those of them that have one role and one shape. The one with the most free blocks shows whether any
                    member has room, and the least rank which ones are worth a look
 

@@ -29,10 +29,10 @@ from disagg.router.workers.assignments import Assignment
 from disagg.router.workers.worker import Worker
 
 Draw = Callable[[int, int], int]
-"""(counter, count) -> an index below `count`. A function, so that a core stays a function of its events."""
+"""(counter, count) -> an index below `count`. Injected, so that the core is deterministic."""
 
 MAX_SIDE = 3
-"""Of each role only this many, the best by themselves, are combined to pairs."""
+"""Candidates of each role, the best by themselves, that are combined to pairs; beside them `Shortlist.partners`."""
 
 
 class Demand(msgspec.Struct, kw_only=True, gc=False):
@@ -59,7 +59,7 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     """Whether tokens of the answer were released: a decode worker may compute them and the prompt where no prefill
     worker can hold them, also with `local_prefill: never`."""
     turn: int = 0
-    """Number of placements so far; feeds the draws."""
+    """Number of placements so far; the counter of `Draw`."""
     num_steps: float = 0.0
     """Decode steps that are expected: the first token comes from the prefill."""
     context: float = 0.0

@@ -1,12 +1,16 @@
-"""A failure detector: which processes are silent, and which are stuck in one step. Pure.
+"""A failure detector: which processes are silent, and which are stuck in one step.
 
-    watch ──> heartbeat, heartbeat, ... ──silent for too long, or one turn of its engine lasts too long──> suspected
+    watch ──> heartbeat, heartbeat, ... ──silent for too long, or one step of its engine lasts too long──> suspected
                     ^                                                                                        │
                     └──────────────────────── heartbeat, and not stuck ──────────────────────────────────────┘
 
 A process that is stopped sends nothing, on connections that stay open. One whose engine hangs in a collective still
 reports, with the time for which its engine has been in the step; a long prompt takes seconds too, so that limit is
 larger.
+
+Pure, though it lies beside a shell: the gateway's `server.py` and the controller's `supervisor.py` each have one.
+It sees processes that hang only. A process that ends breaks its connections: gateways notice that in `worker_link.py`,
+the controller in `cluster/control/server.py`; both then call `forget`.
 
 Silence is counted in the time for which the listener itself was awake, as measured by its sweeps. After a suspended
 machine, or a listener that was stopped or starved, no message can have been received, and none is suspected for that.
@@ -41,7 +45,7 @@ class FailureDetector(Generic[K]):
 
     Args:
         silent_after_s: silence that makes a process suspected; infinite for never.
-        stuck_after_s: length of one turn of its engine that does; infinite for never.
+        stuck_after_s: length of one step of its engine that does; infinite for never.
     """
 
     def __init__(self, silent_after_s: float, stuck_after_s: float) -> None:
@@ -71,7 +75,7 @@ class FailureDetector(Generic[K]):
         """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
 
         Args:
-            turn_s: for how long its engine has been in its present turn; None if the message does not have it.
+            turn_s: for how long its engine has been in its present step; None if the message does not have it.
             doing: what the engine does in it, for the log.
         """
         watched = self._watched.get(key)

@@ -1,5 +1,5 @@
-"""The metrics under names of our own: requests and targets, the router's decisions and how good they were, instances,
-KV transfers. Base units; see docs/observability.md.
+"""The metrics under names of our own: requests and targets, the router's decisions and how good they were, workers,
+KV transfers. The label `instance` is a worker's id. Base units; see docs/observability.md.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
-DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "no_room", "no_slot")
+DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "no_room", "no_slot")
 
 
 def cluster_families(view: ClusterView) -> Iterator[Metric]:
-    """All of them."""
+    """Families of `/metrics` that are made of the router's view."""
     yield from _requests(view)
     yield from _tenants(view)
     yield from _latencies(view.stats)
@@ -32,7 +32,7 @@ def cluster_families(view: ClusterView) -> Iterator[Metric]:
 
 
 def role_of(info: WorkerInfo) -> str:
-    """The role of an instance."""
+    """`colocated` for a worker that has both roles."""
     return "colocated" if len(info.roles) > 1 else info.roles[0]
 
 
@@ -139,7 +139,7 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     decisions = {**dict.fromkeys(DECISIONS, 0), **view.stats.decisions}
     yield counter(
         "disagg_router_decisions",
-        "Placements by decision, and tries that found no room or no free slot.",
+        "Placements by decision (probe: of `disagg doctor`), and tries that found no room or no free slot.",
         ("reason",),
         [((reason,), count) for reason, count in sorted(decisions.items())],
     )
@@ -151,13 +151,13 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_router_quarantined",
-        "Circuit breakers of an instance that are not closed.",
+        "Circuit breakers of a worker (instance) that are not closed.",
         ("instance",),
         [((worker.info.worker_id,), len(worker.open_breakers)) for worker in view.workers],
     )
     yield gauge(
         "disagg_router_view_age_seconds",
-        "Time since an instance reported its load.",
+        "Age of the latest load report of a worker (instance), which placement relies on.",
         ("instance",),
         [((worker.info.worker_id,), worker.report_age_s) for worker in view.workers],
     )
@@ -186,13 +186,13 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_kv_blocks",
-        "KV blocks by state: active (held by sequences or transfers), reserved (not written), cached (reusable), free.",
+        "KV blocks by state: active (held by sequences), reserved (promised to sequences), cached (reusable), free.",
         ("instance", "state"),
         [((w.info.worker_id, state), count) for w in view.workers for state, count in kv_blocks(w.load).items()],
     )
     yield gauge(
         "disagg_instance_sequences",
-        "Sequences on an instance: in its batch (running), waiting for a place or for their KV (waiting), or preempted "
+        "Sequences on a worker: in its batch (running), waiting for a place or for their KV (waiting), or preempted "
         "with their KV in host memory (suspended).",
         ("instance", "state"),
         [
@@ -226,15 +226,27 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         ("instance",),
         [((id_,), STEP_SECONDS_BOUNDS, m.step_seconds, m.step_seconds_sum) for id_, m in counters if m.step_seconds],
     )
-    for name, text in (
-        ("prompt_tokens", "Prompt tokens that an instance computed."),
-        ("cached_tokens", "Tokens of new sequences that an instance found in its prefix cache."),
-        ("output_tokens", "Tokens that an instance sampled."),
-        ("preemptions", "Sequences that an instance preempted for lack of KV blocks."),
-        ("swapped_out_blocks", "KV blocks of such sequences that an instance copied to host memory."),
-        ("swapped_in_blocks", "KV blocks that it copied back from there."),
+    for name, text, field in (
+        ("disagg_engine_prompt_tokens", "Prompt tokens that a worker computed.", "prompt_tokens"),
+        (
+            "disagg_engine_cached_tokens",
+            "Tokens of new sequences that a worker found in its prefix cache.",
+            "cached_tokens",
+        ),
+        ("disagg_engine_output_tokens", "Tokens that a worker sampled.", "output_tokens"),
+        ("disagg_engine_preemptions", "Sequences that a worker preempted for lack of KV blocks.", "preemptions"),
+        (
+            "disagg_engine_swapped_out_blocks",
+            "KV blocks of preempted sequences that a worker copied to host memory.",
+            "swapped_out_blocks",
+        ),
+        (
+            "disagg_engine_swapped_in_blocks",
+            "KV blocks of preempted sequences that a worker copied back from host memory.",
+            "swapped_in_blocks",
+        ),
     ):
-        yield counter(f"disagg_engine_{name}", text, ("instance",), [((id_,), getattr(m, name)) for id_, m in counters])
+        yield counter(name, text, ("instance",), [((id_,), getattr(m, field)) for id_, m in counters])
 
 
 def _transfers(view: ClusterView) -> Iterator[Metric]:

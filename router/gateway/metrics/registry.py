@@ -117,7 +117,7 @@ class GatewayMetrics(Collector):
 
 
 def loop_families(times: LoopTimes, offload: Offload | None) -> Iterator[Metric]:
-    """All of them."""
+    """Families about the gateway's event loop and its threads for tokenizing."""
     yield gauge(
         "disagg_gateway_loop_longest_seconds",
         "Longest turn of the gateway's event loop above 5 ms: of the last minute or two, and since the start.",

@@ -17,7 +17,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": RequestCancelledError.c
 
 
 def vllm_families(view: ClusterView, model: str) -> Iterator[Metric]:
-    """All of them."""
+    """Families under vLLM's names; `model` is the label `model_name`."""
     yield from _gauges(view, model)
     yield from _counters(view, model)
     yield from _histograms(view, model)
@@ -33,12 +33,12 @@ def kv_usage(view: ClusterView) -> float:
 def _gauges(view: ClusterView, model: str) -> Iterator[Metric]:
     usage = kv_usage(view)
     for name, text, value in (
-        ("num_requests_running", "Requests that were placed.", float(view.num_running)),
-        ("num_requests_waiting", "Requests in the router's queue.", float(view.num_queued)),
-        ("kv_cache_usage_perc", "Share of the KV blocks in use where sequences decode; 1 is all.", usage),
-        ("gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage),
+        ("vllm:num_requests_running", "Requests that were placed.", float(view.num_running)),
+        ("vllm:num_requests_waiting", "Requests in the router's queue.", float(view.num_queued)),
+        ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use where sequences decode; 1 is all.", usage),
+        ("vllm:gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage),
     ):
-        yield gauge(f"vllm:{name}", text, _LABELS, [((model,), value)])
+        yield gauge(name, text, _LABELS, [((model,), value)])
 
 
 def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
@@ -46,13 +46,13 @@ def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
     prompt_tokens = int(stats.prompt_tokens.total)
     preemptions = sum(metrics.preemptions for metrics in view.counters.values())
     for name, text, count in (
-        ("prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
-        ("generation_tokens", "Output tokens.", stats.num_output_tokens),
-        ("prefix_cache_queries", "Prompt tokens that were looked for in the prefix caches.", prompt_tokens),
-        ("prefix_cache_hits", "Prompt tokens that were found there.", stats.cached_tokens),
-        ("num_preemptions", "Preemptions on all workers.", preemptions),
+        ("vllm:prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
+        ("vllm:generation_tokens", "Output tokens.", stats.num_output_tokens),
+        ("vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix caches.", prompt_tokens),
+        ("vllm:prefix_cache_hits", "Prompt tokens that were found there.", stats.cached_tokens),
+        ("vllm:num_preemptions", "Preemptions on all workers.", preemptions),
     ):
-        yield counter(f"vllm:{name}", text, _LABELS, [((model,), count)])
+        yield counter(name, text, _LABELS, [((model,), count)])
     yield counter(
         "vllm:request_success",
         "Requests by how they ended.",
@@ -64,11 +64,11 @@ def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
 def _histograms(view: ClusterView, model: str) -> Iterator[Metric]:
     stats = view.stats
     for name, text, found in (
-        ("time_to_first_token_seconds", "From arrival to the first token.", merged(stats.ttft.values())),
-        ("inter_token_latency_seconds", "Between two tokens.", stats.itl),
-        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", stats.itl),
-        ("e2e_request_latency_seconds", "From arrival to the end.", stats.e2e),
-        ("request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens),
-        ("request_generation_tokens", "Output tokens of a request.", stats.output_tokens),
+        ("vllm:time_to_first_token_seconds", "From arrival to the first token.", merged(stats.ttft.values())),
+        ("vllm:inter_token_latency_seconds", "Between two tokens.", stats.itl),
+        ("vllm:time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", stats.itl),
+        ("vllm:e2e_request_latency_seconds", "From arrival to the end.", stats.e2e),
+        ("vllm:request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens),
+        ("vllm:request_generation_tokens", "Output tokens of a request.", stats.output_tokens),
     ):
-        yield histogram(f"vllm:{name}", text, _LABELS, [((model,), found)])
+        yield histogram(name, text, _LABELS, [((model,), found)])
