@@ -152,7 +152,7 @@ class VirtualCluster:
             )
             self._handle(events.Submit(request, self.now))
             if self.seen[name].error:
-                self.core.give_back(wish.tenant, least, 1, self.now)
+                self.core.refund(wish.tenant, least, 1, self.now)
 
     # ---------------------------------------------------------------- inside
 

@@ -315,16 +315,16 @@ class Router(Protocol):
 
     def admit(self, call: CallDemand) -> None:
         """Charge a call to its tenant before anything is done for it. Raises `LimitError` where all of it is refused;
-        then nothing is charged. What is not submitted must be given back."""
+        then nothing is charged. What is not submitted must be refunded."""
         ...
 
-    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
-        """Tokens of a call that were charged, and that no submitted request has as its `prepaid_tokens`; and its
-        answers of which no request was taken."""
+    def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+        """Return what a call was charged for and does not use: tokens that no submitted request has as its
+        `prepaid_tokens`, and answers that were not submitted."""
         ...
 
-    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
-        """The limits of all tenants changed: waiting requests that may run now are placed at once."""
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """Replace the limits of all tenants. Waiting requests that may run under them are placed at once."""
         ...
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
@@ -332,7 +332,7 @@ class Router(Protocol):
         once where the request cannot be served; then nothing is held."""
         ...
 
-    def check_room(self) -> None:
+    def check_queue_capacity(self) -> None:
         """Raises what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
         `UnavailableError`. Cheap; called before a prompt is tokenized."""
         ...

@@ -45,11 +45,11 @@ class FailureTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """When a worker counts as unresponsive though its connections stand. `null` is never."""
 
     suspect_after_s: Seconds | None = 2.5
-    """A worker was silent for so long: gateways retry its requests elsewhere, and place nothing there until it reports
-    again."""
+    """Seconds without a message of a worker, after which gateways retry its requests elsewhere and place nothing there
+    until it sends one again."""
     stuck_after_s: Seconds | None = 30.0
-    """A worker's engine has been in one step for so long: gateways do the same, and the controller kills and restarts
-    it. Must be longer than the longest regular step."""
+    """Seconds that a worker's engine is in one step, after which gateways do the same, and the controller kills and
+    restarts it. Must be longer than the longest regular step."""
 
 
 class MetricsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,26 +77,26 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     max_queued: Count = MAX_QUEUED
     """Requests that wait for a worker; one more is refused as overload."""
     bypass_s: NonNegative = 0.5
-    """A request that waits for room in the KV cache lets smaller ones pass for so long. From then on a worker is kept
-    for it."""
+    """How long smaller requests are placed before one that waits for KV blocks. From then on a worker is held for it:
+    `WorkerHold` in `requests/waiting.py`."""
     fair_quantum_tokens: Count = 4096
-    """Tokens of a tenant's turn in the queue, prompt and answer; see `queue`."""
+    """Tokens, of prompt and answer, that each tenant gets in one round of the queue; see `queueing/queue.py`."""
     tenant_queue_share: Share = 0.75
-    """The most of `max_queued`, without those of others, that one of several tenants may have waiting."""
+    """With several tenants: the share that one may take of the part of `max_queued` that the others leave."""
     tenant_place_share: Share = 0.9
-    """The most of the places to decode that one of several tenants has, so that one that comes need not wait for its
-    answers to end; 1 keeps none free for that."""
+    """With several tenants: the largest share of the decode places that one has. The rest lets requests of others start
+    before its answers end; 1 keeps nothing free."""
     retry_after_s: Positive = 1.0
     """The time after which a refused client may retry."""
     max_attempts: Count = 5
-    """Attempts of a request that may be lost to a fault, without progress (64 tokens of the answer) in between.
-    Refusals and moves on purpose do not count."""
+    """So many failed attempts end a request, without progress (64 tokens of the answer) in between. Refusals and draining
+    workers do not count; see `requests/retries.py`."""
     max_losses: Count = 3
-    """Attempts of a request that may be lost with a whole worker, without progress in between; with it, twice as many.
-    """
+    """So many failures by the loss of a whole worker end a request, without progress in between; with it, twice as
+    many."""
     max_refusals: Count = 100
-    """How often in a row workers that have nothing else may refuse a request before it fails. Where others have the
-    room, it waits."""
+    """A request fails when workers without other sequences have refused it so often in a row. Refusals by workers that
+    have some do not count: their blocks become free."""
     refusal_pause_s: Positive = 0.05
     """After its n-th refusal a request avoids the worker that refused for n times this long."""
     failure_pause_s: Positive = 0.2
@@ -106,32 +106,34 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     no_worker_grace_s: Positive = 2.5
     """How long a queued request waits for a worker that could take it at all to come (back)."""
     silent_after_s: Seconds | None = _TIMEOUTS.suspect_after_s
-    """A worker that sent nothing for so long is suspected: its requests are requeued, and it gets nothing new until it
-    sends a message again. None for never."""
+    """`recovery.suspect_after_s` of the YAML: a worker that sent nothing for so many seconds is suspected, its requests
+    are requeued, and it gets nothing new until it sends a message again. None for never."""
     stuck_after_s: Seconds | None = _TIMEOUTS.stuck_after_s
-    """The same for one whose engine has been in one step for so long. None for never."""
+    """`recovery.stuck_after_s` of the YAML: the same for a worker whose engine has been in one step for so many
+    seconds. None for never."""
     retry_share: Fraction = 0.1
-    """Attempts again that may be made for every request that comes; the first one after the loss of a worker does not
+    """Retries allowed per incoming request, over all requests. The first retry after the loss of a worker does not
     count."""
     retry_burst: Count = 256
-    """How many of these may be made at once, after a while without any."""
+    """The largest number of unused retries that is saved up."""
     pair_timeout_s: Positive = 2.0
-    """For how long an attempt waits for its pair of workers to be formed, at most; at most half of what is left of its
-    TTFT target and of its deadline, and at least a quarter of a second. Then it goes elsewhere."""
+    """How long an attempt waits for its pair of workers to be formed: at most this, and at most half of what is left of
+    its TTFT target and of its deadline, but at least a quarter of a second. Then it is placed elsewhere."""
     warm_pairs: NonNegativeInt = 8
     """Pairs of each worker that are formed as soon as it comes. Any other is formed by the first request that is placed
     on it."""
     pair_setup_ms: NonNegative = 50.0
-    """Policy `joint`: what a pair costs more that has to be formed first."""
+    """Policy `joint`: the added cost of a pair that has to be formed first, the expected time of that."""
     pair_idle_s: Positive = 60.0
-    """A pair that no request was placed on for so long is taken to be closed, unless it is one of `warm_pairs`."""
+    """A pair without a placement for so many seconds is assumed to be closed, unless it is one of `warm_pairs`."""
     breaker_failures: Count = 3
-    """A worker or a pair that fails so often in a row in one leg (prefill, transfer, decode) is left out of it for a
-    while; see `breaker`."""
+    """Failures in a row that open the circuit breaker of a worker or a pair for one leg (prefill, transfer, decode), so
+    that it is excluded from that leg; see `workers/circuit_breaker.py`."""
     breaker_share: Share = 0.5
-    """The same for one of whose latest results so large a share failed."""
+    """The share of failures among its latest results that opens a breaker, too."""
     breaker_pause_s: Positive = 0.5
-    """After how long one request tries it again; doubles with each failure up to `breaker_max_pause_s`."""
+    """Time from the opening of a breaker to its trial, one request; doubles with each failure up to
+    `breaker_max_pause_s`."""
     breaker_max_pause_s: Positive = 30.0
     """Longest of those pauses."""
     prefill_chunks: Count = 2
@@ -149,9 +151,9 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     num_traces: Count = MetricsOptions().num_traces
     """Ended requests that can still be explained."""
     outbox_frames: Count = 4096
-    """Frames that may wait for one worker; a worker that takes none for so long is treated as lost."""
+    """Frames that may wait to be sent to one worker; with more, the worker is treated as lost."""
     hello_timeout_s: Positive = 5.0
-    """How long a worker may take to answer the begin of a session."""
+    """How long a worker may take to send its hello when a session is opened."""
     min_reconnect_s: Positive = 0.1
     """First pause after a lost session; it doubles up to `max_reconnect_s`."""
     max_reconnect_s: Positive = 2.0

@@ -77,8 +77,8 @@ class GatewaySection(GatewayOptions, frozen=True, kw_only=True):
     """Tokens of an answer that come within this time are sent together, the first one at once; 0 sends each at once.
     Some milliseconds spare processor time where gateway, clients and workers share cores and steps are short."""
     insecure: bool = False
-    """Let others reach `host` without TLS, or without keys and client certificates. Without keys they may read
-    everything and change nothing."""
+    """Allow a `host` that other machines reach without TLS, or without keys and client certificates. Without keys they
+    may read everything and change nothing."""
 
     @property
     def chosen_http_port(self) -> int | None:
@@ -157,7 +157,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Port = 0
     """0 takes any free port."""
     drain_timeout_s: Seconds = 300.0
-    """How long a worker that leaves may finish its sequences; what still runs then goes on elsewhere."""
+    """How long a draining worker may take to finish its sequences; what still runs then continues elsewhere."""
 
 
 class TransferSection(TransferLimits, frozen=True, kw_only=True):
@@ -172,12 +172,12 @@ class RecoveryConfig(FailureTimeouts, frozen=True, kw_only=True):
     """`recovery`: when a process counts as unresponsive, though its connections stand. `null` is never."""
 
     kill_after_s: Seconds | None = 4.0
-    """A worker or the gateway was silent for so long: it is killed, and started again."""
+    """Seconds without a heartbeat of a worker or the gateway, after which it is killed and restarted."""
     gateway_stuck_after_s: Seconds | None = 30.0
-    """A gateway's event loop has been in one step for so long, though its process sends heartbeats: it is killed,
-    and started again. A loop that is held for less is busy, not hung."""
+    """Seconds that a gateway's event loop is blocked, though its process sends heartbeats, after which it is killed and
+    restarted. A loop that is blocked for less is busy, not hung."""
     failpoints: bool = False
-    """Whether workers fail on purpose as their environment (`DISAGG_FAILPOINTS`) lists: for tests only."""
+    """Inject the faults that a worker's environment lists (`DISAGG_FAILPOINTS`): for tests only."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -177,10 +177,14 @@ class ControllerLink:
                         # gRPC waits for our next frame for good when the controller ended the call.
                         self._outbox.put_nowait(None)
             except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
-                logger.info("connection to the controller broke, reconnecting: %s", error)
+                logger.info(
+                    "no connection to the controller, serving with the last membership and reconnecting: %s", error
+                )
             except Exception:
                 # A bug. It ends the connection only: the gateway goes on serving, the membership comes again.
-                logger.exception("following the controller failed, reconnecting")
+                logger.exception(
+                    "following the controller failed by a bug; serving with the last membership and reconnecting"
+                )
             pause_s = MIN_PAUSE_S if followed else min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 

@@ -246,7 +246,7 @@ class GatewayServer:
     def _limits_changed(self, limits: Mapping[str, TenantLimits]) -> None:
         """On the thread that watches files, between `start` and `stop`."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._router.state_limits, limits)
+        self._loop.call_soon_threadsafe(self._router.set_limits, limits)
 
     def _options(self) -> list[tuple[str, int]]:
         return [

@@ -5,10 +5,10 @@
 Tenants take turns by deficit round robin on tokens. Each has a level: the tokens that its ended answers used, plus the
 upper limits of those that run, over its weight. The round of a request is its tenant's level plus the tokens before it
 in the tenant's lane, divided by `quantum`. So in each round every tenant has a quantum, expensive requests take several
-rounds, and what was claimed and not used is given back when an answer ends.
+rounds, and what was claimed and not used is refunded when an answer ends.
 
-Requests that already had an attempt wait for no turn: their tenant was charged for them, and their client has a part of
-the answer, or lost an attempt without being its cause. A request without a TTFT target is due a fixed horizon after its
+Requests that already had an attempt come before these rounds: their tenant was charged for them, and their client has a
+part of the answer, or lost an attempt without being its cause. A request without a TTFT target is due a fixed horizon after its
 arrival, so that it waits behind more urgent ones, but not for ever. With one tenant the rounds change nothing.
 
 Deficit round robin: Shreedhar and Varghese, 1995. Levels instead of counters of deficits, and what becomes of them
@@ -54,7 +54,7 @@ class Share:
 
     @property
     def level(self) -> float:
-        """The lower, the sooner its turn."""
+        """The lower, the earlier the tenant comes."""
         return self.used + self.claimed / self.weight
 
 
@@ -87,10 +87,10 @@ class _Lane:
 
     def key_of(self, urgency: Urgency, tokens_before: float) -> _Key:
         """The sort key of a request behind `tokens_before` tokens of its tenant."""
-        turn = 0
+        round_number = 0
         if urgency.is_first_attempt:
-            turn = math.floor((self.share.level + tokens_before / self.share.weight) / self._quantum)
-        return urgency[0], urgency[1], turn, urgency
+            round_number = math.floor((self.share.level + tokens_before / self.share.weight) / self._quantum)
+        return urgency[0], urgency[1], round_number, urgency
 
     @property
     def head(self) -> _Key:
@@ -116,7 +116,7 @@ class RequestQueue:
     """All waiting requests, a lane for each tenant.
 
     Args:
-        quantum: tokens of a tenant's turn.
+        quantum: tokens of a tenant in one round.
         may_run: whether a tenant may have one more running; requests of others are skipped.
     """
 
@@ -132,7 +132,7 @@ class RequestQueue:
         """A heap of the next entry of each lane; None where no order was computed."""
         self._asked: tuple[int, float] | None = None
         """The latest result of `position`, and the work before it."""
-        self.passes_over = False
+        self.skipped_a_tenant = False
         """Whether a tenant was skipped when the order was last read, because it may not have one more running."""
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class RequestQueue:
     def look(self) -> None:
         """Compute the order again: tenants may have become able to run more."""
         self._forget_order()
-        self.passes_over = False
+        self.skipped_a_tenant = False
 
     def at(self, position: int) -> RequestId | None:
         """The request at a position, 0 being the first to be tried; None behind the last one."""
@@ -273,7 +273,7 @@ class RequestQueue:
     def _runs(self, lane: _Lane) -> bool:
         if self._may_run(lane.share.name):
             return True
-        self.passes_over = True
+        self.skipped_a_tenant = True
         return False
 
     def _know(self, position: int) -> bool:

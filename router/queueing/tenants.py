@@ -125,7 +125,7 @@ class Tenants:
             tenant.set_limits(limits, now)
         return tenant
 
-    def state_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
+    def set_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
         """Set the limits of all tenants; tenants that are not in `limits` have those that their calls bring."""
         self._stated = dict(limits)
         self._shared_out = None
@@ -162,8 +162,8 @@ class Tenants:
             self._admitted(tenant, call.num_answers)
         return error
 
-    def give_back(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
-        """Give back charged tokens that will not be used, and admitted answers that will not be submitted."""
+    def refund(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
+        """Return charged tokens that will not be used, and admitted answers that will not be submitted."""
         if (tenant := self._tenants.get(name)) is not None:
             _take(tenant.tokens, -num_tokens, now)
             self._admitted(tenant, -num_answers)

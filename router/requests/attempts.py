@@ -184,14 +184,14 @@ class Attempts:
         """The pair of the attempt was not formed in time. Its breaker opens at once, because all further requests would
         wait for it; where this request waited for less than `pair_timeout_s`, once the pair has not been formed for
         that long."""
-        attempt, patience_s = record.running, self._config.pair_timeout_s
+        attempt, pair_timeout_s = record.running, self._config.pair_timeout_s
         placed, timeout_s = attempt.marks.placed, attempt.pair_timeout_s
         if (
             attempt.prefill is not None
             and timeout_s is not None
-            and timeout_s < patience_s
+            and timeout_s < pair_timeout_s
             and now - placed >= timeout_s
-            and not self._fleet.breakers.pair_timed_out(attempt.prefill, attempt.decode, placed, now, patience_s)
+            and not self._fleet.breakers.pair_timed_out(attempt.prefill, attempt.decode, placed, now, pair_timeout_s)
         ):
             return
         self.failed(record, "transfer", end, now, at_once=True)

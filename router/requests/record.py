@@ -106,8 +106,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
     """In a row; the pause after a refusal grows with them."""
-    num_vain_refusals: int = 0
-    """Of these, in a row, those by workers without other sequences."""
+    num_refusals_by_idle: int = 0
+    """Of these, in a row, those by workers that have no other sequences: waiting would not help there."""
     avoid_until: Mapping[WorkerId, float] = _NO_WORKERS
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""
@@ -117,8 +117,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Since when no present worker could hold it even when empty."""
     lacks_room_since: float | None = None
     """Since when no worker has had room for it."""
-    is_passed: bool = False
-    """Whether it waits for room while there is room for smaller ones."""
+    is_overtaken: bool = False
+    """Whether it waits for KV blocks while there are enough for smaller ones, which are placed before it."""
     cached_tokens: int | None = None
     """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
 

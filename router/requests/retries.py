@@ -90,11 +90,11 @@ class Retries:
         error that ends the request, or None for a retry."""
         is_preempted = end.reason == "preempted"
         record.num_refusals = 0 if is_preempted else record.num_refusals + 1
-        record.num_vain_refusals = 0 if is_preempted or can_wait else record.num_vain_refusals + 1
-        if record.num_vain_refusals < self.config.max_refusals and not record.is_probe:
+        record.num_refusals_by_idle = 0 if is_preempted or can_wait else record.num_refusals_by_idle + 1
+        if record.num_refusals_by_idle < self.config.max_refusals and not record.is_probe:
             return None
         if is_preempted:
             return UnavailableError(f"preempted on {worker_id}: {end.detail}")
         return UnavailableError(
-            f"refused {record.num_vain_refusals or 1} times, the last time by {worker_id}: {end.detail}"
+            f"refused {record.num_refusals_by_idle or 1} times, the last time by {worker_id}: {end.detail}"
         )

@@ -79,7 +79,7 @@ class RouterCore:
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
         self._retries = Retries(config)
         self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
-        self._orphans: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
+        self._cancel_on_return: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0
         self._out: list[Command] = []
@@ -106,7 +106,7 @@ class RouterCore:
             case events.WorkerRecovered() | events.DrainWorker() | events.ResumeWorker():
                 self._on_worker_changed(event, now)
             case events.LimitsChanged(limits=limits):
-                self._tenants.state_limits(limits, now)
+                self._tenants.set_limits(limits, now)
                 self._waiting.limits_changed()
             case events.Tick():
                 pass
@@ -114,7 +114,7 @@ class RouterCore:
             self._fleet.reopen()
         if self._timers.has_due(now):
             self._wake(now)
-        if self._waiting.has_reason_to_look():
+        if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
         if self._fleet.num_to_drain:
             self._out += [events.WorkerIsDrained(*drained) for drained in self._fleet.newly_drained()]
@@ -128,9 +128,9 @@ class RouterCore:
             self._telemetry.refused(error)
         return error
 
-    def give_back(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
+    def refund(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
         """Return charged tokens, and admitted answers that were not submitted, to the tenant."""
-        self._tenants.give_back(tenant, num_tokens, num_answers, now)
+        self._tenants.refund(tenant, num_tokens, num_answers, now)
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing is due."""
@@ -228,7 +228,7 @@ class RouterCore:
         self._out.extend(
             events.ConnectPair(prefill_id, peer) for prefill_id, peer in self._fleet.pairs_to_form(info.worker_id)
         )
-        incarnation, keys = self._orphans.pop(info.worker_id, (None, []))
+        incarnation, keys = self._cancel_on_return.pop(info.worker_id, (None, []))
         if incarnation == info.incarnation:
             self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)
         self._waiting.workers_changed(now)
@@ -239,7 +239,7 @@ class RouterCore:
         is_moved = self._fleet.worker(worker_id).is_draining
         why, code = ("left", MOVED) if is_moved else ("was lost", "worker_lost")
         keys = self._move_all(worker_id, why, code, now)
-        self._orphans[worker_id] = (incarnation, keys)
+        self._cancel_on_return[worker_id] = (incarnation, keys)
         if keys:
             logger.warning("worker %s %s: requeueing its %d requests", worker_id, why, len(keys))
         self._fleet.lost(worker_id)
@@ -462,7 +462,7 @@ class RouterCore:
             tenant = record.tenant
             tenant.num_boosted -= record.is_boosted
             if tenant.tokens is not None:
-                self._tenants.give_back(tenant.name, record.cost - record.num_used, 0, now)
+                self._tenants.refund(tenant.name, record.cost - record.num_used, 0, now)
             self._waiting.settle(record)
         self._timers.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0

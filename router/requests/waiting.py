@@ -1,11 +1,11 @@
-"""The requests that wait for a worker: in the queue while a present worker could hold them, set aside while none could
-even if empty.
+"""The requests that wait for a worker: in the queue while a present worker could hold them, unschedulable while none
+could even if empty.
 
     add ──> queue ──a pass finds room──> placed
               │  ^
          none │  │ a worker comes up
         could v  │
-            set aside ──the grace is over──> the core fails it
+         unschedulable ──the grace is over──> the core fails it
 
 A pass goes through the queue from its head. A request that is not placed lets others pass: it avoids a worker, or the
 best worker for it has no free slot just now and waiting is cheaper than what is free, or it needs more KV blocks than
@@ -68,21 +68,21 @@ class Waiting:
         self._fleet = fleet
         self._attempts = attempts
         self._timers = timers
-        self._aside: dict[RequestId, RequestRecord] = {}
+        self._unschedulable: dict[RequestId, RequestRecord] = {}
         self._hold = WorkerHold(fleet, config.bypass_s)
         self._must_look = False
         self._least_lacking: int | None = None
         """The fewest tokens for which there is no room; None where no request waits for room."""
-        self._least_kept_off: int | None = None
-        """The same for requests that may not use the held workers."""
+        self._least_lacking_unheld: int | None = None
+        """The same on the workers that are not held for another request."""
         self._seen_openings = 0
         self._seen_releases = 0
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._aside)
+        return len(self.queue) + len(self._unschedulable)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self.queue or request_id in self._aside
+        return request_id in self.queue or request_id in self._unschedulable
 
     def add(self, record: RequestRecord, now: float) -> Dispatch | None:
         """A new request: placed at once, or queued."""
@@ -90,8 +90,8 @@ class Waiting:
         if self.queue:
             position = self.queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
         else:
-            self._all_seen()
-        if not self._set_aside(record, now):
+            self._mark_seen()
+        if not self._move_if_unschedulable(record, now):
             result = None
             may_run = self._may_run(record)
             fits = self._may_fit(record)
@@ -118,7 +118,7 @@ class Waiting:
         """A waiting request ended."""
         record = self._records[request_id]
         record.tenant.num_waiting -= 1
-        if self._aside.pop(request_id, None) is None:
+        if self._unschedulable.pop(request_id, None) is None:
             self._take_out(record)
             self._must_look = True
 
@@ -131,10 +131,10 @@ class Waiting:
         """A worker came up, was lost, or drains."""
         self._must_look = True
         self._hold.workers_changed()
-        if not self._aside:
+        if not self._unschedulable:
             return
-        for record in [record for record in self._aside.values() if self._could_fit(record)]:
-            del self._aside[record.request_id]
+        for record in [record for record in self._unschedulable.values() if self._could_fit(record)]:
+            del self._unschedulable[record.request_id]
             record.unservable_since = None
             self._push(record, now)
 
@@ -150,7 +150,7 @@ class Waiting:
 
     def place(self, now: float) -> list[Dispatch]:
         """Make one pass: place the requests that there is room for."""
-        self._all_seen()
+        self._mark_seen()
         self._tenants.note_time(now)
         self.queue.look()
         placed: list[Dispatch] = []
@@ -164,7 +164,7 @@ class Waiting:
                 position += 1
                 continue
             record = self._records[request_id]
-            if self._set_aside(record, now):
+            if self._move_if_unschedulable(record, now):
                 self._take_out(record)
                 continue
             looked_at.add(request_id)
@@ -194,15 +194,15 @@ class Waiting:
                 return [*placed, result, *self.place(now)]
         return placed
 
-    def has_reason_to_look(self) -> bool:
+    def needs_pass(self) -> bool:
         """Whether something happened that could let a waiting request be placed."""
         if not self.queue:
             return False
         fleet = self._fleet
         if self._must_look or fleet.num_openings != self._seen_openings:
             return True
-        lacks_room = self._least_lacking is not None or self._least_kept_off is not None
-        waits_for_release = lacks_room or self.queue.passes_over
+        lacks_room = self._least_lacking is not None or self._least_lacking_unheld is not None
+        waits_for_release = lacks_room or self.queue.skipped_a_tenant
         return waits_for_release and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
@@ -210,10 +210,10 @@ class Waiting:
         num_workers = self._fleet.backlog()[1] if position else 0
         return self.queue.work_before(position) / num_workers if num_workers else 0.0
 
-    def _all_seen(self) -> None:
+    def _mark_seen(self) -> None:
         """What happened so far is no reason for another pass."""
         self._must_look = False
-        self._least_lacking = self._least_kept_off = None
+        self._least_lacking = self._least_lacking_unheld = None
         self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
 
     def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
@@ -243,15 +243,19 @@ class Waiting:
         """Whether the tenant of a new request may have one more running."""
         if record.tenant.is_unlimited or self._tenants.may_run(record.tenant.name):
             return True
-        self.queue.passes_over = True
+        self.queue.skipped_a_tenant = True
         return False
 
     def _may_fit(self, record: RequestRecord) -> bool:
         """Whether it is worth trying: it needs less than what there is no room for."""
-        if self._least_lacking is None and self._least_kept_off is None:
+        if self._least_lacking is None and self._least_lacking_unheld is None:
             return True
         needed = self._attempts.room_needed(record)
-        if self._least_kept_off is not None and needed >= self._least_kept_off and self._hold.kept_from(record):
+        if (
+            self._least_lacking_unheld is not None
+            and needed >= self._least_lacking_unheld
+            and self._hold.kept_from(record)
+        ):
             return False
         return self._least_lacking is None or needed < self._least_lacking
 
@@ -260,7 +264,7 @@ class Waiting:
         needed = self._attempts.room_needed(record)
         self._seen_releases = self._fleet.num_releases
         if self._hold.kept_from(record):
-            self._least_kept_off = min(needed, self._least_kept_off or needed)
+            self._least_lacking_unheld = min(needed, self._least_lacking_unheld or needed)
             return
         self._least_lacking = min(needed, self._least_lacking or needed)
         if not self._fleet.has_opening:  # Without a free slot it would wait however many blocks are free.
@@ -274,28 +278,28 @@ class Waiting:
     def _note_large(self, record: RequestRecord, now: float) -> None:
         """Where there is room for half its size, a request waits because it is large. Others pass it, so its prompt is
         not counted as work before them."""
-        if not record.is_passed and self._attempts.has_room_for_half(record, now):
-            record.is_passed = True
+        if not record.is_overtaken and self._attempts.has_room_for_half(record, now):
+            record.is_overtaken = True
             self.queue.set_work(record.request_id, 0.0)
 
     def _note_room(self, record: RequestRecord, now: float) -> None:
         """There is room for a queued request again, and it waits for something else."""
         record.lacks_room_since = None
-        if record.is_passed:
-            record.is_passed = False
+        if record.is_overtaken:
+            record.is_overtaken = False
             self.queue.set_work(record.request_id, self._work_ms(record, now))
 
     def _take_out(self, record: RequestRecord) -> bool:
         """Remove a request from the queue. Returns whether a worker was held for it."""
         self.queue.remove(record.request_id)
-        record.lacks_room_since, record.is_passed = None, False
+        record.lacks_room_since, record.is_overtaken = None, False
         return self._hold.release(record)
 
-    def _set_aside(self, record: RequestRecord, now: float) -> bool:
-        """Set a request aside if no present worker could hold it even if empty."""
+    def _move_if_unschedulable(self, record: RequestRecord, now: float) -> bool:
+        """Mark a request as unschedulable if no present worker could hold it even if empty. Returns whether it is."""
         if self._could_fit(record):
             return False
-        self._aside[record.request_id] = record
+        self._unschedulable[record.request_id] = record
         record.unservable_since = now
         self._timers.add(now + self._config.no_worker_grace_s, record.request_id)
         return True

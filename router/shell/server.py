@@ -174,11 +174,11 @@ class RouterServer(Router):
             raise error
 
     @override
-    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
-        self._core.give_back(tenant, num_tokens, num_answers, self._clock())
+    def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+        self._core.refund(tenant, num_tokens, num_answers, self._clock())
 
     @override
-    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self._handle_event(LimitsChanged(limits))
 
     @override
@@ -198,7 +198,7 @@ class RouterServer(Router):
         return handle
 
     @override
-    def check_room(self) -> None:
+    def check_queue_capacity(self) -> None:
         if (error := self._core.room_refusal()) is not None:
             raise error
 

@@ -1,4 +1,5 @@
-"""The gateway's streams to one worker: its session, and its reports.
+"""The gateway's streams to one worker: its session, and its reports. A worker's death is noticed here, by its session
+that breaks; of a worker that hangs the session stands (`failure_detector.py`).
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 
@@ -55,7 +56,7 @@ class WorkerLink:
         self._overflow = asyncio.Event()
         self._watch_again = False
         self._is_up = False
-        self._greeted = False
+        self._had_session = False
         """Whether the latest try established a session."""
         self._task: asyncio.Task[None] | None = None
 
@@ -110,17 +111,22 @@ class WorkerLink:
     async def _run(self) -> None:
         pause_s = self._config.min_reconnect_s
         while True:
-            self._greeted = False
+            self._had_session = False
             try:
                 await self._connect()
             except _FAULTS as error:
                 logger.info(
-                    "worker %s at %s: not connected: %s", self.info.worker_id, self.info.address, _describe(error)
+                    "worker %s at %s: no session (%s); connecting again",
+                    self.info.worker_id,
+                    self.info.address,
+                    _describe(error),
                 )
             except Exception:
                 # A bug. It ends the session only: the worker counts as lost, its requests are requeued.
-                logger.exception("worker %s: session failed", self.info.worker_id)
-            pause_s = self._config.min_reconnect_s if self._greeted else min(2 * pause_s, self._config.max_reconnect_s)
+                logger.exception("worker %s: session ended by a bug; connecting again", self.info.worker_id)
+            pause_s = (
+                self._config.min_reconnect_s if self._had_session else min(2 * pause_s, self._config.max_reconnect_s)
+            )
             await asyncio.sleep(pause_s)
 
     async def _connect(self) -> None:
@@ -141,7 +147,7 @@ class WorkerLink:
         self.info = info
         self._outbox = asyncio.Queue(self._config.outbox_frames)
         self._overflow.clear()
-        self._is_up = self._greeted = True
+        self._is_up = self._had_session = True
         try:
             self._on_event(WorkerUp(info))
             await _first_to_end(self._read_session(call), self._write_session(call), self._watch(), self._overflowed())
@@ -175,7 +181,9 @@ class WorkerLink:
                     if self._watch_again:
                         break
             except _FAULTS as error:
-                logger.info("worker %s: report stream broke: %s", self.info.worker_id, _describe(error))
+                logger.info(
+                    "worker %s: report stream broke, opening it again: %s", self.info.worker_id, _describe(error)
+                )
             finally:
                 call.cancel()
             if not self._watch_again:

@@ -160,19 +160,19 @@ class CircuitBreakers:
         return blocked
 
     def pair_timed_out(
-        self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, patience_s: float
+        self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, pair_timeout_s: float
     ) -> bool:
-        """An attempt gave up waiting for its pair earlier than `patience_s`, because of its request's target or
-        deadline. Returns whether that counts as a failure: the pair has not been formed for `patience_s`, over all
+        """An attempt gave up waiting for its pair earlier than `pair_timeout_s`, because of its request's target or
+        deadline. Returns whether that counts as a failure: the pair has not been formed for `pair_timeout_s`, over all
         attempts that waited, or its breaker is not closed."""
         breaker = self._breakers.get(Subject("transfer", prefill, decode))
         if breaker is not None and breaker.state is not BreakerState.CLOSED:
             return True
         first, last = self._unformed.get((prefill, decode), (placed_at, now))
-        if placed_at - last > patience_s:  # It may have been formed since.
+        if placed_at - last > pair_timeout_s:  # It may have been formed since.
             first = placed_at
         self._unformed[prefill, decode] = first, now
-        return now - first >= patience_s
+        return now - first >= pair_timeout_s
 
     def passed(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId, placed_at: float, now: float) -> bool:
         """A leg of an attempt succeeded. Returns whether a breaker closed because of it."""
@@ -261,8 +261,9 @@ class CircuitBreakers:
             with_peer = "" if subject.peer is None else f" to {subject.peer}"
             wait_s = breaker.trial_at - now
             then = f"next trial in {wait_s:.1f} s" if breaker.state is BreakerState.OPEN else "being tried again"
+            for_s = now - breaker.opened_at
             lines.setdefault(subject.worker_id, []).append(
-                f"{subject.leg}{with_peer} fails since {now - breaker.opened_at:.0f} s ({breaker.detail}), {then}"
+                f"{subject.leg}{with_peer} has been failing for {for_s:.0f} s ({breaker.detail}), {then}"
             )
         return {worker_id: tuple(each) for worker_id, each in lines.items()}
 
@@ -295,7 +296,7 @@ class CircuitBreakers:
         else:
             self.version += 1
             logger.warning(
-                "%s: circuit breaker stays open, %s fails since %.1f s (%s); next trial in %.1f s",
+                "%s: circuit breaker stays open, %s has been failing for %.1f s (%s); next trial in %.1f s",
                 *(subject, subject.leg, now - breaker.opened_at, breaker.detail, breaker.pause_s),
             )
 

@@ -83,7 +83,7 @@ class Gateway:
         self._clients[request.request_id] = client
         self.handle(events.Submit(request, arrival))
         if request.request_id not in self._clients:  # refused at once
-            self.core.give_back(request.tenant, num_tokens, 1, now)
+            self.core.refund(request.tenant, num_tokens, 1, now)
 
     def cancel(self, request_id: RequestId) -> None:
         """The client went away; it hears nothing more."""

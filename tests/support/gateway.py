@@ -167,10 +167,10 @@ class FakeRouter:
             raise self.limit
         self.admitted.append(call)
 
-    def give_back(self, tenant: str, num_tokens: int, num_answers: int) -> None:
+    def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         self.given_back.append((tenant, num_tokens, num_answers))
 
-    def state_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self.stated.append(dict(limits))
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
@@ -181,7 +181,7 @@ class FakeRouter:
         self.arrived.set()
         return self.handles[-1]
 
-    def check_room(self) -> None:
+    def check_queue_capacity(self) -> None:
         if self.no_room is not None:
             raise self.no_room
 

@@ -164,7 +164,7 @@ class Generator:
         if isinstance(checked.prompt, TextPrompt):
             self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
         if waits:
-            self._router.check_room()
+            self._router.check_queue_capacity()
 
         def prepare() -> RoutedRequest:
             queue_s = self._clock() - came if waits else 0.0

@@ -1,4 +1,4 @@
-"""From plain numbers to Prometheus families."""
+"""Makes Prometheus metric families (`counter`, `gauge`, `histogram`) from plain numbers; registry.py collects them."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class Charge:
         self._num_answers -= 1
 
     def close(self) -> None:
-        """Give back the rest. Idempotent."""
+        """Refund the rest. Idempotent."""
         if self._num_answers:
-            self._router.give_back(self._tenant, self._left, self._num_answers)
+            self._router.refund(self._tenant, self._left, self._num_answers)
             self._left = self._num_answers = 0
 
 

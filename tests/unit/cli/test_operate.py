@@ -85,8 +85,8 @@ def test_the_tables() -> None:
 
 def test_what_a_ready_worker_is_left_out_of_is_shown_and_why_it_was_lost_once_is_not() -> None:
     state = make_state(2, prefill_0="ready", prefill_1="ready")
-    state.workers[0].detail, state.workers[1].detail = "quarantined: prefill fails since 3 s", "it was lost"
+    state.workers[0].detail, state.workers[1].detail = "quarantined: prefill has been failing for 3 s", "it was lost"
     out = io.StringIO()
     operate.show_state(state, Console(file=out, width=120))
-    assert "prefill-0: quarantined: prefill fails since 3 s\n" in out.getvalue()
+    assert "prefill-0: quarantined: prefill has been failing for 3 s\n" in out.getvalue()
     assert "it was lost" not in out.getvalue()

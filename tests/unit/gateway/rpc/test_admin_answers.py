@@ -115,10 +115,10 @@ def test_addresses_are_for_admins_and_transfers_for_those_who_see_counts() -> No
 
 def test_the_state_says_what_a_worker_is_left_out_of() -> None:
     view = busy_view()
-    lines = ("prefill fails since 3 s (no luck), next trial in 1.0 s",)
+    lines = ("prefill has been failing for 3 s (no luck), next trial in 1.0 s",)
     workers = tuple(
         dataclasses.replace(w, open_breakers=lines if w.info.worker_id == "p0" else ()) for w in view.workers
     )
     found = cluster_state(dataclasses.replace(view, workers=workers), ControlState(pools=(), workers=(), gateways=()))
     details = {worker.worker_id: worker.detail for worker in found.workers}
-    assert details == {"d0": "", "p0": "quarantined: prefill fails since 3 s (no luck), next trial in 1.0 s"}
+    assert details == {"d0": "", "p0": "quarantined: prefill has been failing for 3 s (no luck), next trial in 1.0 s"}

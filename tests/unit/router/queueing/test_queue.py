@@ -188,13 +188,13 @@ def test_a_tenant_that_may_not_run_more_is_passed_over() -> None:
     it.capped = {"a"}
     it.queue.look()
     assert it.order() == ["b1"]
-    assert it.queue.passes_over
+    assert it.queue.skipped_a_tenant
     it.queue.remove(RequestId("b1"))
     assert it.queue.at(0) is None
     it.capped = set()
     it.queue.look()
     assert it.order() == ["a0", "a2"]
-    assert not it.queue.passes_over
+    assert not it.queue.skipped_a_tenant
 
 
 @settings(max_examples=60, deadline=None)

@@ -187,7 +187,7 @@ def test_a_call_of_more_answers_than_may_wait_is_refused_as_a_whole() -> None:
     it = places(4)
     limits = TenantLimits(queued=10, running=2, is_sole=False)
     assert it.core.admit(call(12, limits=limits), 0.0) is None
-    it.core.give_back("a", 0, 12, 0.0)
+    it.core.refund("a", 0, 12, 0.0)
     error = it.core.admit(call(13, limits=limits), 0.0)
     assert error is not None
     assert (
@@ -225,10 +225,10 @@ def test_answers_of_a_call_that_are_not_submitted_wait_no_longer() -> None:
     it.submit(of("b", "b0"))
     assert it.core.admit(call(4, 4 * 32, limits=limits), 0.0) is None
     assert it.submit(of("a", "a0", limits=limits, prepaid_tokens=32)) == []
-    it.core.give_back("a", 3 * 32, 3, 0.0)
+    it.core.refund("a", 3 * 32, 3, 0.0)
     assert it.core.admit(call(4, 4 * 32, limits=limits), 0.0) is not None
     assert it.core.admit(call(3, 3 * 32, limits=limits), 0.0) is None
-    it.core.give_back("a", 3 * 32, 3, 0.0)
+    it.core.refund("a", 3 * 32, 3, 0.0)
     it.cancel("a0")
     it.cancel("b0")
     assert it.core.holdings() == EMPTY
@@ -303,7 +303,7 @@ def test_what_a_call_was_charged_is_not_charged_again() -> None:
     assert it.core.admit(call(2, 2 * 250, limits=limits), 0.0) is None
     assert it.core.admit(call(1, 150, limits=limits), 0.0) is not None
     assert it.submit(of("a", "a0", 50, max_tokens=240, limits=limits, prepaid_tokens=250)) != ["fail a0 LimitError"]
-    it.core.give_back("a", 250, 1, 0.0)
+    it.core.refund("a", 250, 1, 0.0)
     assert it.core.admit(call(1, 310, limits=limits), 0.0) is None
     it.cancel("a0")
     assert it.core.admit(call(1, 240, limits=limits), 0.0) is None

@@ -192,7 +192,7 @@ def test_the_view_says_what_a_worker_is_left_out_of() -> None:
     fail_prefills(it, "r1")
     it.now = 0.2
     [p0] = [view for view in it.core.view(it.now).workers if view.info.worker_id == "p0"]
-    assert p0.open_breakers == ("prefill fails since 0 s (no luck), next trial in 0.3 s",)
+    assert p0.open_breakers == ("prefill has been failing for 0 s (no luck), next trial in 0.3 s",)
 
 
 def test_a_trial_that_is_cancelled_makes_way_for_another() -> None:
