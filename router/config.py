@@ -89,8 +89,8 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     retry_after_s: Positive = 1.0
     """The time after which a refused client may retry."""
     max_attempts: Count = 5
-    """So many failed attempts end a request, without progress (64 tokens of the answer) in between. Refusals and draining
-    workers do not count; see `requests/retries.py`."""
+    """So many failed attempts end a request, without progress (64 tokens of the answer) in between. Refusals and
+    draining workers do not count; see `requests/retries.py`."""
     max_losses: Count = 3
     """So many failures by the loss of a whole worker end a request, without progress in between; with it, twice as
     many."""

@@ -8,8 +8,9 @@ in the tenant's lane, divided by `quantum`. So in each round every tenant has a 
 rounds, and what was claimed and not used is refunded when an answer ends.
 
 Requests that already had an attempt come before these rounds: their tenant was charged for them, and their client has a
-part of the answer, or lost an attempt without being its cause. A request without a TTFT target is due a fixed horizon after its
-arrival, so that it waits behind more urgent ones, but not for ever. With one tenant the rounds change nothing.
+part of the answer, or lost an attempt without being its cause. A request without a TTFT target is due a fixed horizon
+after its arrival, so that it waits behind more urgent ones, but not for ever. With one tenant the rounds change
+nothing.
 
 Deficit round robin: Shreedhar and Varghese, 1995. Levels instead of counters of deficits, and what becomes of them
 while a tenant is idle, as in the virtual token counters of Sheng et al., 2024.

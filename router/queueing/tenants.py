@@ -2,9 +2,9 @@
 the queue.
 
     a call ──admit──> its answers and their least tokens are charged, or all of it is refused
-    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not use is given back
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not use is refunded
 
-An admitted answer counts as waiting until its request is submitted or given back, while its prompt is tokenized. So the
+An admitted answer counts as waiting until its request is submitted or refunded, while its prompt is tokenized. So the
 requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
 
 Beside its own limits a tenant that is not the only one gets a share of the queue, and of the decode places, that
