@@ -5,7 +5,8 @@
 
 A suspended process keeps its connections, and Ray reports a process only when it is gone: without this it would never
 end. Killing has a thread of its own, so that it does not wait for the start or stop of another process. The launcher
-then reports the end of the process like any other.
+then reports the end of the process like any other. Processes that die are noticed elsewhere: in server.py, where their
+connections break, and by the launcher.
 
 Owner: the controller's server; runs on its event loop.
 """
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from disagg.cluster.config.cluster_config import RecoveryConfig
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
-from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
+from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
 from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, Router, TenantLimits
 from disagg.router.config import RouterConfig
+from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
@@ -49,7 +50,6 @@ from disagg.router.requests.events import (
 )
 from disagg.router.requests.router_core import RouterCore
 from disagg.router.shell import wire
-from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.shell.handle import Handle
 from disagg.router.shell.worker_link import WorkerLink
 

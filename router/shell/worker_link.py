@@ -1,5 +1,5 @@
 """The gateway's streams to one worker: its session, and its reports. A worker's death is noticed here, by its session
-that breaks; of a worker that hangs the session stands (`failure_detector.py`).
+that breaks; of a worker that hangs the session stands (`router/failure_detector.py`).
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 

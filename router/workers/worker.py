@@ -74,7 +74,7 @@ class Worker:
     num_sequences: int = 0
     """Assigned."""
     around_ms: float = 0.0
-    """A step without any prompt in it."""
+    """Predicted time of a step without prompt tokens: of its decodes, or the fixed cost alone."""
     backlog_ms: float = 0.0
     """Until the outstanding prompt tokens are computed."""
     has_slot: bool = True

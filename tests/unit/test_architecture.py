@@ -13,7 +13,7 @@ CODE = arch.source_files(*arch.FOLDERS, "src/disagg")
 TESTS = arch.source_files("tests", "benchmarks")
 SOURCES = {path: arch.read(path) for path in CODE}
 
-PURE_ROOMS = (
+PURE_PACKAGES = (
     "proto",
     "router",
     "router/telemetry",
@@ -56,7 +56,6 @@ PURE_FILES = (
     "engine/runner/fake.py",
     "engine/runner/model/arrays.py",
     "engine/runner/model/sharding.py",
-    "router/shell/failure_detector.py",
     "router/gateway/request_headers.py",
     "router/gateway/auth/audit.py",
     "router/gateway/auth/auth.py",
@@ -102,7 +101,7 @@ def test_nothing_loads_pickles() -> None:
     assert findings("loader_findings", CODE + TESTS) == []
 
 
-@pytest.mark.parametrize("place", PURE_ROOMS + PURE_FILES)
+@pytest.mark.parametrize("place", PURE_PACKAGES + PURE_FILES)
 def test_pure_modules_reach_nothing_impure(place: str) -> None:
     paths = [path for path in CODE if place in (path, str(PurePosixPath(path).parent))]
     assert paths, f"{place} has no module"
@@ -123,10 +122,10 @@ def test_only_the_start_of_a_worker_imports_the_faults() -> None:
     assert {path for path in importers if not path.startswith("engine/faults/")} == {"cluster/hosts/worker_host.py"}
 
 
-def test_a_room_has_few_modules() -> None:
+def test_a_package_has_few_modules() -> None:
     paths = [path for path in [*CODE, *arch.source_files("benchmarks")] if not path.endswith("__init__.py")]
-    rooms = Counter(str(PurePosixPath(path).parent) for path in paths)
-    assert {room: count for room, count in rooms.items() if count > arch.MAX_ROOM_MODULES} == {}
+    packages = Counter(str(PurePosixPath(path).parent) for path in paths)
+    assert {package: count for package, count in packages.items() if count > arch.MAX_PACKAGE_MODULES} == {}
 
 
 def test_every_folder_is_linked_under_src() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
-from disagg.router.gateway.metrics.families import counter, gauge, histogram, histogram_of_counts
+from disagg.router.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
 from disagg.router.statistics import RouterStats
 from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 

@@ -27,7 +27,7 @@ from disagg.router.api import ClusterView
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.metrics.cluster import cluster_families
-from disagg.router.gateway.metrics.families import counter, gauge
+from disagg.router.gateway.metrics.family_constructors import counter, gauge
 from disagg.router.gateway.metrics.vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]

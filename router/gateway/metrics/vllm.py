@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from disagg.proto.errors import RequestCancelledError
 from disagg.router.api import ClusterView
-from disagg.router.gateway.metrics.families import counter, gauge, histogram
+from disagg.router.gateway.metrics.family_constructors import counter, gauge, histogram
 from disagg.router.statistics import merged
 
 _LABELS = ("model_name",)

@@ -14,8 +14,6 @@ Prefix affinity follows from the prefill time: a cached prefix is worth the time
 caches are full of prefixes in use, so that they do not evict each other), and no more: a hot prefix spreads to other
 workers when its holder's wait exceeds that. Local prefill follows from the second line: it is cheap on an idle D, and
 expensive on one that decodes for many. There is no threshold for either.
-
-The barrier has the form that SGLang's router uses, 0.15 k / (1 - k).
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Joint:
         return cost
 
     def start(self, turn: int, count: int) -> int:
-        """At the least."""
+        """Index 0, the least rank."""
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:

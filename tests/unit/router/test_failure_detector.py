@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from disagg.router.shell.failure_detector import SWEEP_S, FailureDetector, limit
+from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
 
 class Driver:

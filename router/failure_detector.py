@@ -8,9 +8,9 @@ A process that is stopped sends nothing, on connections that stay open. One whos
 reports, with the time for which its engine has been in the step; a long prompt takes seconds too, so that limit is
 larger.
 
-Pure, though it lies beside a shell: the gateway's `server.py` and the controller's `supervisor.py` each have one.
-It sees processes that hang only. A process that ends breaks its connections: gateways notice that in `worker_link.py`,
-the controller in `cluster/control/server.py`; both then call `forget`.
+Pure. Each gateway (`router/shell/server.py`) and the controller (`cluster/control/supervisor.py`) have one. It is only
+for processes that hang: one that ends breaks its connections, which gateways notice in `router/shell/worker_link.py`
+and the controller in `cluster/control/server.py`; both then call `forget`.
 
 Silence is counted in the time for which the listener itself was awake, as measured by its sweeps. After a suspended
 machine, or a listener that was stopped or starved, no message can have been received, and none is suspected for that.
