@@ -177,7 +177,7 @@ class RecoveryConfig(FailureTimeouts, frozen=True, kw_only=True):
     """Seconds that a gateway's event loop is blocked, though its process sends heartbeats, after which it is killed and
     restarted. A loop that is blocked for less is busy, not hung."""
     failpoints: bool = False
-    """Inject the faults that a worker's environment lists (`DISAGG_FAILPOINTS`): for tests only."""
+    """Whether faults are injected into workers as their environment (`DISAGG_FAILPOINTS`) lists: for tests only."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
