@@ -35,7 +35,7 @@ class _Watched:
     last_seen: float
     """In awake time."""
     stuck_after_s: float
-    turn_s: float = 0.0
+    step_s: float = 0.0
     doing: str = ""
     is_suspected: bool = False
 
@@ -71,20 +71,20 @@ class FailureDetector(Generic[K]):
         """Stop watching. Does nothing for an unknown key."""
         self._watched.pop(key, None)
 
-    def heartbeat(self, key: K, turn_s: float | None = None, doing: str = "") -> bool:
+    def heartbeat(self, key: K, step_s: float | None = None, doing: str = "") -> bool:
         """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
 
         Args:
-            turn_s: for how long its engine has been in its present step; None if the message does not have it.
+            step_s: for how long its engine has been in its present step; None if the message does not have it.
             doing: what the engine does in it, for the log.
         """
         watched = self._watched.get(key)
         if watched is None:
             return False
         watched.last_seen = self._awake_s
-        if turn_s is not None:
-            watched.turn_s, watched.doing = turn_s, doing
-        if not watched.is_suspected or watched.turn_s > watched.stuck_after_s:
+        if step_s is not None:
+            watched.step_s, watched.doing = step_s, doing
+        if not watched.is_suspected or watched.step_s > watched.stuck_after_s:
             return False
         watched.is_suspected = False
         return True
@@ -105,9 +105,9 @@ class FailureDetector(Generic[K]):
         silence_s = self._awake_s - watched.last_seen
         if silence_s >= self._silent_after_s:
             return f"was unresponsive for {silence_s:.1f} s"
-        if watched.turn_s > watched.stuck_after_s:
+        if watched.step_s > watched.stuck_after_s:
             doing = f" ({watched.doing})" if watched.doing else ""
-            return f"has been in one step for {watched.turn_s:.0f} s{doing}"
+            return f"has been in one step for {watched.step_s:.0f} s{doing}"
         return ""
 
 

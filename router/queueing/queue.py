@@ -1,4 +1,4 @@
-"""The one deep queue: requests that wait for a worker, in the order in which they are tried.
+"""The router's queue: requests that wait for a worker, in the order in which they are tried.
 
     higher priority  >  requests that had an attempt  >  the tenants in turn  >  when the first token is due  >  arrival
 

@@ -251,7 +251,7 @@ class RouterServer(Router):
             self._handle_event(CancelRequest(request_id))
         except Exception:
             logger.exception(
-                "request %s: failed while it was accepted, and its resources could not be released", request_id
+                "request %s: failed by a bug while it was accepted; what it holds could not be released", request_id
             )
         self._handles.pop(request_id, None)
 
@@ -267,7 +267,7 @@ class RouterServer(Router):
         self._keep_draining(event)
 
     def _listen(self, event: Event) -> None:
-        """Any message of a worker is a heartbeat; a report has the length of its engine's turn too."""
+        """Any message of a worker is a heartbeat; a report also has the time that its engine has been in its step."""
         match event:
             case WorkerUp(info=info):
                 self._detector.watch((info.worker_id, info.incarnation))

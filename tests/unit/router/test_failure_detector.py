@@ -83,8 +83,8 @@ def test_one_that_is_busy_for_longer_than_the_silence_that_counts_is_not_suspect
 def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
     it = Driver()
     it.detector.watch("w")
-    for turn_s in (9.0, 9.5, 10.0):
-        it.detector.heartbeat("w", turn_s)
+    for step_s in (9.0, 9.5, 10.0):
+        it.detector.heartbeat("w", step_s)
         assert it.pass_time(0.5) == []
     assert it.detector.heartbeat("w", 10.5) is False
     assert it.pass_time(0.25) == [(0.25, "w", "has been in one step for 10 s")]
@@ -120,10 +120,10 @@ def test_who_left_or_is_unknown_is_not_suspected() -> None:
     assert ("w" in it.detector, it.pass_time(5.0)) == (False, [])
 
 
-@pytest.mark.parametrize("turn_s", [0.0, 1e9])
-def test_limits_may_be_off(turn_s: float) -> None:
+@pytest.mark.parametrize("step_s", [0.0, 1e9])
+def test_limits_may_be_off(step_s: float) -> None:
     it = Driver(limit(None), limit(None))
     it.detector.watch("w")
-    it.detector.heartbeat("w", turn_s)
+    it.detector.heartbeat("w", step_s)
     assert it.pass_time(100.0) == []
     assert (limit(None), limit(2.5)) == (math.inf, 2.5)
