@@ -21,13 +21,13 @@ from disagg.engine.io.blocking import open_on_thread
 from disagg.engine.kv_transfer.commands import (
     ClosePair,
     JoinSequence,
-    ReceiveBytes,
+    ReceiveKv,
     ReceiveOver,
     ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
-    Send,
+    SendControl,
 )
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transports.transport import PairTransport
@@ -77,7 +77,7 @@ class PrefillLink(PairLink):
         self.on_message = context.parts.control_in(self._on_message)
         """Takes a control message of the prefill worker."""
         self._callbacks = callbacks
-        self._early: list[ReceiveBytes] = []
+        self._early: list[ReceiveKv] = []
         """Receives to post when the transport stands."""
         self._lost = asyncio.Event()
         self._is_forming = True
@@ -177,11 +177,11 @@ class PrefillLink(PairLink):
     def _carry_out(self, commands: list[ReceiverCommand]) -> None:
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     self._ordered.send(message)
                 case ReserveBlocks(spec):
                     self._reserve(spec)
-                case ReceiveBytes():
+                case ReceiveKv():
                     self._receive(command)
                 case ScatterChunk():
                     self._scatter(command)
@@ -211,7 +211,7 @@ class PrefillLink(PairLink):
         data = self._buffer(chunk.slot)[: chunk.nbytes]
         self._context.post(Scatter(chunk.key, chunk.seq, chunk.start, chunk.end, data, self.peer.tp))
 
-    def _receive(self, chunk: ReceiveBytes) -> None:
+    def _receive(self, chunk: ReceiveKv) -> None:
         """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""
         self._ordered.wait_for((chunk.key, chunk.seq))
         if self._transport is None:
@@ -219,7 +219,7 @@ class PrefillLink(PairLink):
         else:
             self._start_receive(self._transport, chunk)
 
-    def _start_receive(self, transport: PairTransport, chunk: ReceiveBytes) -> None:
+    def _start_receive(self, transport: PairTransport, chunk: ReceiveKv) -> None:
         number = chunk.key, chunk.seq
 
         def posted() -> None:
@@ -234,5 +234,5 @@ class PrefillLink(PairLink):
 
         transport.recv(self._buffer(chunk.slot), chunk.nbytes, done, posted)
 
-    def _on_received(self, chunk: ReceiveBytes, ok: bool, checksum: int) -> None:
+    def _on_received(self, chunk: ReceiveKv, ok: bool, checksum: int) -> None:
         self._carry_out(self._half.on_received(chunk.key, chunk.seq, ok, checksum))

@@ -28,9 +28,9 @@ from disagg.engine.kv_transfer.commands import (
     ClosePair,
     GatherChunk,
     ReleaseSequence,
-    Send,
-    SendBytes,
+    SendControl,
     SenderCommand,
+    SendKv,
     SendOver,
     StartPrefill,
 )
@@ -178,7 +178,7 @@ class DecodeLink(PairLink):
             max_chunk_bytes=self._slot_bytes,
             credits=welcome.credits,
             num_slots=config.transfer.num_slots,
-            promises=welcome.transport != "nccl",  # whose receives keep the GPU busy from when they are posted
+            announces_early=welcome.transport != "nccl",  # whose receives keep the GPU busy from when they are posted
             lease_timeout_s=config.transfer.lease_timeout_s,
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
@@ -291,14 +291,14 @@ class DecodeLink(PairLink):
     def _carry_out(self, commands: list[SenderCommand]) -> None:
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     self._send(message)
                 case StartPrefill(spec):
                     self._callbacks.on_reserved(spec.key)
                     self._context.post(Add(spec, hold_after_prefill=True))
                 case GatherChunk():
                     self._gather(command)
-                case SendBytes():
+                case SendKv():
                     self._send_bytes(command)
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
@@ -318,7 +318,7 @@ class DecodeLink(PairLink):
         buffer = self._buffer(chunk.slot)[: chunk.nbytes]
         self._context.post(Gather(chunk.key, chunk.seq, chunk.start, chunk.end, buffer, self._peer_tp))
 
-    def _send_bytes(self, chunk: SendBytes) -> None:
+    def _send_bytes(self, chunk: SendKv) -> None:
         assert self._transport is not None
 
         def done(ok: bool, error: str) -> None:

@@ -2,8 +2,8 @@
 
 Order matters in three places. Commands for the engine (`StartPrefill`, `GatherChunk`, `ReserveBlocks`, `ScatterChunk`,
 `JoinSequence`, `ReleaseSequence`) go into one queue, so that a release runs after everything that was queued before it.
-`SendBytes` and `ReceiveBytes` go to the transport in order. `ReceiveBytes` is started before the `Send(ClearToSend)`
-that follows it.
+`SendKv` and `ReceiveKv` go to the transport in order. `ReceiveKv` is started before the `SendControl(ClearToSend)` that
+follows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKS_GONE = Cause(Failure.BLOCKS_GONE, "its blocks are gone on the decode work
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendControl:
     """Write this message to the pair's control stream."""
 
     message: SenderToReceiver | ReceiverToSender
@@ -63,7 +63,7 @@ class GatherChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SendBytes:
+class SendKv:
     """P: send the first `nbytes` bytes of slot `slot`. Answer: `Sender.on_sent`."""
 
     key: AttemptKey
@@ -80,7 +80,7 @@ class ReserveBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveBytes:
+class ReceiveKv:
     """D: receive `nbytes` bytes into slot `slot`. Answer: `Receiver.on_received`."""
 
     key: AttemptKey
@@ -157,7 +157,7 @@ class ClosePair:
     cause: Cause
 
 
-SenderCommand = Send | StartPrefill | GatherChunk | SendBytes | ReleaseSequence | SendOver | ClosePair
+SenderCommand = SendControl | StartPrefill | GatherChunk | SendKv | ReleaseSequence | SendOver | ClosePair
 ReceiverCommand = (
-    Send | ReserveBlocks | ReceiveBytes | ScatterChunk | JoinSequence | ReleaseSequence | ReceiveOver | ClosePair
+    SendControl | ReserveBlocks | ReceiveKv | ScatterChunk | JoinSequence | ReleaseSequence | ReceiveOver | ClosePair
 )

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from disagg.engine.kv_transfer.commands import PAIR_CLOSED, STUCK, Cause, ClosePair, Send
+from disagg.engine.kv_transfer.commands import PAIR_CLOSED, STUCK, Cause, ClosePair, SendControl
 from disagg.proto.handover import Abort, AbortAck, Failure, PairHeartbeat, ReservationMessage
 from disagg.proto.ids import AttemptKey
 
@@ -273,12 +273,12 @@ class PairHalf(ABC, Generic[A, M, C]):
         self.closed = False
         self.counters: Counter[str] = Counter()
 
-    def on_message(self, message: M, now: float) -> list[C | Send | ClosePair]:
+    def on_message(self, message: M, now: float) -> list[C | SendControl | ClosePair]:
         """A control message of the peer. One that it must not send closes the pair."""
         if self.closed:
             return []
         self._clock.heard(now)
-        out: list[C | Send | ClosePair] = []
+        out: list[C | SendControl | ClosePair] = []
         try:
             self._receive(message, out)
             self._pump(out)
@@ -287,32 +287,32 @@ class PairHalf(ABC, Generic[A, M, C]):
             out += self._close_pair(Cause(Failure.VIOLATION, f"protocol violation by the {self.PEER}: {error}"))
         return out
 
-    def tick(self, now: float) -> list[C | Send | ClosePair]:
+    def tick(self, now: float) -> list[C | SendControl | ClosePair]:
         """Let time pass: send a heartbeat, and end what waited too long. To be called at least every `heartbeat_s`."""
-        out: list[C | Send | ClosePair] = []
+        out: list[C | SendControl | ClosePair] = []
         if self.closed:
             return out
         if self._clock.tick(now):
-            out.append(Send(PairHeartbeat()))
+            out.append(SendControl(PairHeartbeat()))
         silence_s, lease_s = self._clock.silence_s, self._clock.lease_timeout_s
         lost = Cause(Failure.LEASE_LOST, f"lease lost: the {self.PEER} was silent for {silence_s:.1f} s")
         self._expire(now, lost if silence_s >= lease_s else None, out)
         if silence_s >= 2 * lease_s and (self._attempts or len(self._window)):
             return out + self._close_pair(lost)
-        oldest = self._oldest_debt()
+        oldest = self._oldest_unanswered()
         if oldest is not None and self._clock.now - oldest >= self._transfer_timeout_s:
             return out + self._close_pair(STUCK)
         self._pump(out)
         return out
 
-    def close(self, now: float, cause: Cause = PAIR_CLOSED) -> list[C | Send | ClosePair]:
+    def close(self, now: float, cause: Cause = PAIR_CLOSED) -> list[C | SendControl | ClosePair]:
         """The control stream ended, or the peer is gone: every attempt ends. Idempotent.
 
         Slots that the transport or the engine still works on are freed by their answers; closing the transport makes it
         answer.
         """
         self._clock.advance(now)
-        out: list[C | Send | ClosePair] = []
+        out: list[C | SendControl | ClosePair] = []
         if not self.closed:
             self.closed = True
             self._end_all(cause, out)
@@ -334,35 +334,37 @@ class PairHalf(ABC, Generic[A, M, C]):
             return None
         return attempt
 
-    def _close_pair(self, cause: Cause) -> list[C | Send | ClosePair]:
+    def _close_pair(self, cause: Cause) -> list[C | SendControl | ClosePair]:
         return [*self.close(self._clock.now, cause), ClosePair(cause)]
 
     @abstractmethod
-    def _receive(self, message: M, out: list[C | Send | ClosePair]) -> None:
+    def _receive(self, message: M, out: list[C | SendControl | ClosePair]) -> None:
         """Take a message. Raises `PeerError` for one that the peer must not send."""
 
     @abstractmethod
-    def _pump(self, out: list[C | Send | ClosePair]) -> None:
+    def _pump(self, out: list[C | SendControl | ClosePair]) -> None:
         """Do all that slots and credits allow."""
 
     @abstractmethod
-    def _expire(self, now: float, lease_lost: Cause | None, out: list[C | Send | ClosePair]) -> None:
+    def _expire(self, now: float, lease_lost: Cause | None, out: list[C | SendControl | ClosePair]) -> None:
         """End the attempts whose time is over; all of them if the lease is lost, with this cause."""
 
     @abstractmethod
-    def _oldest_debt(self) -> float | None:
-        """Since when the peer or the transport owes something without which the pair cannot go on."""
+    def _oldest_unanswered(self) -> float | None:
+        """Since when the peer or the transport has not answered something without which the pair cannot go on."""
 
     @abstractmethod
-    def _end_all(self, cause: Cause, out: list[C | Send | ClosePair]) -> None:
+    def _end_all(self, cause: Cause, out: list[C | SendControl | ClosePair]) -> None:
         """End all attempts; the pair is closed."""
 
 
-def abort(key: AttemptKey, cause: Cause) -> Send:
+def abort(key: AttemptKey, cause: Cause) -> SendControl:
     """Has the peer give an attempt up."""
-    return Send(Abort(request_id=key.request_id, attempt=key.attempt, failure=cause.failure, detail=cause.detail))
+    return SendControl(
+        Abort(request_id=key.request_id, attempt=key.attempt, failure=cause.failure, detail=cause.detail)
+    )
 
 
-def abort_ack(key: AttemptKey) -> Send:
+def abort_ack(key: AttemptKey) -> SendControl:
     """The answer to the peer's `Abort`."""
-    return Send(AbortAck(request_id=key.request_id, attempt=key.attempt))
+    return SendControl(AbortAck(request_id=key.request_id, attempt=key.attempt))

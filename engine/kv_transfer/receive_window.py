@@ -7,9 +7,9 @@ An attempt:
 
 A chunk, which outlasts its attempt once D has cleared it, because its bytes will come:
 
-    WAITING ──(slot)──> RECEIVING ──(verified)──────────────> SCATTERING ──(scattered)──> GONE
+    WAITING ──(slot)──> RECEIVING ──(verified)──────────────> SCATTERING ──(scattered)──> DONE
        │                    └──(no checksum yet)──> HELD ──(verified)──┘
-       └──(attempt over)──────┴──────────────────────┴──(not verified, or attempt over)──> GONE
+       └──(attempt over)──────┴──────────────────────┴──(not verified, or attempt over)──> DONE
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass
 
-from disagg.engine.kv_transfer.commands import ReceiveBytes, ScatterChunk
+from disagg.engine.kv_transfer.commands import ReceiveKv, ScatterChunk
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
 from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Reserved
 from disagg.proto.ids import AttemptKey
@@ -69,7 +69,7 @@ class ReceivedChunkState(enum.Enum):
     RECEIVING = "receiving"
     HELD = "held"
     SCATTERING = "scattering"
-    GONE = "gone"
+    DONE = "done"
 
 
 class ReceivedChunkEvent(enum.Enum):
@@ -86,13 +86,13 @@ _C, _F = ReceivedChunkState, ReceivedChunkEvent
 RECEIVED_CHUNK_TABLE: Table[ReceivedChunkState, ReceivedChunkEvent] = Table(
     {
         (_C.WAITING, _F.CLEAR): _C.RECEIVING,
-        (_C.WAITING, _F.DISCARD): _C.GONE,
+        (_C.WAITING, _F.DISCARD): _C.DONE,
         (_C.RECEIVING, _F.VERIFIED): _C.SCATTERING,
-        (_C.RECEIVING, _F.DISCARD): _C.GONE,
+        (_C.RECEIVING, _F.DISCARD): _C.DONE,
         (_C.RECEIVING, _F.HOLD): _C.HELD,
         (_C.HELD, _F.VERIFIED): _C.SCATTERING,
-        (_C.HELD, _F.DISCARD): _C.GONE,
-        (_C.SCATTERING, _F.SCATTERED): _C.GONE,
+        (_C.HELD, _F.DISCARD): _C.DONE,
+        (_C.SCATTERING, _F.SCATTERED): _C.DONE,
     }
 )
 
@@ -164,10 +164,10 @@ class ReceivedChunk:
         return self.header.end_token - self.header.start_token
 
     @property
-    def receive(self) -> ReceiveBytes:
+    def receive(self) -> ReceiveKv:
         """What fills the slot."""
         assert self.slot is not None
-        return ReceiveBytes(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
+        return ReceiveKv(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
 
     @property
     def scatter(self) -> ScatterChunk:

@@ -5,7 +5,7 @@ its bytes arrive in a staging slot, are compared with the checksum that P sent, 
 `Commit` is here and all bytes are verified, the join is ordered behind the last scatter, so that the engine does both
 between the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
-A staging slot is held from `ReceiveBytes` until the engine scattered it, or until the transport is done with it where
+A staging slot is held from `ReceiveKv` until the engine scattered it, or until the transport is done with it where
 the attempt ended meanwhile: ending an attempt never proves that the writer stopped. The states are in
 `receive_window.py`.
 """
@@ -26,7 +26,7 @@ from disagg.engine.kv_transfer.commands import (
     ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
-    Send,
+    SendControl,
 )
 from disagg.engine.kv_transfer.pair_half import ExpiringSet, PairHalf, PeerError, abort, abort_ack
 from disagg.engine.kv_transfer.receive_window import (
@@ -116,7 +116,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.RESERVED)
         attempt.cached_tokens = attempt.next_token = cached_tokens
         attempt.num_unverified_tokens = attempt.num_missing_tokens = num_known - cached_tokens
-        return [Send(attempt.reservation)]
+        return [SendControl(attempt.reservation)]
 
     def on_reserve_refused(self, key: AttemptKey, reason: str) -> Commands:
         """The engine has no room; it holds nothing."""
@@ -126,7 +126,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.REFUSED)
         del self._attempts[key]
         refused = Refused(request_id=key.request_id, attempt=key.attempt, reason=reason)
-        return [Send(refused), ReceiveOver(key, "aborted", Cause(Failure.REFUSED, reason))]
+        return [SendControl(refused), ReceiveOver(key, "aborted", Cause(Failure.REFUSED, reason))]
 
     def on_received(self, key: AttemptKey, seq: int, ok: bool, checksum: int = 0) -> Commands:
         """The transport is done with the slot; not `ok` if the connection broke, which ends the pair.
@@ -160,7 +160,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         chunk = self._window.scattered(key, seq)
         attempt = chunk.attempt
         if not self.closed:
-            out.append(Send(chunk.done(ok=ok)))
+            out.append(SendControl(chunk.done(ok=ok)))
         if attempt.live and ok:
             attempt.num_missing_tokens -= chunk.num_tokens
             attempt.kv_bytes += chunk.header.nbytes
@@ -226,7 +226,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             out.append(abort(key, CANCELLED))
         elif key in self._ended or self._window.has_any_of(key):
             self.counters["stale"] += 1
-            out.append(Send(Refused(request_id=key.request_id, attempt=key.attempt, reason=ATTEMPT_IS_OVER)))
+            out.append(SendControl(Refused(request_id=key.request_id, attempt=key.attempt, reason=ATTEMPT_IS_OVER)))
         else:
             self._last_generation += 1
             self._attempts[key] = ReceiveAttempt(message.spec, self._last_generation)
@@ -269,7 +269,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
     def _pump(self, out: Commands) -> None:
         """Clear announced chunks while there are slots. P sends in this order, so the receives are posted in it."""
         while not self.closed and (chunk := self._window.clear_next(self._clock.now)) is not None:
-            out += [chunk.receive, Send(chunk.clear())]
+            out += [chunk.receive, SendControl(chunk.clear())]
 
     def _verify(self, chunk: ReceivedChunk, out: Commands) -> None:
         """The bytes are here, and P's checksum is, too, or the attempt is over."""
@@ -281,7 +281,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             attempt.num_unverified_tokens -= chunk.num_tokens
             self._join_if_verified(attempt, out)
         elif not self.closed:
-            out.append(Send(chunk.done(ok=False)))
+            out.append(SendControl(chunk.done(ok=False)))
         if not intact:
             self.counters["corrupt_chunks"] += 1
             if attempt.live:
@@ -302,7 +302,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOINED)
         self._forget(attempt)
-        out.append(Send(attempt.acknowledgement))
+        out.append(SendControl(attempt.acknowledgement))
         self._report(attempt, "committed", None, out)
 
     # ------------------------------------------------------------ giving up
@@ -320,14 +320,15 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         held = self._end(attempt, cause, out, release=release)
         out += [abort(attempt.key, cause), *held]
 
-    def _end(self, attempt: ReceiveAttempt, cause: Cause, out: Commands, *, release: bool) -> list[Send]:
-        """Returns the credits that P is owed, to be sent after the end: before it, they would mean rejected chunks."""
+    def _end(self, attempt: ReceiveAttempt, cause: Cause, out: Commands, *, release: bool) -> list[SendControl]:
+        """Returns the messages that return P's credits, to be sent after the end: before it, they would mean rejected
+        chunks."""
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.GIVE_UP)
         self._forget(attempt)
         if release:
             out.append(ReleaseSequence(attempt.key))
         self._report(attempt, "aborted", cause, out)
-        return [Send(chunk.done(ok=False)) for chunk in self._window.drop_idle(attempt)]
+        return [SendControl(chunk.done(ok=False)) for chunk in self._window.drop_idle(attempt)]
 
     def _forget(self, attempt: ReceiveAttempt) -> None:
         del self._attempts[attempt.key]
@@ -352,5 +353,5 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             for attempt in list(self._attempts.values()):
                 self._give_up(attempt, lease_lost, out)
 
-    def _oldest_debt(self) -> float | None:
+    def _oldest_unanswered(self) -> float | None:
         return self._window.oldest_clear

@@ -7,14 +7,15 @@ An attempt:
        └──────────────────────┴──────────────────────┴──(given up here)──> ABORTING ──AbortAck──> OVER
     any ──(peer aborts, pair closes)──> OVER
 
-A chunk, which outlasts its attempt if D has cleared it, because its bytes are owed:
+A chunk, which outlasts its attempt if D has cleared it, because D has posted the receive for its bytes:
 
-    GATHERING ─────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> GONE
-        │                            ^                       ^   └─ChunkDone─> TAKEN ──(sent)──> GONE
-        └──> PROMISED ──(gathered)───┘                       │
-                └──ClearToSend──> OWED ──────(gathered)──────┘
+    GATHERING ───────────> READY ────> ANNOUNCED ──ClearToSend──> SENDING ──> SENT ──ChunkDone──> DONE
+        │                                  ^                       ^   └─ChunkDone─> RECEIVED ──(sent)──> DONE
+        └──> ANNOUNCED_EARLY ──(gathered)──┘                       │
+                └──ClearToSend──> SEND_PENDING ─────(gathered)─────┘
 
-The last chunk of a prompt is announced while its tokens are computed (PROMISED), so that D's receive is posted by then.
+The last chunk of a prompt is announced while its tokens are computed (ANNOUNCED_EARLY), so that D's receive is posted
+by then.
 
 A payload has whole tokens and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
 step left at least half of a full one; what is smaller waits for the next step, because a lone small message costs
@@ -29,7 +30,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.engine.kv_transfer.commands import GatherChunk, SendBytes
+from disagg.engine.kv_transfer.commands import GatherChunk, SendKv
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
 from disagg.proto.handover import ChunkHeader, ChunkSum, Commit
 from disagg.proto.ids import AttemptKey
@@ -85,14 +86,14 @@ class SentChunkState(enum.Enum):
     """Where a chunk is, seen from P."""
 
     GATHERING = "gathering"
-    PROMISED = "promised"
-    OWED = "owed"
+    ANNOUNCED_EARLY = "announced early"
+    SEND_PENDING = "send pending"
     READY = "ready"
     ANNOUNCED = "announced"
     SENDING = "sending"
     SENT = "sent"
-    TAKEN = "taken"
-    GONE = "gone"
+    RECEIVED = "received"
+    DONE = "done"
 
 
 class SentChunkEvent(enum.Enum):
@@ -110,26 +111,28 @@ SENT_CHUNK_TABLE: Table[SentChunkState, SentChunkEvent] = Table(
     {
         (_C.GATHERING, _F.GATHERED): _C.READY,
         (_C.READY, _F.ANNOUNCE): _C.ANNOUNCED,
-        (_C.GATHERING, _F.ANNOUNCE): _C.PROMISED,
-        (_C.PROMISED, _F.GATHERED): _C.ANNOUNCED,
-        (_C.PROMISED, _F.CLEARED): _C.OWED,
-        (_C.OWED, _F.GATHERED): _C.SENDING,
+        (_C.GATHERING, _F.ANNOUNCE): _C.ANNOUNCED_EARLY,
+        (_C.ANNOUNCED_EARLY, _F.GATHERED): _C.ANNOUNCED,
+        (_C.ANNOUNCED_EARLY, _F.CLEARED): _C.SEND_PENDING,
+        (_C.SEND_PENDING, _F.GATHERED): _C.SENDING,
         (_C.ANNOUNCED, _F.CLEARED): _C.SENDING,
         (_C.SENDING, _F.SENT): _C.SENT,
-        (_C.SENT, _F.DONE): _C.GONE,
+        (_C.SENT, _F.DONE): _C.DONE,
         # D may have the bytes before the transport here has reported them sent.
-        (_C.SENDING, _F.DONE): _C.TAKEN,
-        (_C.TAKEN, _F.SENT): _C.GONE,
+        (_C.SENDING, _F.DONE): _C.RECEIVED,
+        (_C.RECEIVED, _F.SENT): _C.DONE,
     }
 )
 
 UNANNOUNCED = frozenset({_C.GATHERING, _C.READY})
-CREDITED = frozenset({_C.PROMISED, _C.OWED, _C.ANNOUNCED, _C.SENDING, _C.SENT})
+CREDITED = frozenset({_C.ANNOUNCED_EARLY, _C.SEND_PENDING, _C.ANNOUNCED, _C.SENDING, _C.SENT})
 """States in which a chunk uses one of D's credits."""
-AWAITED = frozenset({_C.PROMISED, _C.ANNOUNCED, _C.SENDING, _C.SENT, _C.TAKEN})
+AWAITED = frozenset({_C.ANNOUNCED_EARLY, _C.ANNOUNCED, _C.SENDING, _C.SENT, _C.RECEIVED})
 """States in which D, or the transport, is to do something."""
-HOLDS_SLOT = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.TAKEN})
-TOUCHED = frozenset({_C.GATHERING, _C.PROMISED, _C.OWED, _C.SENDING, _C.TAKEN})
+HOLDS_SLOT = frozenset(
+    {_C.GATHERING, _C.ANNOUNCED_EARLY, _C.SEND_PENDING, _C.READY, _C.ANNOUNCED, _C.SENDING, _C.RECEIVED}
+)
+TOUCHED = frozenset({_C.GATHERING, _C.ANNOUNCED_EARLY, _C.SEND_PENDING, _C.SENDING, _C.RECEIVED})
 """States in which the engine or the transport works on the slot, whatever becomes of attempt and pair."""
 
 
@@ -260,13 +263,13 @@ class SentChunk:
         return GatherChunk(self.attempt.key, self.seq, self.start, self.end, self.slot, self.nbytes)
 
     @property
-    def send(self) -> SendBytes:
+    def send(self) -> SendKv:
         """The command that sends the slot."""
-        return SendBytes(self.attempt.key, self.seq, self.slot, self.nbytes)
+        return SendKv(self.attempt.key, self.seq, self.slot, self.nbytes)
 
     @property
     def late_checksum(self) -> ChunkSum:
-        """Sent when a promised chunk is gathered."""
+        """Sent when a chunk that was announced early is gathered."""
         assert self.checksum is not None
         request_id, number = self.attempt.key
         return ChunkSum(
@@ -308,14 +311,14 @@ class SendWindow(ChunkWindow[SentChunk]):
     """P's chunks under way: staging slots, the order of announcing, and D's credits. Owner: the `Sender`.
 
     Args:
-        promises: whether a prompt's last chunk is announced before it is gathered.
+        announces_early: whether a prompt's last chunk is announced before it is gathered.
     """
 
     def __init__(
-        self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int, *, promises: bool
+        self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int, *, announces_early: bool
     ) -> None:
         super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
-        self._promises = promises
+        self._announces_early = announces_early
         self._num_cleared = 0
         self._closed = False
         self._outbox: deque[SentChunk] = deque()
@@ -375,7 +378,9 @@ class SendWindow(ChunkWindow[SentChunk]):
         """The next chunk to announce, if it is gathered, or is the prompt's last, and there is a credit."""
         if not self._outbox or self.num_credited >= self._credits:
             return None
-        if self._outbox[0].state is not SentChunkState.READY and not (self._promises and self._outbox[0].is_last):
+        if self._outbox[0].state is not SentChunkState.READY and not (
+            self._announces_early and self._outbox[0].is_last
+        ):
             return None
         chunk = self._outbox.popleft()
         chunk.state = SENT_CHUNK_TABLE.next(chunk.state, SentChunkEvent.ANNOUNCE)
@@ -385,8 +390,8 @@ class SendWindow(ChunkWindow[SentChunk]):
         return chunk
 
     def clear(self, chunk: SentChunk, turn: int) -> None:
-        """D has posted the receive: the bytes are owed. If a `ClearToSend` were lost and the next one obeyed, its bytes
-        would end in the receive of another chunk, perhaps of another size; so D numbers them.
+        """D has posted the receive: the bytes must be sent. If a `ClearToSend` were lost and the next one obeyed, its
+        bytes would end in the receive of another chunk, perhaps of another size; so D numbers them.
 
         Raises:
             PeerError: if the chunk was not announced, was cleared before, or is not the next one of D's receives.
@@ -409,7 +414,7 @@ class SendWindow(ChunkWindow[SentChunk]):
         """The transport is done with the slot."""
         chunk = self._advance(key, seq, SentChunkEvent.SENT)
         self._slots.give_back(chunk.slot)
-        if chunk.state is SentChunkState.GONE:
+        if chunk.state is SentChunkState.DONE:
             del self._chunks[key, seq]
         return chunk
 
@@ -420,7 +425,7 @@ class SendWindow(ChunkWindow[SentChunk]):
             PeerError: if D had not cleared the chunk, or sent this before.
         """
         chunk.state = SENT_CHUNK_TABLE.next_from_peer(chunk.state, SentChunkEvent.DONE)
-        if chunk.state is SentChunkState.GONE:
+        if chunk.state is SentChunkState.DONE:
             del self._chunks[chunk.attempt.key, chunk.seq]
 
     def drop_unannounced(self, attempt: SendAttempt) -> None:
@@ -455,7 +460,7 @@ class SendWindow(ChunkWindow[SentChunk]):
     def _drop(self, chunk: SentChunk) -> None:
         if chunk.state in HOLDS_SLOT:
             self._slots.give_back(chunk.slot)
-        chunk.state = SentChunkState.GONE
+        chunk.state = SentChunkState.DONE
         del self._chunks[chunk.attempt.key, chunk.seq]
 
     def _advance(self, key: AttemptKey, seq: int, event: SentChunkEvent) -> SentChunk:

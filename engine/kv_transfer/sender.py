@@ -22,7 +22,7 @@ from disagg.engine.kv_transfer.commands import (
     STUCK,
     Cause,
     ReleaseSequence,
-    Send,
+    SendControl,
     SenderCommand,
     SendOutcome,
     SendOver,
@@ -60,10 +60,11 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         max_chunk_bytes: largest payload.
         credits: chunks that may be announced and not done.
         num_slots: staging slots of `max_chunk_bytes` each.
-        promises: announce the end of a prompt while it is computed.
+        announces_early: announce the last chunk of a prompt while it is computed.
         lease_timeout_s: silence of D after which attempts fail, and after twice as long what is left of the pair.
         heartbeat_s: how often to send a heartbeat.
-        transfer_timeout_s: how long D may owe an answer (the attempt fails), or an AbortAck or chunk (the pair closes).
+        transfer_timeout_s: how long D may take for an answer (the attempt fails), or for an AbortAck or chunk (the
+            pair closes).
 
     Raises:
         ValueError: if not even one token fits a chunk, or there is no slot or credit.
@@ -80,13 +81,15 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
-        promises: bool = True,
+        announces_early: bool = True,
         lease_timeout_s: float = DEFAULTS.lease_timeout_s,
         heartbeat_s: float = DEFAULTS.heartbeat_s,
         transfer_timeout_s: float = DEFAULTS.timeout_s,
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
-        self._window: SendWindow = SendWindow(credits, num_slots, bytes_per_token, max_chunk_bytes, promises=promises)
+        self._window: SendWindow = SendWindow(
+            credits, num_slots, bytes_per_token, max_chunk_bytes, announces_early=announces_early
+        )
         self._moving: dict[AttemptKey, SendAttempt] = {}
         """Being computed or computed, until their commit."""
 
@@ -105,7 +108,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
             raise TransitionError(f"{spec.key} was offered before")
         deadline = None if spec.timeout_s is None else now + spec.timeout_s
         self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline, waiting_since=self._clock.now)
-        return [Send(Offer(spec=spec))]
+        return [SendControl(Offer(spec=spec))]
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> Commands:
         """P's engine computes tokens before `end` now; gathers of them are done when they are computed."""
@@ -136,7 +139,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
             assert nbytes == chunk.nbytes, (nbytes, chunk.nbytes)
             chunk.checksum = checksum
             if chunk.is_announced:
-                out.append(Send(chunk.late_checksum))
+                out.append(SendControl(chunk.late_checksum))
         out += [due.send for due in self._window.pop_due()]
         self._pump(out)
         return out
@@ -286,12 +289,12 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         for attempt in in_order:
             out += [chunk.gather for chunk in self._window.cut(attempt)]
         while (chunk := self._window.pop_announceable(self._clock.now)) is not None:
-            out.append(Send(chunk.header))
+            out.append(SendControl(chunk.header))
         for attempt in in_order:
             if attempt.can_commit:
                 attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
                 attempt.waiting_since = self._clock.now
-                out.append(Send(attempt.commit))
+                out.append(SendControl(attempt.commit))
 
     # ------------------------------------------------------------ giving up
 
@@ -338,6 +341,6 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
             elif attempt.awaits_answer and now - attempt.waiting_since >= self._transfer_timeout_s:
                 self._give_up(attempt, "failed", STUCK, out)
 
-    def _oldest_debt(self) -> float | None:
+    def _oldest_unanswered(self) -> float | None:
         aborts = [a.waiting_since for a in self._attempts.values() if a.state is SendState.ABORTING]
         return min(aborts + self._window.awaited_since, default=None)

@@ -22,15 +22,15 @@ from disagg.engine.kv_transfer.commands import (
     ClosePair,
     GatherChunk,
     JoinSequence,
-    ReceiveBytes,
+    ReceiveKv,
     ReceiveOver,
     ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
-    Send,
-    SendBytes,
+    SendControl,
     SenderCommand,
+    SendKv,
     SendOver,
     StartPrefill,
 )
@@ -109,7 +109,7 @@ class Pair:
         self._gathers: dict[tuple[AttemptKey, int], int] = {}
         """Bytes of the copies that P's engine still owes."""
         self._scatters: set[tuple[AttemptKey, int]] = set()
-        self._to_send: deque[SendBytes] = deque()
+        self._to_send: deque[SendKv] = deque()
         """The first one is on its way."""
         now, ours, theirs = world.loop.now, prefill.config, decode.config
         bytes_per_token = prefill.info.kv_layout.bytes_per_token
@@ -119,7 +119,7 @@ class Pair:
             max_chunk_bytes=min(ours.transfer.chunk_bytes, theirs.transfer.chunk_bytes),
             credits=theirs.transfer.num_slots,
             num_slots=ours.transfer.num_slots,
-            promises=ours.transport != "nccl",
+            announces_early=ours.transport != "nccl",
         )
         self._receiver = Receiver(
             now,
@@ -169,7 +169,7 @@ class Pair:
     def _carry_out_for_sender(self, commands: list[SenderCommand]) -> None:
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     self._world.loop.after(self._world.overheads.message_s, self._to_receiver, message)
                 case StartPrefill(spec):
                     self.prefill.on_reserved(spec.key)
@@ -177,7 +177,7 @@ class Pair:
                 case GatherChunk():
                     self._gathers[command.key, command.seq] = command.nbytes
                     self.prefill.post(Gather(command.key, command.seq, command.start, command.end, None))
-                case SendBytes():
+                case SendKv():
                     self._to_send.append(command)
                     if len(self._to_send) == 1:
                         self._send_next()
@@ -241,14 +241,14 @@ class Pair:
     def _carry_out_for_receiver(self, commands: list[ReceiverCommand]) -> None:
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     self._world.loop.after(self._world.overheads.message_s, self._to_sender, message)
                 case ReserveBlocks(spec):
                     if self.decode.on_offered(self, spec):
                         self.decode.post(Reserve(spec))
                     else:
                         self.on_reserve_refused(spec.key, "this attempt is here already")
-                case ReceiveBytes():
+                case ReceiveKv():
                     """Posted at once; the bytes come in this order."""
                 case ScatterChunk():
                     self._scatters.add((command.key, command.seq))

@@ -33,15 +33,15 @@ from disagg.engine.kv_transfer.commands import (
     ClosePair,
     GatherChunk,
     JoinSequence,
-    ReceiveBytes,
+    ReceiveKv,
     ReceiveOver,
     ReceiverCommand,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
-    Send,
-    SendBytes,
+    SendControl,
     SenderCommand,
+    SendKv,
     SendOver,
     StartPrefill,
 )
@@ -123,7 +123,7 @@ class SenderShell:
         pair = self._pair
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     self._send(message)  # type: ignore[arg-type]  # a sender sends only its own kinds
                 case StartPrefill(spec):
                     pair.p.commands.append(Add(spec, hold_after_prefill=True))
@@ -132,7 +132,7 @@ class SenderShell:
                     self.slots_in_use[slot] = (key, seq)
                     self._gathers[key, seq] = command
                     pair.p.commands.append(Gather(key, seq, start, end, self._buffers[slot][:nbytes]))
-                case SendBytes(key, seq, slot):
+                case SendKv(key, seq, slot):
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
                     self._send_bytes(command)
@@ -156,7 +156,7 @@ class SenderShell:
         if not pair.broken:
             pair.to_d.append(message)
 
-    def _send_bytes(self, effect: SendBytes) -> None:
+    def _send_bytes(self, effect: SendKv) -> None:
         def done(ok: bool) -> None:
             self._pair.answers["p"].append(lambda: self._on_sent(effect, ok))
 
@@ -165,7 +165,7 @@ class SenderShell:
         else:
             self._pair.wire.sends.append((self._buffers[effect.slot], effect.nbytes, done))
 
-    def _on_sent(self, effect: SendBytes, ok: bool) -> None:
+    def _on_sent(self, effect: SendKv, ok: bool) -> None:
         assert self.slots_in_use.pop(effect.slot) == (effect.key, effect.seq)
         self._carry_out(self.machine.on_sent(effect.key, effect.seq, ok))
 
@@ -227,14 +227,14 @@ class ReceiverShell:
         pair = self._pair
         for command in commands:
             match command:
-                case Send(message):
+                case SendControl(message):
                     pair.messages[type(message).__name__] += 1
                     if not pair.broken:
                         pair.to_p.append(message)  # type: ignore[arg-type]  # a receiver sends only its own kinds
                 case ReserveBlocks(spec):
                     pair.asked_for_blocks[spec.key] += 1
                     pair.d.commands.append(Reserve(spec))
-                case ReceiveBytes(key, seq, slot):
+                case ReceiveKv(key, seq, slot):
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
                     self._receive(command)
@@ -256,7 +256,7 @@ class ReceiverShell:
                     self.close_cause = cause
                     pair.break_stream()
 
-    def _receive(self, effect: ReceiveBytes) -> None:
+    def _receive(self, effect: ReceiveKv) -> None:
         def done(ok: bool) -> None:
             self._pair.answers["d"].append(lambda: self._on_received(effect, ok))
 
@@ -265,7 +265,7 @@ class ReceiverShell:
         else:
             self._pair.wire.recvs.append((self._buffers[effect.slot], effect.nbytes, done))
 
-    def _on_received(self, effect: ReceiveBytes, ok: bool) -> None:
+    def _on_received(self, effect: ReceiveKv, ok: bool) -> None:
         assert self.slots_in_use.pop(effect.slot) == (effect.key, effect.seq)
         digest = UNKEYED(self._buffers[effect.slot][: effect.nbytes])
         self._carry_out(self.machine.on_received(effect.key, effect.seq, ok, digest))

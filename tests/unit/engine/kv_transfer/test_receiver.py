@@ -14,12 +14,12 @@ from disagg.engine.kv_transfer.commands import (
     Cause,
     ClosePair,
     JoinSequence,
-    ReceiveBytes,
+    ReceiveKv,
     ReceiveOver,
     ReleaseSequence,
     ReserveBlocks,
     ScatterChunk,
-    Send,
+    SendControl,
 )
 from disagg.engine.kv_transfer.pair_half import TransitionError, abort
 from disagg.engine.kv_transfer.receiver import Receiver
@@ -58,7 +58,7 @@ def reserved(**options: Any) -> Receiver:
     """A receiver with one reservation, 4 of 20 tokens cached."""
     machine = receiver(**options)
     assert machine.on_message(Offer(spec=SPEC), 0.0) == [ReserveBlocks(SPEC)]
-    assert machine.on_reserved(KEY, 4) == [Send(Reserved(**NAMED, cached_tokens=4))]
+    assert machine.on_reserved(KEY, 4) == [SendControl(Reserved(**NAMED, cached_tokens=4))]
     return machine
 
 
@@ -68,11 +68,11 @@ def header(seq: int, start: int, end: int, checksum: int | None = 5) -> ChunkHea
 
 
 def cleared(seq: int, slot: int, nbytes: int = 64) -> list[Any]:
-    return [ReceiveBytes(KEY, seq, slot, nbytes), Send(ClearToSend(**NAMED, seq=seq, turn=seq))]
+    return [ReceiveKv(KEY, seq, slot, nbytes), SendControl(ClearToSend(**NAMED, seq=seq, turn=seq))]
 
 
-def done(seq: int, *, ok: bool = True) -> Send:
-    return Send(ChunkDone(**NAMED, seq=seq, ok=ok))
+def done(seq: int, *, ok: bool = True) -> SendControl:
+    return SendControl(ChunkDone(**NAMED, seq=seq, ok=ok))
 
 
 def test_a_whole_hand_over() -> None:
@@ -90,7 +90,7 @@ def test_a_whole_hand_over() -> None:
     ]
     assert machine.on_scattered(KEY, 1, True) == [
         done(1),
-        Send(CommitAck(**NAMED)),
+        SendControl(CommitAck(**NAMED)),
         ReceiveOver(KEY, "committed", kv_bytes=128, cached_tokens=4),
     ]
     assert machine.holdings() == NOTHING
@@ -220,7 +220,7 @@ def test_a_commit_after_the_last_chunk_joins_at_once() -> None:
     logprobs = TokenLogprobs(-0.5, (5,), (-0.25,))
     assert machine.on_message(Commit(**NAMED, token_id=7, logprobs=logprobs, num_chunks=0), 0.0) == [
         JoinSequence(KEY, 7, logprobs),
-        Send(CommitAck(**NAMED)),
+        SendControl(CommitAck(**NAMED)),
         ReceiveOver(KEY, "committed", kv_bytes=0, cached_tokens=20),
     ]
 
@@ -278,16 +278,18 @@ def test_an_abort_of_p_is_acknowledged_always() -> None:
     assert machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0) == [
         ReleaseSequence(KEY),
         ReceiveOver(KEY, "aborted", GONE, 0, 4),
-        Send(AbortAck(**ID)),
+        SendControl(AbortAck(**ID)),
     ]
-    assert machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0) == [Send(AbortAck(**ID))]
+    assert machine.on_message(Abort(**ID, failure=GONE.failure, detail=GONE.detail), 0.0) == [
+        SendControl(AbortAck(**ID))
+    ]
 
 
 def test_a_refusal() -> None:
     machine = receiver()
     machine.on_message(Offer(spec=SPEC), 0.0)
     assert machine.on_reserve_refused(KEY, "full") == [
-        Send(Refused(**ID, reason="full")),
+        SendControl(Refused(**ID, reason="full")),
         ReceiveOver(KEY, "aborted", Cause(Failure.REFUSED, "full")),
     ]
     assert machine.holdings() == NOTHING
@@ -345,7 +347,7 @@ def test_an_attempt_is_not_taken_again_while_bytes_of_it_are_to_come() -> None:
         machine.on_message(Offer(spec=spec_of("other", prompt_of(1))), half_seconds / 2)
         machine.tick(half_seconds / 2)
     (refused,) = machine.on_message(Offer(spec=SPEC), 12.0)
-    assert isinstance(refused, Send)
+    assert isinstance(refused, SendControl)
     assert isinstance(refused.message, Refused)
     machine.on_received(KEY, 0, True, 5)
     assert machine.on_message(Offer(spec=SPEC), 12.0) == [ReserveBlocks(SPEC)]
@@ -358,7 +360,7 @@ def test_cleared_bytes_that_never_come_end_the_pair_though_p_beats() -> None:
     for half_seconds in range(1, 7):
         assert effects == []
         machine.on_message(PairHeartbeat(), half_seconds / 2)
-        effects = [effect for effect in machine.tick(half_seconds / 2) if effect != Send(PairHeartbeat())]
+        effects = [effect for effect in machine.tick(half_seconds / 2) if effect != SendControl(PairHeartbeat())]
     assert effects == [ReleaseSequence(KEY), ReceiveOver(KEY, "aborted", STUCK, 0, 4), ClosePair(STUCK)]
     assert machine.holdings()["receiving_slots"] == 1
 
@@ -368,7 +370,7 @@ def test_generations_count_up() -> None:
     other = spec_of("b", prompt_of(5))
     machine.on_message(Offer(spec=other), 0.0)
     (effect,) = machine.on_reserved(other.key, 0)
-    assert isinstance(effect, Send)
+    assert isinstance(effect, SendControl)
     assert isinstance(effect.message, Reserved)
     assert effect.message.generation == 2
 

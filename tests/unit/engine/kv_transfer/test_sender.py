@@ -16,8 +16,8 @@ from disagg.engine.kv_transfer.commands import (
     ClosePair,
     GatherChunk,
     ReleaseSequence,
-    Send,
-    SendBytes,
+    SendControl,
+    SendKv,
     SendOver,
     StartPrefill,
 )
@@ -56,14 +56,16 @@ def sender(**options: Any) -> Sender:
 def prefilling(**options: Any) -> Sender:
     """A sender whose one attempt is reserved for, with 4 of 20 tokens on D."""
     machine = sender(**options)
-    assert machine.offer(SPEC, 0.0) == [Send(Offer(spec=SPEC))]
+    assert machine.offer(SPEC, 0.0) == [SendControl(Offer(spec=SPEC))]
     assert machine.on_message(Reserved(**NAMED, cached_tokens=4), 0.0) == [StartPrefill(SPEC)]
     return machine
 
 
-def header(seq: int, start: int, end: int, checksum: int | None) -> Send:
+def header(seq: int, start: int, end: int, checksum: int | None) -> SendControl:
     nbytes = 8 * (end - start)
-    return Send(ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum))
+    return SendControl(
+        ChunkHeader(**NAMED, seq=seq, start_token=start, end_token=end, nbytes=nbytes, checksum=checksum)
+    )
 
 
 def test_a_whole_hand_over() -> None:
@@ -74,11 +76,11 @@ def test_a_whole_hand_over() -> None:
     assert machine.on_gathered(KEY, 0, True, 64, checksum=11) == [
         header(0, 4, 12, 11),
         header(1, 12, 20, None),
-        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+        SendControl(Commit(**NAMED, token_id=99, num_chunks=2)),
     ]
-    assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [Send(ChunkSum(**NAMED, seq=1, checksum=12))]
-    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
-    assert machine.on_message(ClearToSend(**NAMED, seq=1, turn=1), 0.0) == [SendBytes(KEY, 1, slot=1, nbytes=64)]
+    assert machine.on_gathered(KEY, 1, True, 64, checksum=12) == [SendControl(ChunkSum(**NAMED, seq=1, checksum=12))]
+    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendKv(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=1, turn=1), 0.0) == [SendKv(KEY, 1, slot=1, nbytes=64)]
     assert machine.on_sent(KEY, 0, True) == []
     assert machine.holdings() == {"sending": 1, "sending_chunks": 2, "sending_slots": 1}
     # The second chunk is done on D before our transport says that it left.
@@ -101,7 +103,7 @@ def test_nothing_to_send_commits_at_once() -> None:
     assert machine.on_chunk_planned(KEY, 20) == []
     logprobs = TokenLogprobs(-0.5, (5,), (-0.5,))
     assert machine.on_prefill_computed(KEY, 5, logprobs) == [
-        Send(Commit(**NAMED, token_id=5, logprobs=logprobs, num_chunks=0))
+        SendControl(Commit(**NAMED, token_id=5, logprobs=logprobs, num_chunks=0))
     ]
 
 
@@ -114,7 +116,7 @@ def test_without_a_credit_a_gathered_chunk_waits() -> None:
     assert machine.on_sent(KEY, 0, True) == []
     assert machine.on_message(ChunkDone(**NAMED, seq=0), 0.0) == [
         header(1, 12, 20, 12),
-        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+        SendControl(Commit(**NAMED, token_id=99, num_chunks=2)),
     ]
 
 
@@ -126,7 +128,7 @@ def test_without_a_slot_a_computed_chunk_waits() -> None:
     assert machine.on_sent(KEY, 0, True) == [
         GatherChunk(KEY, 1, 12, 20, slot=0, nbytes=64),
         header(1, 12, 20, None),
-        Send(Commit(**NAMED, token_id=99, num_chunks=2)),
+        SendControl(Commit(**NAMED, token_id=99, num_chunks=2)),
     ]
 
 
@@ -147,7 +149,7 @@ def test_a_cleared_chunk_is_sent_though_its_attempt_was_cancelled() -> None:
     machine.on_gathered(KEY, 1, True, 64, 12)
     assert ReleaseSequence(KEY) in machine.cancel(KEY)
     assert machine.holdings()["sending_slots"] == 2  # D may still clear both
-    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendBytes(KEY, 0, slot=0, nbytes=64)]
+    assert machine.on_message(ClearToSend(**NAMED, seq=0, turn=0), 0.0) == [SendKv(KEY, 0, slot=0, nbytes=64)]
     assert machine.on_message(AbortAck(**ID), 0.0) == []
     assert machine.holdings() == {"sending": 0, "sending_chunks": 1, "sending_slots": 1}  # now only the first
     machine.on_sent(KEY, 0, True)
@@ -161,7 +163,7 @@ def test_an_abort_of_d_ends_the_attempt(cause: Cause, outcome: Any) -> None:
     machine.on_chunk_planned(KEY, 14)
     machine.on_gathered(KEY, 0, True, 64, 11)
     assert machine.on_message(Abort(**ID, failure=cause.failure, detail=cause.detail), 0.0) == [
-        Send(AbortAck(**ID)),
+        SendControl(AbortAck(**ID)),
         SendOver(KEY, outcome, cause, 64, 4),
         ReleaseSequence(KEY),
     ]
@@ -246,7 +248,7 @@ def test_inputs_that_cannot_be_raise_and_change_nothing() -> None:
 
 
 def test_an_abort_carries_its_cause() -> None:
-    assert abort(KEY, DEADLINE) == Send(Abort(**ID, failure=Failure.DEADLINE, detail="the deadline passed"))
+    assert abort(KEY, DEADLINE) == SendControl(Abort(**ID, failure=Failure.DEADLINE, detail="the deadline passed"))
 
 
 def test_late_engine_events_are_ignored() -> None:
@@ -262,7 +264,7 @@ def beat_until(machine: Sender, until_s: float) -> list[Any]:
     effects: list[Any] = []
     for half_seconds in range(1, int(until_s * 2) + 1):
         machine.on_message(PairHeartbeat(), half_seconds / 2)
-        effects += [effect for effect in machine.tick(half_seconds / 2) if effect != Send(PairHeartbeat())]
+        effects += [effect for effect in machine.tick(half_seconds / 2) if effect != SendControl(PairHeartbeat())]
     return effects
 
 
@@ -285,7 +287,7 @@ def test_an_abort_that_is_never_answered_ends_the_pair() -> None:
 
 def test_a_tick_beats() -> None:
     machine = sender()
-    assert machine.tick(0.5) == [Send(PairHeartbeat())]
+    assert machine.tick(0.5) == [SendControl(PairHeartbeat())]
 
 
 @pytest.mark.parametrize(
