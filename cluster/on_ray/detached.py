@@ -1,4 +1,4 @@
-"""`disagg cluster start | stop | status`: a cluster that stands in a Ray cluster, whoever looks at it.
+"""`disagg cluster start | stop | status`: a cluster that runs detached in a Ray cluster.
 
 The controller is a detached actor: it outlives the command that made it, Ray starts it again where it dies, and it
 brings up the rest by itself, as nodes come.

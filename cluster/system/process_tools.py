@@ -99,10 +99,10 @@ class StopFlag:
     then wait for for ever. So it takes no lock: it sets a bool and writes to a pipe.
     """
 
-    def __init__(self, *signals: signal.Signals, patience: int | None = None) -> None:
-        """`patience`: after so many signals, the next one ends the process at once, whatever it is doing."""
+    def __init__(self, *signals: signal.Signals, max_signals: int | None = None) -> None:
+        """`max_signals`: after so many signals, the next one ends the process at once, whatever it is doing."""
         self.is_set = False
-        self._patience = patience
+        self._max_signals = max_signals
         self._num_signals = 0
         self._interruptible = False
         self._reader, self._writer = os.pipe()
@@ -144,7 +144,7 @@ class StopFlag:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first, self.is_set = not self.is_set, True
         self._num_signals += 1
-        if self._num_signals == self._patience:
+        if self._num_signals == self._max_signals:
             for number in self._previous:
                 signal.signal(number, signal.SIG_DFL)
         with suppress(BlockingIOError):  # the pipe is full of earlier signals

@@ -1,5 +1,5 @@
-"""What the commands share on a terminal: the console, plain tables, examples in the help, the option that names a
-gateway.
+"""What the commands share on a terminal: the console, plain tables, sizes in bytes, examples in the help, the option
+that names a gateway.
 
 Nothing here loads `rich` before something is printed, so that `disagg --help` stays quick.
 """
@@ -39,3 +39,12 @@ def table(*columns: str) -> Table:
     for column in columns:
         made.add_column(column.removesuffix(">"), justify="right" if column.endswith(">") else "left")
     return made
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Such as `0 B`, `48 KiB` or `2.2 MiB`."""
+    if num_bytes < 1 << 10:
+        return f"{num_bytes} B"
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / (1 << 10):.0f} KiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"

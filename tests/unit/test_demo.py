@@ -15,6 +15,7 @@ from rich.console import Console
 from disagg.cli import demo
 from disagg.cli.demo import Outcome
 from disagg.client import Client, Delta, Finished, Usage
+from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import InternalError
 from disagg.v1 import inference_pb2 as pb
 
@@ -129,7 +130,7 @@ def test_verdict(change: dict[str, Any], problems: list[str]) -> None:
     if problems:
         assert (status, lines) == (1, [f"failed answer 3: {problem}" for problem in problems])
     else:
-        moved = demo.format_bytes(GOOD.kv_bytes + cast(int, change.get("kv_bytes", GOOD.kv_bytes)))
+        moved = format_bytes(GOOD.kv_bytes + cast(int, change.get("kv_bytes", GOOD.kv_bytes)))
         assert (status, lines) == (0, [f"ok every answer came through both pools; {moved} of KV moved"])
 
 
@@ -161,4 +162,4 @@ def test_table_fits_a_terminal() -> None:
     ],
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
-    assert demo.format_bytes(num_bytes) == text
+    assert format_bytes(num_bytes) == text

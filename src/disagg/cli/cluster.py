@@ -9,7 +9,7 @@ import typer
 
 from disagg.cluster.system.terminal import console, examples
 
-app = typer.Typer(help="A cluster that stands in a Ray cluster: start, stop, status.", no_args_is_help=True)
+app = typer.Typer(help="A cluster detached in a running Ray cluster: start, stop, status.", no_args_is_help=True)
 
 RayAddressOption = Annotated[
     str | None,
@@ -36,7 +36,7 @@ def start(
 
 @app.command(epilog=examples("disagg cluster stop"))
 def stop(ray_address: RayAddressOption = None) -> None:
-    """End everything of ours in the Ray cluster; Ray itself stays."""
+    """Stop the disagg cluster in the Ray cluster; Ray itself stays."""
     from disagg.cluster.on_ray import detached as ray_operate
     from disagg.cluster.on_ray.joined import AUTO
 

@@ -1,4 +1,4 @@
-"""The demonstration: real prompts on a running cluster, streamed to the terminal, then what moved where.
+"""`disagg demo`: real prompts on a running cluster, streamed to the terminal, then what moved where.
 
     one prompt -> several at once -> a second turn that shares the first one's prefix -> table -> verdict
 
@@ -11,13 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from disagg.cli.up import Launcher, build_config, with_cluster
 from disagg.client import Client, Finished
-from disagg.proto.errors import InternalError
+from disagg.cluster.config.cluster_config import ClusterConfig, override
+from disagg.cluster.control.cluster import Cluster
+from disagg.cluster.models.catalog import import_model, resolve_model
+from disagg.cluster.system.process_tools import StopFlag
+from disagg.cluster.system.terminal import format_bytes
+from disagg.proto.errors import ConfigError, InternalError
 
 SYSTEM = (
     "You are a helpful assistant. You answer in two or three short sentences, in plain words, and you stay with the "
@@ -35,6 +42,7 @@ PARALLEL_QUESTIONS = (
     "What is the difference between a river and a lake?",
 )
 MAX_TOKENS = 96
+DEMO_KV_CACHE_BYTES = 64 << 20
 
 Chat = list[dict[str, str]]
 """Turns with `role` and `content`."""
@@ -62,7 +70,44 @@ class Outcome:
     transport: str
 
 
-def run_demo(address: str, console: Console) -> int:
+def demo_config(*, model: str | None = None, prefill: int | None = None, decode: int | None = None) -> ClusterConfig:
+    """The default configuration with small caches, where every prompt is handed over. Raises `ConfigError`."""
+    return override(
+        build_config(None, model=model, port=0, prefill=prefill, decode=decode),
+        {
+            "placement.local_prefill": "never",
+            "pools.prefill.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
+            "pools.decode.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
+        },
+    )
+
+
+def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
+    """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
+
+    def show(cluster: Cluster, stop: StopFlag) -> int:
+        with stop.interruptible():
+            status = show_demo(cluster.address, console)
+        console.print("next: disagg up, to have one that stays", style="dim")
+        return status
+
+    ensure_model(config, console)
+    return with_cluster(config, launcher, console, log_dir, show)
+
+
+def ensure_model(config: ClusterConfig, console: Console) -> None:
+    """Import the default model where it is configured and missing; any other model is left to the user."""
+    if config.model.path is not None:
+        return
+    try:
+        resolve_model(config.model.served_name)
+    except ConfigError:
+        import_model(
+            config.model.served_name, progress=lambda text: console.print(f"  {escape(text)}", highlight=False)
+        )
+
+
+def show_demo(address: str, console: Console) -> int:
     """Run all scenes against the gateway at `address`; the exit status. Raises `DisaggError` when a request fails."""
     with Client(address) as client:
         outcomes = run_scenes(client, console)
@@ -201,15 +246,6 @@ def _row(outcome: Outcome, pids: dict[str, int]) -> tuple[str, ...]:
 
 def _process(worker_id: str, pids: dict[str, int]) -> str:
     return f"{worker_id} (pid {pids.get(worker_id, '?')})" if worker_id else "-"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Such as `0 B`, `48 KiB` or `2.2 MiB`."""
-    if num_bytes < 1 << 10:
-        return f"{num_bytes} B"
-    if num_bytes < 1 << 20:
-        return f"{num_bytes / (1 << 10):.0f} KiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def problems(outcomes: Sequence[Outcome]) -> list[str]:

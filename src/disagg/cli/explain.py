@@ -17,12 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.cli.address import reaching
-from disagg.cli.demo import format_bytes
 from disagg.cli.operate import open_client
 from disagg.client import Explanation
 from disagg.client.types import PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
-from disagg.cluster.system.terminal import table
+from disagg.cluster.system.terminal import format_bytes, table
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")

@@ -20,6 +20,8 @@ from disagg import __version__
 from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
+from disagg.cli.model import model_app
+from disagg.cli.planning import commands as planning
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-model_app = typer.Typer(help="Models on this machine: import, list.", no_args_is_help=True)
 key_app = typer.Typer(help="API keys, which clients bring to a gateway.", no_args_is_help=True)
 trace_app = typer.Typer(help="Timelines of the latest requests.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster", rich_help_panel=OPERATE)
@@ -68,7 +69,7 @@ PrefillOption = Annotated[int | None, typer.Option("--prefill", help="Number of 
 DecodeOption = Annotated[int | None, typer.Option("--decode", help="Number of decode workers.", min=1)]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="One pool of workers that do both.")]
 LogDirOption = Annotated[Path | None, typer.Option(help="Keep the processes' logs here (launcher processes).")]
-WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is noted.")]
+WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is recorded.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 LimitOption = Annotated[int, typer.Option("--limit", "-n", help="Requests, the latest ones.", min=1, max=1000)]
@@ -123,17 +124,9 @@ def demo(
     log_dir: LogDirOption = None,
 ) -> None:
     """Start a small cluster, show a prompt being handed from a prefill to a decode worker, and stop."""
-    from disagg.cli.up import DEMO_KV_CACHE_BYTES, build_config, run_demo
-    from disagg.cluster.config.cluster_config import override
+    from disagg.cli.demo import demo_config, run_demo
 
-    settings = override(
-        build_config(None, model=model, port=0, prefill=prefill, decode=decode),
-        {
-            "placement.local_prefill": "never",
-            "pools.prefill.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
-            "pools.decode.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
-        },
-    )
+    settings = demo_config(model=model, prefill=prefill, decode=decode)
     raise typer.Exit(run_demo(settings, launcher.value, console(), log_dir))
 
 
@@ -204,8 +197,8 @@ def drain(
 )
 def top(
     address: AddressOption = DEFAULT_ADDRESS,
-    once: Annotated[bool, typer.Option("--once", help="One picture, and the end.")] = False,
-    interval: Annotated[float, typer.Option("--interval", help="Seconds between pictures.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between updates.", min=0.1)] = 1.0,
 ) -> None:
     """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. Ctrl-C ends it."""
     from disagg.cli.top import run_top
@@ -242,7 +235,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Look for what is not well, on this machine and in the cluster; count the KV bytes that every pair moves."""
+    """Look for what is not well, on this machine and in the cluster; measure the KV transfer of every pair."""
     from disagg.cli.doctor.command import run_doctor
 
     raise typer.Exit(run_doctor(address, console()))
@@ -284,7 +277,7 @@ def simulate(
         typer.Option("--max-tokens", help="What requests allow; answers end before. Unset: their own length.", min=1),
     ] = None,
     patience_s: Annotated[
-        float | None, typer.Option("--patience-s", help="A user without a token leaves then.")
+        float | None, typer.Option("--patience-s", help="Client timeout before the first token.")
     ] = None,
     sample_s: Annotated[float, typer.Option("--sample-s", help="Between two samples over time.", min=0.001)] = 1.0,
     records: Annotated[Path | None, typer.Option("--records", help="Write one line of JSON for each request.")] = None,
@@ -320,126 +313,7 @@ def simulate(
     raise typer.Exit(run_simulate(options, console()))
 
 
-@app.command(
-    rich_help_panel=MEASURE,
-    epilog=examples(
-        "disagg calibrate --model smollm2-135m --out steps.json",
-        "disagg calibrate --model smollm2-135m --threads 2 --limit-s 300 --out steps.json",
-    ),
-)
-def calibrate(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", dir_okay=False)],
-    model: Annotated[str, typer.Option("--model", "-m", help="Name of an imported model, or its folder.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    quantization: Annotated[str, typer.Option(help="Of the weights: none, int8 (CPU) or fp8 (GPU).")] = "none",
-    device: Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Compute threads of the worker.", min=1, max=1024)] = 1,
-    kv_cache: Annotated[str, typer.Option("--kv-cache", help="Memory for KV, such as 2GiB.")] = "2GiB",
-    token_budget: Annotated[int, typer.Option(help="Tokens of the largest step.", min=16, max=65536)] = 512,
-    limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds to measure.", min=1.0, max=86400.0)] = 120.0,
-) -> None:
-    """Measure steps of one worker's engine on this machine, for `plan` and `simulate`. Nothing else should run."""
-    from disagg.cli.planning.calibrate import run_calibrate, worker_config
-
-    config = worker_config(
-        model,
-        dtype=dtype,
-        quantization=quantization,
-        device=device,
-        threads=threads,
-        kv_cache=kv_cache,
-        token_budget=token_budget,
-    )
-    run_calibrate(config, model, out, limit_s, console())
-
-
-@app.command(
-    rich_help_panel=MEASURE,
-    epilog=examples(
-        "disagg plan --model llama-3-8b --device h100 --prompt-tokens 2048 --output-tokens 256",
-        "disagg plan --model llama-3-8b --device h100 --prompt-tokens 2048 --output-tokens 256 --rate 40 --ttft-ms 500 "
-        "--tpot-ms 25",
-        "disagg plan --model smollm2-135m --device cpu-core --scenario interactive --rate 3",
-    ),
-)
-def plan(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="A well-known model, an imported one, its folder, or a config.json.")
-    ],
-    device: Annotated[str, typer.Option("--device", "-d", help="h100, h200, b200, a100, l40s or cpu-core.")],
-    tp: Annotated[str | None, typer.Option("--tp", help="Widths that may be used, such as 1,2,4.")] = None,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline parallelism: only 1 is supported.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert parallelism: only 1 is supported.")] = 1,
-    prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", help="Of each request.")] = None,
-    output_tokens: Annotated[int | None, typer.Option("--output-tokens", help="Of each answer.")] = None,
-    scenario: Annotated[
-        str | None, typer.Option("--scenario", "-s", help="Lengths, arrivals and limits of a load test instead.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="Of the scenario.", min=1)] = None,
-    rate: Annotated[float | None, typer.Option("--rate", help="Requests per second.")] = None,
-    ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Limit of the time to first token.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Limit of the time per further token.")] = None,
-    min_attainment: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.9,
-    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Devices at most.", min=1, max=4096)] = 64,
-    price: Annotated[float | None, typer.Option("--price", help="Of a device, per hour, in any currency.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of activations: bfloat16, float16 or float32.")] = "bfloat16",
-    weight_dtype: Annotated[str | None, typer.Option(help="Of the matrices: also fp8 or int8.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: also fp8.")] = None,
-    perf_tables: Annotated[
-        Path | None, typer.Option(help="Folder of measured kernel times (parquet; needs the extra `plan`).")
-    ] = None,
-    step_times: Annotated[Path | None, typer.Option(help="A file of `disagg calibrate`.")] = None,
-    step_overhead_ms: Annotated[float | None, typer.Option(help="Fixed time of a step.", min=0.0)] = None,
-    link_gb_s: Annotated[
-        float | None, typer.Option("--link-gb-s", help="Between workers, GB/s; the device's network if unset.")
-    ] = None,
-    token_budgets: Annotated[
-        str | None, typer.Option(help="Tokens of a step that are tried, such as 512,2048.")
-    ] = None,
-    mode: Annotated[str, typer.Option(help="any, disaggregated or colocated.")] = "any",
-    judged: Annotated[int, typer.Option(help="Candidates that are simulated, at most.", min=1, max=1000)] = 12,
-    simulate: Annotated[
-        bool, typer.Option("--simulate/--no-simulate", help="Judge by the simulator, or by the estimate alone.")
-    ] = True,
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with plots to this file (needs the extra `load`).")
-    ] = None,
-) -> None:
-    """What a model needs and can do on a device, and which pools serve a load. Exit status: 0, 1 if none do."""
-    from disagg.cli.planning.plan import PlanOptions, run_plan
-
-    options = PlanOptions(
-        model=model,
-        device=device,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        scenario=scenario,
-        requests=requests,
-        rate=rate,
-        ttft_ms=ttft_ms,
-        tpot_ms=tpot_ms,
-        min_attainment=min_attainment,
-        max_gpus=max_gpus,
-        price=price,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
-        perf_tables=perf_tables,
-        step_times=step_times,
-        step_overhead_ms=step_overhead_ms,
-        link_gb_s=link_gb_s,
-        token_budgets=token_budgets,
-        mode=mode,
-        judged=judged,
-        simulate=simulate,
-        json=json,
-        html=html,
-    )
-    raise typer.Exit(run_plan(options, console()))
+planning.register(app, MEASURE)
 
 
 @trace_app.command("export", epilog=examples("disagg trace export trace.json", "disagg trace export trace.json -n 50"))
@@ -468,53 +342,6 @@ def key_new(
     from disagg.cli.keys import run_key_new
 
     raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True), metrics=metrics))
-
-
-@model_app.command(
-    "import",
-    epilog=examples("disagg model import smollm2-135m", "disagg model import ./Llama-3.2-1B --name llama"),
-)
-def model_import(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="'smollm2-135m', a .gguf file, a checkpoint folder, or a hub id (owner/model, owner/model@commit)."
-        ),
-    ],
-    name: Annotated[str | None, typer.Option(help="Its name here; by default made from the source.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
-) -> None:
-    """Bring a model into the model cache; afterwards no network is needed."""
-    from disagg.cluster.models.catalog import import_model
-
-    screen = console()
-    folder = import_model(source, name=name, force=force, progress=lambda text: screen.print(f"  {text}", markup=False))
-    screen.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
-
-
-@model_app.command("verify", epilog=examples("disagg model verify smollm2-135m"))
-def model_verify(name: Annotated[str, typer.Argument(help="Of an imported model.")]) -> None:
-    """Hash a model's files and compare with its import. Exit status: 0 all are the same, 1 not."""
-    from disagg.cluster.models.catalog import verify_model
-
-    wrong = verify_model(name)
-    for line in wrong:
-        typer.echo(line)
-    if wrong:
-        raise typer.Exit(1)
-    typer.echo(f"{name} is as it was imported")
-
-
-@model_app.command("list", epilog=examples("disagg model list"))
-def model_list() -> None:
-    """List the models in the model cache."""
-    from disagg.cluster.models.catalog import DEFAULT_MODEL, cache_dir, list_models
-
-    entries = list_models()
-    if not entries:
-        typer.echo(f"no models in {cache_dir()}; next: disagg model import {DEFAULT_MODEL}")
-    for entry in entries:
-        typer.echo(f"{entry.name}  {entry.architecture}  {entry.nbytes / 1e6:.0f} MB  from {entry.source}")
 
 
 def main() -> None:

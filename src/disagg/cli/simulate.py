@@ -208,8 +208,8 @@ def _notes(load: PlannedLoad, result: Result, score: Score, *, is_phased: bool) 
     ended = max((record.end_s or 0.0 for record in result.records if record.status == "ok"), default=0.0)
     if score.num_ok == 0:
         lines.append("The cluster answered none of the requests.")
-    elif score.num_refused > 0.01 * score.num_sent or ended > load.window_s * _KEEPS_UP + score.e2e.p50:
-        rate, served = score.num_sent / load.window_s, score.num_ok / max(load.window_s, ended)
+    elif score.num_refused > 0.01 * score.num_due or ended > load.window_s * _KEEPS_UP + score.e2e.p50:
+        rate, served = score.num_due / load.window_s, score.num_ok / max(load.window_s, ended)
         lines.append(
             f"The cluster does not keep up: {rate:.3g} requests/s came, it answered {served:.3g}/s, refused "
             f"{score.num_refused} and took until {ended:.0f} s for what came in {load.window_s:.0f} s."

@@ -17,11 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cli.demo import format_bytes
 from disagg.cli.operate import open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
-from disagg.cluster.system.terminal import table
+from disagg.cluster.system.terminal import format_bytes, table
 from disagg.proto.errors import RequestCancelledError, UnavailableError
 
 RETRY_S = 1.0

@@ -1,5 +1,4 @@
-"""`disagg up` and `disagg demo`: launch a cluster, show its progress, serve until a signal stops it, leave no
-process behind."""
+"""`disagg up`: launch a cluster, show its progress, serve until a signal stops it, leave no process behind."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, load_config, override
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
-from disagg.cluster.models.catalog import FAKE_MODEL, import_model, resolve_model
+from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.system.process_tools import StopFlag, Stopped
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
@@ -29,9 +28,8 @@ Launcher = Literal["ray", "processes"]
 EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
-PATIENCE = 3
+MAX_CLEAN_STOP_SIGNALS = 3
 """Signals that wait for a clean stop. One more ends this process at once: its children then end by themselves."""
-DEMO_KV_CACHE_BYTES = 64 << 20
 
 
 class LaunchDisplay:
@@ -122,49 +120,24 @@ def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir:
         print_ready(console, cluster, config)
         return _watch(cluster, stop, console)
 
-    return _with_cluster(config, launcher, console, log_dir, serve)
+    return with_cluster(config, launcher, console, log_dir, serve)
 
 
-def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
-    """Start a cluster, show a hand-over on it, stop it; returns the demonstration's exit status."""
-    from disagg.cli import demo
-
-    def show(cluster: Cluster, stop: StopFlag) -> int:
-        with stop.interruptible():
-            status = int(demo.run_demo(cluster.address, console))
-        console.print("next: disagg up, to have one that stays", style="dim")
-        return status
-
-    ensure_model(config, console)
-    return _with_cluster(config, launcher, console, log_dir, show)
-
-
-def ensure_model(config: ClusterConfig, console: Console) -> None:
-    """Import the default model where it is configured and missing; any other model is left to the user."""
-    if config.model.path is not None:
-        return
-    try:
-        resolve_model(config.model.served_name)
-    except ConfigError:
-        import_model(
-            config.model.served_name, progress=lambda text: console.print(f"  {escape(text)}", highlight=False)
-        )
-
-
-def _with_cluster(
+def with_cluster(
     config: ClusterConfig,
     launcher: Launcher,
     console: Console,
     log_dir: Path | None,
     body: Callable[[Cluster, StopFlag], int],
 ) -> int:
+    """Start a cluster, run `body` on it, stop it. Returns the status of `body`; `EXIT_INTERRUPTED` after a signal."""
     display = LaunchDisplay(console)
     cluster = make_cluster(config, launcher, display, log_dir)
     for warning in cluster.warnings:
         console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)
     for note in cluster.plan.cores.warnings:
         console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
-    stop = StopFlag(*_stop_signals(), patience=PATIENCE)
+    stop = StopFlag(*_stop_signals(), max_signals=MAX_CLEAN_STOP_SIGNALS)
     try:
         cluster.start(stop.check)
         return body(cluster, stop)

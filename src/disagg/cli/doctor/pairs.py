@@ -12,10 +12,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from disagg.cli.demo import format_bytes
 from disagg.cli.doctor.finding import Finding
 from disagg.client import Client, ClusterState, Probe
 from disagg.client.types import WorkerState
+from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError, PermissionDeniedError
 
 NUM_PROBES = 3

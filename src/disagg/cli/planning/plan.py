@@ -70,7 +70,7 @@ class PlanOptions:
     link_gb_s: float | None = None
     token_budgets: str | None = None
     mode: str = "any"
-    judged: int = 12
+    max_simulated: int = 12
     simulate: bool = True
     json: Path | None = None
     html: Path | None = None
@@ -92,7 +92,7 @@ def run_plan(options: PlanOptions, console: Console) -> int:
     if options.rate is not None or options.scenario is not None:
         judge = _judge(options, planner, requests, console)
         simulated = judge is not None
-        answer = planner.best(judge, options.judged)
+        answer = planner.best(judge, options.max_simulated)
         print_answer(console, answer, load, simulated=simulated)
     else:
         say(console, "next: --rate, --ttft-ms and --tpot-ms, for the pools that serve a load")
@@ -288,7 +288,7 @@ def _judge(options: PlanOptions, planner: Planner, requests: Outline | None, con
     if requests is None:
         requests, counted_from_s = steady_requests(planner.load)
     judge = SimulatedJudge(planner, requests, counted_from_s=counted_from_s)
-    say(console, f"simulating up to {options.judged} candidates, {len(requests.requests)} requests each")
+    say(console, f"simulating up to {options.max_simulated} candidates, {len(requests.requests)} requests each")
 
     def judged(candidate: Candidate) -> Judgement:
         with console.status(str(candidate)):

@@ -21,7 +21,7 @@ from disagg.simulator.step_times.calibration_file import StepRecording, encode_r
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
 
 USUAL = PlanOptions(
-    model="llama-3-8b", device="h100", tp="1", prompt_tokens=1024, output_tokens=64, judged=3, requests=None
+    model="llama-3-8b", device="h100", tp="1", prompt_tokens=1024, output_tokens=64, max_simulated=3, requests=None
 )
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -95,7 +95,7 @@ def test_with_a_rate_there_are_pools() -> None:
 
 
 def test_the_simulator_judges_unless_it_is_left_out() -> None:
-    status, text = output(options(rate=2.0, ttft_ms=500.0, tpot_ms=30.0, mode="colocated", judged=1))
+    status, text = output(options(rate=2.0, ttft_ms=500.0, tpot_ms=30.0, mode="colocated", max_simulated=1))
     assert status == 0
     assert "simulating up to 1 candidates, 305 requests each" in text
     assert "(simulated)" in text

@@ -104,7 +104,7 @@ def test_last_lines(tmp_path: Path) -> None:
 
 def test_who_insists_gets_the_default_effect() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    flag = StopFlag(signal.SIGUSR1, patience=2)
+    flag = StopFlag(signal.SIGUSR1, max_signals=2)
     signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == flag._on_signal
     signal.raise_signal(signal.SIGUSR1)
