@@ -89,7 +89,7 @@ class TransferService:
             logger.debug("pair with %s: the control stream broke: %s", peer_id, error)
         except Exception:
             # A bug here. It costs this pair: its attempts fail, and are placed again.
-            logger.exception("pair with %s: a fault of this worker, closing it; its attempts fail", peer_id)
+            logger.exception("pair with %s: internal error in worker; closing the pair, its attempts fail", peer_id)
         finally:
             outgoing.close()
             pair.on_lost()  # Now: the handler may be blocked in a write to a peer that does not read.

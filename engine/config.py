@@ -101,7 +101,8 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A reservation on a decode worker ends when its prefill worker was silent for this long."""
     heartbeat_s: Seconds = 0.5
     timeout_s: Seconds = 30.0
-    """How long a worker that sends heartbeats may owe its peer a message or bytes before it counts as stuck."""
+    """How long a worker that sends heartbeats may leave its peer without a due message or bytes before it counts as
+    stuck."""
 
     @property
     def num_slots(self) -> int:

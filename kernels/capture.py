@@ -42,7 +42,7 @@ class Capturer(Protocol):
 
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
         """Run it once, for its result, which is good until the next computation, replay or capture. On a CPU its ops
-        are only noted, and computed behind it all together, without Python between them.
+        are recorded, then executed as one batch, without Python between them.
 
         Runs of one `kind` take the same ops, in other shapes: only in the first of them is looked for ops that cannot
         be captured.

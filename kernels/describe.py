@@ -15,7 +15,7 @@ from disagg.kernels import dispatch
 
 
 def main() -> None:
-    """Print it."""
+    """Print versions, devices and kernels of this process as JSON."""
     found = {
         "torch": torch.__version__,
         "num_cuda_devices": torch.cuda.device_count(),

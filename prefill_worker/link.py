@@ -145,8 +145,8 @@ class DecodeLink(PairLink):
                 logger.warning("%s; its attempts fail, the next one forms a new pair", cause.detail)
         except Exception:
             # A bug here. It costs this pair: its attempts fail, and are placed again.
-            cause = self._lost("a fault of this worker")
-            logger.exception("pair with %s: a fault of this worker; its attempts fail", peer_id)
+            cause = self._lost("internal error in worker")
+            logger.exception("pair with %s: internal error in worker; closing the pair, its attempts fail", peer_id)
         finally:
             self._is_shutting_down = True
             await self._shut_down(cause)

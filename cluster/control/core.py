@@ -40,13 +40,13 @@ from disagg.proto.messages import WorkerInfo
 MAX_POOL_SIZE = 1024
 ADOPT_GRACE_S = 10.0
 """How long a controller that came back waits for the workers that an earlier one started."""
-FIRST_SET_S = 20.0
-"""How long the gateway's first start waits for the whole first set, once there is one worker of each pool."""
+INITIAL_POOLS_TIMEOUT_S = 20.0
+"""How long the gateway's first start waits for all workers of the pools, once there is one of each pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What does not change."""
+    """Time limits of the controller, in seconds."""
 
     drain_timeout_s: float
     lost_grace_s: float
@@ -151,7 +151,7 @@ class ControlCore:
         dues = [worker.due for worker in self._workers.values()]
         dues += [self._gateway.due, self._adopting_until]
         if self._enough_since is not None and self._gateway.phase is None:
-            dues.append(self._enough_since + FIRST_SET_S)
+            dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
         return min((due for due in dues if due is not None), default=None)
 
     # ------------------------------------------------------------ events
@@ -397,7 +397,7 @@ class ControlCore:
         if self._enough_since is None:
             self._enough_since = now
         is_full = all(self._num_ready(pool) >= size for pool, size in self._sizes.items())
-        if is_full or self._gateway.num_starts or now >= self._enough_since + FIRST_SET_S:
+        if is_full or self._gateway.num_starts or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
             ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
             self._gateway.enter("starting")
             self._gateway.num_starts += 1

@@ -125,7 +125,7 @@ class LauncherThread:
         try:
             done = self._call(command)
         except Exception as error:
-            # The barrier: whatever a launcher meets must not end the controller. Starts are tried again; what could
+            # The exception boundary: no error of a launcher may end the controller. Starts are tried again; what could
             # not be stopped is counted as gone, so that its place can be taken.
             if not isinstance(error, LaunchError):
                 logger.exception("the launcher could not execute %s", command)

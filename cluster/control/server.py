@@ -68,8 +68,9 @@ from disagg.proto.services import (
 logger = logging.getLogger(__name__)
 
 LOST_GRACE_S = 10.0
+"""How long a process that left, and of which no end was reported, may take to come back."""
 RESTART_GRACE_S = 180.0
-"""The same where the launcher restarts by itself: long enough to load a model."""
+"""`LOST_GRACE_S` where the launcher itself restarts processes: long enough to load a model."""
 LAUNCHER_POLL_S = 0.2
 MAX_CHANGES_WAITING = 1024
 """Changes of the membership that may wait for one gateway to take them."""
@@ -96,7 +97,7 @@ class Controller:
         host, port: where to listen; port 0 takes any.
         sizes: desired sizes that an earlier controller saved; the plan's without.
         on_scaled: called with the desired sizes whenever they change, on the launcher's thread, before the change is
-        made.
+            made.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Controller:
         try:
             commands = self._core.handle(event, time.monotonic())
         except Exception:
-            # A fault of ours. This is the barrier: one event is lost; what it was about shows again with time, or with
+            # A bug here. This is the exception boundary: one event is lost; its effect shows again with time, or with
             # the next message of the process.
             logger.exception("the controller could not handle %s; the event is dropped", event)
             commands = []

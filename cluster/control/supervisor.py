@@ -8,6 +8,10 @@ end. Killing has a thread of its own, so that it does not wait for the start or 
 then reports the end of the process like any other. Processes that die are noticed elsewhere: in server.py, where their
 connections break, and by the launcher.
 
+This finds hung processes only. The death of a process is noticed elsewhere: by the controller when the stream on which
+the process registered ends, or when the launcher reports its exit (`server.py`); by a gateway when its session with the
+worker ends (`router/shell/worker_link.py`).
+
 Owner: the controller's server; runs on its event loop.
 """
 

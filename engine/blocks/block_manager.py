@@ -5,12 +5,15 @@
       │                  │<──lock (prefix hit)───────────┤       extent that it lies in, is needed
       │<──evict──────────────────────────────────────────┘
 
-A block is held by sequences, once per table that lists it. While anything holds a block, it is not reused. Other code
-holds none: every copy from blocks or into them is made on the engine thread, between two steps, and is complete when it
-returns, or is queued on a device before all later uses of the block, like a step.
+A block is held by sequences, once per table that lists it (its reference count). While any sequence holds a block, it
+is not reused. Other code holds none: every copy from blocks or into them is made on the engine thread, between two
+steps, and is complete when it returns, or is queued on a device before all later uses of the block, like a step.
 
 Reserving is counting: `reserved` blocks are counted for sequences and not chosen yet. free + cached >= reserved always,
 so an allocation out of a reservation cannot fail. Any other allocation may only take what is `available`.
+
+The same operations of vLLM's block pool: `publish` is `cache_full_blocks`, `lock` is `touch`, `release` is
+`free_blocks`, `allocate` is `get_new_blocks`.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class BlockManager:
         return self.prefix.match(hashes[hashes_per_block - 1 : num_blocks * hashes_per_block : hashes_per_block])
 
     def lock(self, blocks: Iterable[int]) -> None:
-        """Hold published blocks for a sequence."""
+        """Raise the reference count of published blocks for a sequence (`touch` in vLLM); cached ones become active."""
         for block in blocks:
             self._hold(block)
             self._refs[block] += 1
@@ -154,7 +157,7 @@ class BlockManager:
             self._free_if_unreferenced(block)
 
     def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
-        """Make a full, computed block findable by its content; see `PrefixCache.publish`.
+        """Put a full, computed block into the prefix cache (`cache_full_blocks` in vLLM); see `PrefixCache.publish`.
 
         Returns the block that the sequence holds for this content from now on. Where another block was published with
         it before, that is the other one, and `block` is free again: reservations stay valid, because at most one cached
@@ -216,7 +219,7 @@ class BlockManager:
         if self.prefix.is_published(block):
             self.prefix.add_evictable(block)
         else:
-            self._free.give(block)
+            self._free.free(block)
 
     def _choose(self, after: int | None) -> int:
         """A block that is free. To begin an extent, cached blocks are given up ahead of need, in the same order as
@@ -227,7 +230,7 @@ class BlockManager:
         while self.num_cached and not self._free.has_whole and len(self._free) <= self._most_free:
             if self._free and self._is_shared(self.prefix.next_evicted):
                 break
-            self._free.give(self.prefix.evict())
+            self._free.free(self.prefix.evict())
         return self._free.take()
 
     def _is_shared(self, block: int) -> bool:

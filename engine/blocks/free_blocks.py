@@ -66,7 +66,7 @@ class FreeBlocks:
             extent = next(iter(self._broken))
         return self._take(self._is_free.index(1, extent * self._extent_blocks))
 
-    def give(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """It is free again."""
         assert not self._is_free[block]
         self._is_free[block] = 1

@@ -342,7 +342,7 @@ class EngineCore:
         )
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
-        """What became findable, or went, since the last call, in order."""
+        """What was put into the prefix cache or evicted since the last call, in order."""
         return self._blocks.prefix.drain_events()
 
     def prefix_snapshot(self) -> BlocksSnapshot:

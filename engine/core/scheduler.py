@@ -63,8 +63,7 @@ class Scheduler:
 
     Args:
         max_num_seqs: sequences in the batch, reserved ones included. Never more than `token_budget`, so that every
-        decode
-            gets its token in each step and a prefill beside them at least one.
+            decode gets its token in each step and a prefill beside them at least one.
         max_model_len: prompt plus output of any sequence; at most what all blocks hold.
         decode_reserve_tokens: output tokens whose blocks are reserved at admission.
         tail_tokens: see `WorkerConfig`.

@@ -1,1 +1,1 @@
-"""Faults on purpose: failpoints, and what they wrap."""
+"""Injected faults: failpoints, and the parts that they wrap."""

@@ -1,4 +1,4 @@
-"""Failpoints: faults on purpose, named in one line of text that a worker is given at its start.
+"""Failpoints: injected faults, named in one line of text that a worker is given at its start.
 
     seed=7; transport.receive=corrupt(p=0.01); control.send=drop(message=ClearToSend,p=0.02,worker=decode-*)
 

@@ -89,7 +89,7 @@ class Failpoints:
         if not triggers:
             return NO_FAILPOINTS
         logger.warning(
-            "FAILPOINTS ARE ON in %s, it will fail on purpose: %s",
+            "FAILPOINTS ARE ON in %s, faults will be injected: %s",
             worker_id,
             "; ".join(str(trigger.failpoint) for trigger in triggers),
         )

@@ -1,4 +1,4 @@
-"""A byte channel that fails on purpose, around any other one.
+"""A byte channel with injected faults, around any other one.
 
 fail      the connection breaks: this operation and all that follow are answered not ok, and no byte of them moves
 corrupt   one bit differs between what was sent and what came

@@ -256,7 +256,7 @@ class PairHalf(ABC, Generic[A, M, C]):
         lease_timeout_s: silence of the peer after which attempts fail; after twice as long the pair is closed, if
             anything is left of them.
         heartbeat_s: how often to send a heartbeat.
-        transfer_timeout_s: how long the peer or the transport may owe what is due before the pair is closed.
+        transfer_timeout_s: how long the peer or the transport may leave something unanswered before the pair is closed.
     """
 
     PEER: ClassVar[str]

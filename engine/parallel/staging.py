@@ -1,6 +1,6 @@
 """Staging memory of several ranks: each has a part of every buffer, under the buffer's number.
 
-Rank 0 hands out `GroupBuffer`s, which look like a flat buffer of the whole payload. The others make their part when an
+Rank 0 hands out `GroupBuffer`s, which look like a flat buffer of the whole payload. The others make their part when a
 command first names it, and drop it when rank 0 has freed the buffer. Numbers are never used twice.
 """
 

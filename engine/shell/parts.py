@@ -36,9 +36,9 @@ class WorkerParts:
     """The defaults are those of every worker that serves."""
 
     make_rendezvous: Callable[[TransportName, str, ClusterSecret], Rendezvous] = make_rendezvous
-    """D's end of the byte transport; see there."""
+    """(transport, host, secret) -> what accepts the pairs' byte channels on D."""
     make_connector: Callable[[str, str, ClusterSecret], Connector] = make_connector
-    """P's end of the byte transport; see there."""
+    """(transport, worker id, secret) -> what opens the pairs' byte channels on P."""
     control_out: Callable[[Deliver], Deliver] = _as_it_is
     """Wraps what sends the control messages of one pair."""
     control_in: Callable[[Deliver], Deliver] = _as_it_is

@@ -266,7 +266,9 @@ class WorkerService:
             logger.debug("gateway %s: its session broke: %s", gateway_id, error)
         except Exception:
             # A bug here. It costs this session: what the gateway has here is cancelled, and placed again.
-            logger.exception("gateway %s: a fault of this worker, closing its session", gateway_id)
+            logger.exception(
+                "gateway %s: internal error in worker; closing its session, which fails its attempts", gateway_id
+            )
         finally:
             self._end_session(gateway_id, session)
 

@@ -69,7 +69,7 @@ class RoleFactory(Protocol):
 
 
 class Worker:
-    """A worker process's one object. Owner of the asyncio side; see the module docstring.
+    """The server, sessions, roles and engine thread of a worker process. Owner of the asyncio side.
 
     Raises:
         ConfigError: `config.tp` is more than one, and there is no `start_ranks` to start the other ranks.
@@ -298,7 +298,7 @@ class Worker:
 
     def _on_crash(self, error: BaseException) -> None:
         """A bug, on any thread: end the worker."""
-        logger.critical("%s: a fault of this worker, ending it", self.config.worker_id, exc_info=error)
+        logger.critical("%s: internal error in worker; exiting", self.config.worker_id, exc_info=error)
         self.crashed.set()
         self._request_stop()
 

@@ -168,7 +168,7 @@ def point_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "shape": curve.shape,
             "rate_per_s": point.rate_per_s,
             "repeat": point.repeat,
-            "num_requests": overall.num_sent,
+            "num_requests": overall.num_due,
             "num_ok": overall.num_ok,
             "output_tokens_per_s": round(overall.output_tokens_per_s, 2),
             **_quantiles_ms("ttft", overall.ttft),

@@ -84,7 +84,7 @@ def run_summary(score: Score) -> dict[str, float]:
         "ttft_attainment": score.ttft_attainment,
         "tpot_attainment": score.tpot_attainment,
         "output_tokens_per_s": score.output_tokens_per_s,
-        "sent": score.num_sent,
+        "sent": score.num_due,
         "ok": score.num_ok,
         "refused": score.num_refused,
         "failed": score.num_failed,

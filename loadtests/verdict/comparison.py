@@ -42,7 +42,7 @@ class Curve:
             Probe(
                 rate_per_s=point.rate_per_s,
                 attainment=point.outcomes.attainment(slo),
-                num_requests=point.outcomes.overall.num_sent,
+                num_requests=point.outcomes.overall.num_due,
             )
             for point in self.points
         ]
@@ -155,8 +155,8 @@ def rows(by_shape: Mapping[str, Curve], slos: Sequence[Slo], min_attainment: flo
 def ratio(numerator: ServedRate, others: Mapping[str, ServedRate]) -> Ratio | None:
     """A shape's served rate over the best of others; each may have been measured at rates of its own.
 
-    A rate that is `none` lies anywhere below its number, one that is `all` anywhere above. So the best of the others
-    lies between the largest least and the largest most that they can be. Where these differ the ratio is a bound, the
+    A rate that is `none` is only bounded above by its number, one that is `all` only below. So the best of the others
+    lies between their largest lower bound and their largest upper bound. Where these differ the ratio is a bound, the
     lower one if there is one. None where there is neither, because no shape reached its limit.
 
     Raises:

@@ -26,7 +26,7 @@ import msgspec
 from disagg.loadtests.records import RequestRecord
 
 MAX_LATENESS_S = 0.005
-"""A generator whose p99 lateness is above this did not offer the load that it claims."""
+"""A run whose requests left later than this at p99 is invalid: its load was not the planned one."""
 
 DEFAULT_MIN_ATTAINMENT = 0.9
 """The share of requests that must meet their limits for a rate to count as served."""
@@ -81,7 +81,7 @@ class Score:
     slo: Slo
     duration_s: float
     """What goodput was divided by."""
-    num_sent: int
+    num_due: int
     """Requests that were due, all of them: the denominator of every attainment."""
     num_ok: int
     num_refused: int
@@ -95,7 +95,7 @@ class Score:
     ttft_attainment: float
     tpot_attainment: float
     attainment: float
-    """Share of `num_sent` that met both limits."""
+    """Share of `num_due` that met both limits."""
     ttft: Quantiles
     tpot: Quantiles
     itl: Quantiles
@@ -108,7 +108,7 @@ class Score:
     cached_share: float
     """Prompt tokens found in a cache, of those of whole answers."""
     invalid_reasons: tuple[str, ...]
-    """Why the run must not be quoted; empty for a valid one."""
+    """Why the run is invalid; empty for a valid one."""
 
     @property
     def is_valid(self) -> bool:
@@ -160,7 +160,7 @@ def evaluate(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> S
     return Score(
         slo=slo,
         duration_s=duration_s,
-        num_sent=len(records),
+        num_due=len(records),
         num_ok=statuses["ok"],
         num_refused=statuses["refused"],
         num_failed=statuses["failed"] + statuses["deadline"],
@@ -249,7 +249,7 @@ class Outcomes:
 
     def attainment(self, slo: Slo) -> float:
         """Share of the requests that were due."""
-        return self.num_good(slo) / self.overall.num_sent
+        return self.num_good(slo) / self.overall.num_due
 
     def goodput_per_s(self, slo: Slo) -> float:
         """Good requests per second."""

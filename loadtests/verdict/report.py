@@ -52,7 +52,7 @@ def verdict(score: Score, min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> str
         return f"INVALID: {'; '.join(score.invalid_reasons)}"
     word = "MET" if is_met(score, min_attainment) else "MISSED"
     return (
-        f"{word}: {_percent(score.attainment)} of {score.num_sent} requests met {score.slo}; "
+        f"{word}: {_percent(score.attainment)} of {score.num_due} requests met {score.slo}; "
         f"{_percent(min_attainment)} are needed"
     )
 
@@ -71,12 +71,12 @@ def score_table(scores: Mapping[str, Score]) -> TextTable:
         rows=[
             (
                 name,
-                f"{score.num_sent / score.duration_s:.2f}",
+                f"{score.num_due / score.duration_s:.2f}",
                 f"{score.goodput_per_s:.2f}",
                 _percent(score.attainment),
                 _percent(score.ttft_attainment),
                 _percent(score.tpot_attainment),
-                str(score.num_sent),
+                str(score.num_due),
                 str(score.num_ok),
                 str(score.num_refused),
                 str(score.num_failed),

@@ -148,7 +148,7 @@ class BlockSet:
     # ------------------------------------------------------------ what the router hears
 
     def drain_events(self) -> tuple[KvEvent, ...]:
-        """What became findable, or went, since the last call, in order."""
+        """What was put into the prefix cache or evicted since the last call, in order."""
         events, self._events = self._events, []
         return tuple(
             BlocksStored(hashes=tuple(hashes)) if is_stored else BlocksRemoved(hashes=tuple(hashes))

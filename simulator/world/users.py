@@ -60,7 +60,7 @@ class UserRequest:
 
 
 class Users:
-    """All of them. Owner of the records. `requests` are in the order of their due times and numbered by it;
+    """The simulated clients. Owner of the records. `requests` are in the order of their due times and numbered by it;
     for `run` see `prompts.extend`."""
 
     def __init__(

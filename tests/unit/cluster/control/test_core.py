@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.cluster.control import events
 from disagg.cluster.control.backoff import FIRST_PAUSE_S, MAX_BACKOFF_S, STABLE_S, backoff_s
-from disagg.cluster.control.core import ADOPT_GRACE_S, FIRST_SET_S
+from disagg.cluster.control.core import ADOPT_GRACE_S, INITIAL_POOLS_TIMEOUT_S
 from disagg.cluster.control.workers import Worker
 from disagg.proto.control import ControlRequest, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.ids import GatewayId, WorkerId
@@ -38,8 +38,8 @@ def test_the_gateway_does_not_wait_for_ever_for_the_whole_first_set() -> None:
     control.tick()
     control.register("prefill-0")
     control.register("decode-0")
-    assert control.core.next_wakeup() == control.now + FIRST_SET_S
-    assert control.tick(FIRST_SET_S) == ["gateway prefill-0 decode-0"]
+    assert control.core.next_wakeup() == control.now + INITIAL_POOLS_TIMEOUT_S
+    assert control.tick(INITIAL_POOLS_TIMEOUT_S) == ["gateway prefill-0 decode-0"]
 
 
 def test_a_failed_start_is_told_and_tried_again() -> None:

@@ -208,10 +208,10 @@ def test_integrity_findings() -> None:
         "1 blocks reserved, sequences have 0",
     ]
     assert [blocks._free.take(), blocks._free.take()] == [1, 2]
-    blocks._free.give(1)
-    blocks._free.give(0)
+    blocks._free.free(1)
+    blocks._free.free(0)
     assert blocks.check_integrity([table], 1) == ["block 0 is free and active", "block 2 is lost"]
     assert blocks._free.take() == 0
-    blocks._free.give(2)
+    blocks._free.free(2)
     blocks._num_reserved = 3
     assert blocks.check_integrity([table], 3) == ["3 blocks reserved, 2 to be had"]

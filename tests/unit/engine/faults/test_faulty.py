@@ -143,7 +143,7 @@ def test_failpoints_come_from_the_environment_and_are_loud(caplog: pytest.LogCap
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.WARNING,
-        "FAILPOINTS ARE ON in w, it will fail on purpose: tokens.send=drop; pair.setup=fail",
+        "FAILPOINTS ARE ON in w, faults will be injected: tokens.send=drop; pair.setup=fail",
     )
 
 

@@ -73,7 +73,7 @@ RUN = [
 
 def test_a_run_is_counted_by_hand() -> None:
     score = evaluate(RUN, SLO, 4.0)
-    counts = (score.num_sent, score.num_ok, score.num_refused, score.num_failed, score.num_dropped, score.num_good)
+    counts = (score.num_due, score.num_ok, score.num_refused, score.num_failed, score.num_dropped, score.num_good)
     assert counts == (8, 4, 1, 2, 1, 2)
     assert score.goodput_per_s == 0.5
     assert (score.ttft_attainment, score.tpot_attainment, score.attainment) == (3 / 8, 3 / 8, 2 / 8)
