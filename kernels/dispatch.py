@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from disagg.kernels import linear as onednn
 from disagg.kernels import reference
 from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
@@ -31,6 +30,7 @@ from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.linear import PackedWeight, linear
+from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import Filters, Ops, RopeWrite
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 
@@ -101,10 +101,10 @@ def _choice() -> _Choice:
     triton = _load_triton() if torch.cuda.is_available() else None
     try:
         library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
-        products = NativeLinear.load(library.path)
-        multiplies = "C++" if products is not None and products.packs_bf16 else "oneDNN"
-        description = f"cpu-c++ {library.simd}, bf16 products by {multiplies}"
-        choice = _Choice(description, NativeOps(library.path), products, triton)
+        native = NativeLinear.load(library.path)
+        multiplies = "C++" if native is not None and native.packs_bf16 else "oneDNN"
+        description = f"cpu-c++ {library.simd}, bf16 GEMM by {multiplies}"
+        choice = _Choice(description, NativeOps(library.path), native, triton)
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
         return _Choice(f"torch reference ({error})", triton=triton)
@@ -189,9 +189,9 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
     """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
-    read in another way (a tied embedding) must be kept as well. The C++ product is chosen for bf16 and int8 where the
+    read in another way (a tied embedding) must be kept as well. The C++ GEMM is chosen for bf16 and int8 where the
     processor has the instructions; else oneDNN's. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); where the
-    C++ product does not take these, the rounded weight is packed as a plain one: the same model, no faster.
+    C++ GEMM does not take these, the rounded weight is packed as a plain one: the same model, no faster.
 
     `fp8` is for GPUs that multiply 8-bit floats.
 
@@ -209,7 +209,7 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
         _warn_not_int8()
         weight_OI = quantized.dequantized(weight_OI.dtype)
     packed = native.pack(weight_OI) if native is not None else None
-    return onednn.pack_weight(weight_OI) if packed is None else packed
+    return pack_for_onednn(weight_OI) if packed is None else packed
 
 
 def packing_name(dtype: torch.dtype, quantization: Quantization) -> str | None:
@@ -246,7 +246,7 @@ def drop_packing_memory() -> None:
 
 @functools.cache
 def _warn_not_int8() -> None:
-    logger.warning("int8 weights: this processor has no C++ product for them; computing with their values in full size")
+    logger.warning("int8 weights: this processor has no C++ GEMM for them; computing with their values in full size")
 
 
 def new_output(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: 
 def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:
     """`silu_mul` of `linear`, [T, O / 2]."""
     if isinstance(weight_OI, NativeWeight):
-        return weight_OI.product_silu_mul(x_TI, bias_O)
+        return weight_OI.gemm_silu_mul(x_TI, bias_O)
     return silu_mul(linear(x_TI, weight_OI, bias_O))
 
 
@@ -367,8 +367,8 @@ def linear_add_rms_norm(
     norm_O: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Project x with `weight_OI`, add the product to `residual_TO` and normalize; (normalized [T, O], sum [T, O]), as
+    """Project x with `weight_OI`, add the result to `residual_TO` and normalize; (normalized [T, O], sum [T, O]), as
     `add_rms_norm`. A `NativeWeight` does it in one call."""
     if isinstance(weight_OI, NativeWeight):
-        return weight_OI.product_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
+        return weight_OI.gemm_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
     return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)

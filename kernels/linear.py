@@ -1,7 +1,7 @@
-"""Linear layers with weights laid out once, at load, as the CPU's matrix product wants them.
+"""Linear layers with weights laid out once, at load, in the layout that the CPU's GEMM reads.
 
-Torch reorders a plain weight on every call (bf16) or takes a slower product (fp32). Packed with oneDNN, through the
-ops that torch's own inductor backend emits for frozen linear layers, the same product runs up to 2.5 times as fast;
+Torch reorders a plain weight on every call (bf16) or takes a slower GEMM (fp32). Packed with oneDNN, through the
+ops that torch's own inductor backend emits for frozen linear layers, the same GEMM runs up to 2.5 times as fast;
 in bf16 the result is bit for bit that of `F.linear`. `kernels/cpu/linear.py` packs for a kernel of our own.
 """
 
@@ -22,12 +22,12 @@ _PACKABLE = (torch.float32, torch.bfloat16)
 
 
 class PackedWeight(ABC):
-    """A weight [out_features, in_features] that only its own `product` can read. It does not refer to the plain one."""
+    """A weight [out_features, in_features] that only its own `gemm` can read. It does not refer to the plain one."""
 
     __slots__ = ()
 
     @abstractmethod
-    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, as [T, O]; dtypes must agree."""
 
 
@@ -42,7 +42,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None
     """x @ weight.T + bias, as [T, O]; the weight plain or from `pack_weight`."""
     if isinstance(weight_OI, Tensor):
         return F.linear(x_TI, weight_OI, bias_O)
-    return weight_OI.product(x_TI, bias_O)
+    return weight_OI.gemm(x_TI, bias_O)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class _OneDnnWeight(PackedWeight):
     packed: Tensor
     out_features: int
 
-    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         if x_TI.shape[0] == 0:
             return x_TI.new_empty((0, self.out_features))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, bias_O, "none", [], "")
@@ -64,7 +64,7 @@ def _pack(weight_OI: Tensor) -> PackedWeight:
 
 @functools.cache
 def _packing_works(dtype: torch.dtype) -> bool:
-    """Tries it once on small numbers: the ops are torch's own, but not part of its public interface."""
+    """Runs the ops once on small numbers: the ops are torch's own, but not part of its public interface."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -72,13 +72,11 @@ def _packing_works(dtype: torch.dtype) -> bool:
     weight = torch.arange(-24, 24, dtype=dtype).view(8, 6) / 8
     x = torch.arange(18, dtype=dtype).view(3, 6) / 4
     try:
-        found = _pack(weight).product(x, None)
+        found = _pack(weight).gemm(x, None)
     except (RuntimeError, AttributeError) as error:
-        logger.warning("oneDNN packing is off for %s weights, using the plain product (slower): %s", dtype, error)
+        logger.warning("oneDNN packing is off for %s weights, using the plain GEMM (slower): %s", dtype, error)
         return False
     agree = torch.allclose(found, F.linear(x, weight), rtol=1e-2, atol=1e-2)
     if not agree:
-        logger.warning(
-            "oneDNN packing is off for %s weights, using the plain product (slower): its result differs", dtype
-        )
+        logger.warning("oneDNN packing is off for %s weights, using the plain GEMM (slower): its result differs", dtype)
     return agree

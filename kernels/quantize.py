@@ -3,10 +3,10 @@
     int8       scale = largest |weight of the row| / 127        quantized = round(weight / scale), half to even
     fp8        e4m3, for GPUs that multiply it: half the bytes of bf16, twice the rate
                weight     largest |weight of the row| / 448      once, when it is packed
-               input      largest |x of the row| / 448           at each product, by one small kernel
-               product    cuBLAS' scaled product, fp32 sums, both scales and the bias at the end, rounded to bf16
+               input      largest |x of the row| / 448           at each GEMM, by one small kernel
+               GEMM       cuBLAS' scaled GEMM, fp32 sums, both scales and the bias at the end, rounded to bf16
 
-int8 values are -127 to 127, exact in bf16, so the product's sums are exact in them and are scaled once, at the end. An
+int8 values are -127 to 127, exact in bf16, so the GEMM's sums are exact in them and are scaled once, at the end. An
 e4m3 value has 3 bits of mantissa, so each is off by at most 1/16 of itself. On a CPU, for tests, the same rounded
 values are multiplied in fp32.
 
@@ -67,7 +67,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 """The largest value of e4m3."""
 ALIGNMENT = 16
-"""Both sizes of a weight must be multiples of this many numbers for the scaled product."""
+"""Both sizes of a weight must be multiples of this many numbers for the scaled GEMM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ class Fp8Weight(PackedWeight):
     """float32."""
 
     @override
-    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """On a GPU x is bf16."""
         if x_TI.shape[0] == 0:
             return x_TI.new_empty((0, self.quantized_OI.shape[0]))

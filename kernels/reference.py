@@ -86,7 +86,7 @@ def kv_write(
 
 
 def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
-    """What lies between the product of q, k, v and attention; the rotated q, contiguous [T, N, D].
+    """What lies between the QKV GEMM and attention; the rotated q, contiguous [T, N, D].
 
     A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is
     normed. Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V

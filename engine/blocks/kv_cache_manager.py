@@ -69,8 +69,9 @@ class KVCacheManager:
             table += self.blocks.allocate(num_blocks, reserved=reserved, after=table[-1] if table else None)
 
     def publish(self, sequence: Sequence, start: int) -> None:
-        """Put the blocks into the prefix cache that tokens [start, num_computed_tokens) have filled. A block whose content
-        is published already is replaced by that one, so that the table leads to each published block by published ones."""
+        """Put the blocks into the prefix cache that tokens [start, num_computed_tokens) have filled. A block whose
+        content is published already is replaced by that one, so that the table leads to each published block by
+        published ones."""
         fills_none = start // HASH_BLOCK_TOKENS == sequence.num_computed_tokens // HASH_BLOCK_TOKENS
         if fills_none or not sequence.spec.root_hash:
             return

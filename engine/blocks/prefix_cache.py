@@ -55,8 +55,9 @@ class PrefixCache:
         return blocks
 
     def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
-        """Put a full, referenced block into the prefix cache. `hashes` are those of its 16-token sub-blocks, in order. It
-        is the tenant's of the published block `after`, the one before it in its chain; the first one is that of `tag`.
+        """Put a full, referenced block into the prefix cache. `hashes` are those of its 16-token sub-blocks, in order.
+        It is the tenant's of the published block `after`, the one before it in its chain; the first one is that of
+        `tag`.
 
         Returns the block that is published with this content: `block`, or the one that was before.
         """

@@ -1,4 +1,4 @@
-// The small ops between the matrix products, each in one pass and one call: rows of the embedding, RMS norm (with the residual
+// The small ops between the GEMMs, each in one pass and one call: rows of the embedding, RMS norm (with the residual
 // sum), silu(gate) * up, arg-max. They round where the torch references round between two ops, so that bf16 results agree.
 // Threads take rows where there is enough to do. Strides in elements, the last dim contiguous, outputs contiguous.
 

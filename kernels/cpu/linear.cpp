@@ -198,7 +198,7 @@ bool is_crowded(const Linear& args) {
     return args.num_rows >= CROWD * tiles && args.x_stride >= args.depth && stride_bytes % CACHE_WAY == 0;
 }
 
-// The same product of copies of the rows, a line further apart; of so many at a time that the memory, which is kept, is small.
+// The same GEMM of copies of the rows, a line further apart; of so many at a time that the memory, which is kept, is small.
 void spread(const Linear& args) {
     constexpr int64_t WAY = CACHE_WAY / sizeof(bf16), SPACE = LINE / sizeof(bf16);
     static thread_local std::vector<bf16> memory;
@@ -259,7 +259,7 @@ int64_t disagg_linear(const void* args) {
     return disagg::DONE;
 }
 
-// out = silu(gate) * up of the product, which is left where the product says.
+// out = silu(gate) * up of the GEMM's output, which is left in product.out.
 int64_t disagg_linear_silu_mul(const void* p) {
     const auto& args = disagg::args_as<disagg::LinearSiluMul>(p);
     const disagg::Linear& product = args.product;
@@ -268,7 +268,7 @@ int64_t disagg_linear_silu_mul(const void* p) {
     return disagg::DONE;
 }
 
-// The product's output becomes product + residual, vector by vector; out = its RMS norm.
+// The GEMM's output y becomes y + residual, vector by vector; out = its RMS norm.
 int64_t disagg_linear_add_rms_norm(const void* p) {
     const auto& args = disagg::args_as<disagg::LinearAddRmsNorm>(p);
     const disagg::Linear& product = args.product;

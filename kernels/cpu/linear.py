@@ -3,7 +3,7 @@ chunk.
 
 Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of an int8 panel is that of
 `panels.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it.
-Threads take panels of columns. What follows a product in the decoder (silu(gate) * up; residual and norm) can be done
+Threads take panels of columns. What follows a GEMM in the decoder (silu(gate) * up; residual and norm) can be done
 in the same call.
 """
 
@@ -32,7 +32,7 @@ _GROUP = 4
 
 
 class NativeLinear:
-    """The library's products, and the packing of their weights. Any thread."""
+    """The library's GEMMs, and the packing of their weights. Any thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.linear = Kernel(library, "disagg_linear", _PRODUCT)
@@ -71,7 +71,7 @@ class NativeLinear:
         return NativeWeight(self, self._kept(panels), None, O, I)
 
     def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
-        """For products with bf16 rows. None for a weight that is not on the CPU, and for other processors."""
+        """For GEMMs with bf16 rows. None for a weight that is not on the CPU, and for other processors."""
         if not self.formats & _INT8 or not weight.quantized_OI.is_cpu:
             return None
         O, I = weight.quantized_OI.shape  # noqa: E741
@@ -114,7 +114,7 @@ def _panels(weight_OI: Tensor) -> Tensor:
 class NativeWeight(PackedWeight):
     """A packed weight with the functions that read it.
 
-    All other tensors are bf16, products are summed in fp32 along I in order. ValueError for what does not fit the
+    All other tensors are bf16, sums of products are fp32 along I in order. ValueError for what does not fit the
     weight.
     """
 
@@ -125,15 +125,15 @@ class NativeWeight(PackedWeight):
     out_features: int
     in_features: int
 
-    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""
         self._check(x_TI, bias_O)
         out_TO = new_output((x_TI.shape[0], self.out_features), torch.bfloat16)
         self.functions.linear(*self._operands(x_TI, bias_O, out_TO))
         return out_TO
 
-    def product_silu_mul(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """silu(gate) * up, [T, O / 2], of the product; gate is its first half."""
+    def gemm_silu_mul(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """silu(gate) * up, [T, O / 2], of the GEMM; gate is its first half."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} columns are not gate and up")
         self._check(x_TI, bias_O)
@@ -142,10 +142,10 @@ class NativeWeight(PackedWeight):
         self.functions.linear_silu_mul(*self._operands(x_TI, bias_O, product_TO), out_TF.data_ptr())
         return out_TF
 
-    def product_add_rms_norm(
+    def gemm_add_rms_norm(
         self, x_TI: Tensor, bias_O: Tensor | None, residual_TO: Tensor, norm_O: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(product + residual), product + residual), rounded where the separate ops round."""
+        """(rms_norm(y + residual), y + residual) of the GEMM's y, rounded where the separate ops round."""
         self._check(x_TI, bias_O)
         shape = (x_TI.shape[0], self.out_features)
         if residual_TO.dtype != torch.bfloat16 or residual_TO.shape != shape or residual_TO.stride(1) != 1:

@@ -3,7 +3,7 @@ processes of a host have in common.
 
 A core that reads weights one after the other meets a new 4 KiB page every 80 ns, and waits for its address again and
 again; on pages of 2 MiB the same reads are a fifth to a third faster. Tensors are laid one behind the other, in the
-order in which they are asked for: what a product prefetches beyond its weight is the beginning of the next.
+order in which they are asked for: what a GEMM prefetches beyond its weight is the beginning of the next.
 """
 
 from __future__ import annotations

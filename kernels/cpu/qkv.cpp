@@ -1,4 +1,4 @@
-// What lies between the product of q, k, v and attention, in one pass: the norm of each head where the model has one, rotary
+// What lies between the QKV GEMM and attention, in one pass: the norm of each head where the model has one, rotary
 // embedding by position, and K and V into the paged cache. It rounds where separate ops would round. Threads take tokens.
 
 #include "calls.h"

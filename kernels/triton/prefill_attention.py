@@ -7,7 +7,7 @@ diagonal follow. Programs start with the last tile of queries, which has the mos
 
 Where a block of the cache holds whole tiles, the tiles without a mask are fetched by the copy engine (TMA), as boxes.
 That leaves registers for a tile of 128 rows on four warps, so that two programs fit on a multiprocessor: one has its
-softmax computed while the other has its products.
+softmax computed while the other has its GEMMs.
 
 Shapes: T query tokens, M rows of a tile, D head dim.
 """

@@ -1,4 +1,4 @@
-"""What lies between the QKV product and attention, in one launch: QK-norm, rotary embedding, and the write of K and V
+"""What lies between the QKV GEMM and attention, in one launch: QK-norm, rotary embedding, and the write of K and V
 into the paged cache.
 
 A program has a few heads of one kind (q, k or v) of one token: it reads them once, as two halves that are each other's

@@ -1,6 +1,6 @@
-"""silu(gate) * up over the product of the MLP's fused gate and up weights.
+"""silu(gate) * up over the output of the GEMM of the MLP's fused gate and up weights.
 
-silu is rounded to the dtype before the product, as the reference rounds it.
+silu is rounded to the dtype before the multiplication, as the reference rounds it.
 """
 
 from __future__ import annotations

@@ -31,5 +31,5 @@ def test_the_product_is_that_of_the_rounded_values(device: torch.device, rows: i
     values, scales = quantize.quantize_rows(x)
     expected = (values.float() * scales[:, None]) @ packed.dequantized(torch.float32).t()
     expected = expected if bias is None else expected + bias.float()
-    error = packed.product(x, bias).float() - expected
+    error = packed.gemm(x, bias).float() - expected
     assert error.square().mean().sqrt() < 0.005 * expected.square().mean().sqrt()

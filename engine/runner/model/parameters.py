@@ -1,7 +1,7 @@
 """The parameters of the decoder: tensors in the shapes that it computes with, q, k, v and gate, up fused.
 
 `allocate_parameters` makes them empty, `disagg.engine.runner.weights` fills them from a checkpoint, then
-`pack_parameters` lays the weights of the linear layers out as the device's matrix product wants them. One rank of
+`pack_parameters` lays the weights of the linear layers out in the layout that the device's GEMM reads. One rank of
 several has the parameters of a smaller model (`sharding.rank_model`). Shape letters: H hidden, I intermediate, V
 vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
 """

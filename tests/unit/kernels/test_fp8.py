@@ -33,13 +33,13 @@ def test_a_product_is_off_by_the_rounding_alone() -> None:
     bias = torch.randn(48)
     packed = quantize.pack_fp8(weight)
     assert isinstance(packed, quantize.Fp8Weight)
-    found, exact = packed.product(x, bias), x @ weight.T + bias
+    found, exact = packed.gemm(x, bias), x @ weight.T + bias
     x8, scale = quantize.quantize_rows(x)
     rounded = (x8.float() * scale[:, None]) @ packed.dequantized(torch.float32).T + bias
     torch.testing.assert_close(found, rounded, atol=1e-4, rtol=1e-5)
     error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0.005 < error < 0.06
-    assert packed.product(x[:0], None).shape == (0, 48)
+    assert packed.gemm(x[:0], None).shape == (0, 48)
 
 
 def test_sizes_that_the_product_does_not_take_stay_plain() -> None:

@@ -65,7 +65,7 @@ def test_every_value_is_exact_at_every_place(products: NativeLinear, input_index
         quantized = torch.full((40, 3), 99, dtype=torch.int8)
         quantized[:, input_index] = torch.arange(first, first + 40).clamp(max=127).to(torch.int8)
         weight = packed(products, Int8Weight(quantized, torch.ones(40)))
-        assert torch.equal(weight.product(x, None)[0], quantized[:, input_index].bfloat16())
+        assert torch.equal(weight.gemm(x, None)[0], quantized[:, input_index].bfloat16())
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (33, 100), (64, 32), (65, 31), (577, 70)])
@@ -75,8 +75,8 @@ def test_any_number_of_rows(products: NativeLinear, in_features: int, out_featur
     exact = weight.quantized_OI.double() * weight.scale_O.double()[:, None]
     for rows in (0, *range(1, 14), 24, 25, 33, 64):
         x = numbers(rows + 3, rows, in_features)
-        for found, expected in ((native.product(x, bias), x.double() @ exact.t() + bias.double()),
-                                (native.product(x, None), x.double() @ exact.t())):  # fmt: skip
+        for found, expected in ((native.gemm(x, bias), x.double() @ exact.t() + bias.double()),
+                                (native.gemm(x, None), x.double() @ exact.t())):  # fmt: skip
             assert (found.dtype, found.shape) == (torch.bfloat16, (rows, out_features))
             if rows:
                 oracle.assert_close(found, expected)
@@ -85,11 +85,11 @@ def test_any_number_of_rows(products: NativeLinear, in_features: int, out_featur
 def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_threads(native: NativeOps, products: NativeLinear) -> None:
     weight, x = packed(products, quantize_int8(numbers(1, 100, 577))), numbers(2, 60, 577)
     native.set_num_threads(1)
-    alone = torch.cat([weight.product(row[None], None) for row in x])
+    alone = torch.cat([weight.gemm(row[None], None) for row in x])
     for num_threads in (1, 2, 3):
         native.set_num_threads(num_threads)
         for rows in (2, 7, 12, 13, 25, 60):
-            assert torch.equal(weight.product(x[:rows], None), alone[:rows])
+            assert torch.equal(weight.gemm(x[:rows], None), alone[:rows])
     native.set_num_threads(1)
 
 
@@ -97,12 +97,12 @@ def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_threads(native: Nati
 def test_what_follows_is_the_separate_ops_to_the_bit(native: NativeOps, products: NativeLinear, rows: int) -> None:
     weight, bias, x = packed(products, quantize_int8(numbers(1, 70, 40))), numbers(2, 70), numbers(3, rows, 40)
     residual, norm = numbers(4, rows, 70), numbers(5, 70)
-    product = weight.product(x, bias)
+    product = weight.gemm(x, bias)
     activated, added = native.silu_mul(product), native.add_rms_norm(product, residual, norm, EPS)
     assert activated is not None
     assert added is not None
-    assert torch.equal(weight.product_silu_mul(x, bias), activated)
-    normed, total = weight.product_add_rms_norm(x, bias, residual, norm, EPS)
+    assert torch.equal(weight.gemm_silu_mul(x, bias), activated)
+    normed, total = weight.gemm_add_rms_norm(x, bias, residual, norm, EPS)
     assert torch.equal(normed, added[0])
     assert torch.equal(total, added[1])
 

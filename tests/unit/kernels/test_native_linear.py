@@ -45,7 +45,7 @@ def test_any_number_of_rows(products: NativeLinear, in_features: int, out_featur
     for rows in (*range(41), 100):
         x = numbers(rows + 3, rows, in_features)
         expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
-        found = native.product(x, bias)
+        found = native.gemm(x, bias)
         assert found.dtype == torch.bfloat16
         assert found.shape == (rows, out_features)
         if rows:
@@ -56,19 +56,19 @@ def test_sums_are_exact_in_small_integers(products: NativeLinear) -> None:
     weight = torch.arange(-70, 70, dtype=torch.bfloat16).view(20, 7)
     x = torch.arange(-21, 21, dtype=torch.bfloat16).view(6, 7) / 4
     expected = (x.double() @ weight.double().t()).bfloat16()
-    assert torch.equal(packed(products, weight).product(x, None), expected)
+    assert torch.equal(packed(products, weight).gemm(x, None), expected)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(products: NativeLinear) -> None:
     native, x = packed(products, numbers(1, 100, 577)), numbers(2, 60, 577)
-    alone = torch.cat([native.product(row[None], None) for row in x])
+    alone = torch.cat([native.gemm(row[None], None) for row in x])
     for rows in (2, 7, 12, 13, 25, 32, 60):
-        assert torch.equal(native.product(x[:rows], None), alone[:rows])
+        assert torch.equal(native.gemm(x[:rows], None), alone[:rows])
 
 
 def test_rows_inside_wider_rows(products: NativeLinear) -> None:
     native, x = packed(products, numbers(1, 40, 64)), numbers(2, 5, 200)
-    assert torch.equal(native.product(x[:, 31:95], None), native.product(x[:, 31:95].contiguous(), None))
+    assert torch.equal(native.gemm(x[:, 31:95], None), native.gemm(x[:, 31:95].contiguous(), None))
 
 
 @pytest.mark.parametrize("in_features", [2048, 2047, 4096])
@@ -78,21 +78,21 @@ def test_rows_that_would_crowd_the_cache_give_the_same_bits(products: NativeLine
         crowded = numbers(rows, rows, 2048 if in_features < 2048 else in_features)[:, :in_features]
         apart = numbers(0, rows, in_features + 100)[:, :in_features]
         apart.copy_(crowded)
-        assert torch.equal(native.product(crowded, None), native.product(apart, None))
+        assert torch.equal(native.gemm(crowded, None), native.gemm(apart, None))
 
 
 def test_rows_that_overlap(products: NativeLinear) -> None:
     native, x = packed(products, numbers(1, 40, 4096)), numbers(2, 1, 4096 + 8 * 2048)
     same, shifted = x[:, :4096].expand(9, 4096), x.as_strided((9, 4096), (2048, 1))
-    assert torch.equal(native.product(same, None), native.product(same[:1], None).expand(9, 40))
-    assert torch.equal(native.product(shifted, None), native.product(shifted.contiguous(), None))
+    assert torch.equal(native.gemm(same, None), native.gemm(same[:1], None).expand(9, 40))
+    assert torch.equal(native.gemm(shifted, None), native.gemm(shifted.contiguous(), None))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row_and_goes_through(products: NativeLinear, value: float) -> None:
     weight, x = numbers(1, 33, 17), numbers(2, 3, 17)
     x[1, 16] = value
-    found, expected = packed(products, weight).product(x, None), torch.nn.functional.linear(x, weight)
+    found, expected = packed(products, weight).gemm(x, None), torch.nn.functional.linear(x, weight)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found[1].isinf(), expected[1].isinf())
     assert found[[0, 2]].isfinite().all()
@@ -103,16 +103,16 @@ def test_what_is_not_finite_stays_in_its_row_and_goes_through(products: NativeLi
 def test_a_weight_that_is_not_finite_spoils_its_column_only(products: NativeLinear) -> None:
     weight = numbers(1, 33, 17)
     weight[32, 3] = float("nan")
-    found = packed(products, weight).product(numbers(2, 2, 17), None)
+    found = packed(products, weight).gemm(numbers(2, 2, 17), None)
     assert found.isnan().any(0).tolist() == [False] * 32 + [True]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 13])
 def test_with_silu_mul_it_is_the_two_ops_to_the_bit(products: NativeLinear, native: NativeOps, rows: int) -> None:
     weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
-    expected = native.silu_mul(weight.product(x, bias))
+    expected = native.silu_mul(weight.gemm(x, bias))
     assert expected is not None
-    assert torch.equal(weight.product_silu_mul(x, bias), expected)
+    assert torch.equal(weight.gemm_silu_mul(x, bias), expected)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 13])
@@ -122,9 +122,9 @@ def test_with_residual_and_norm_it_is_the_two_ops_to_the_bit(
     weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
     residual, norm = numbers(4, rows, 90)[:, 7:77], numbers(5, 70)
     before = residual.clone()
-    expected = native.add_rms_norm(weight.product(x, bias), residual, norm, EPS)
+    expected = native.add_rms_norm(weight.gemm(x, bias), residual, norm, EPS)
     assert expected is not None
-    normed, total = weight.product_add_rms_norm(x, bias, residual, norm, EPS)
+    normed, total = weight.gemm_add_rms_norm(x, bias, residual, norm, EPS)
     assert torch.equal(normed, expected[0])
     assert torch.equal(total, expected[1])
     assert torch.equal(residual, before)
@@ -134,24 +134,24 @@ def test_it_does_not_follow_the_plain_weight(products: NativeLinear) -> None:
     weight = torch.ones(32, 8, dtype=torch.bfloat16)
     native = packed(products, weight)
     weight.zero_()
-    assert torch.equal(native.product(torch.ones(1, 8).bfloat16(), None), torch.full((1, 32), 8.0).bfloat16())
+    assert torch.equal(native.gemm(torch.ones(1, 8).bfloat16(), None), torch.full((1, 32), 8.0).bfloat16())
 
 
 def test_what_does_not_fit_is_refused(products: NativeLinear) -> None:
     native, x = packed(products, numbers(1, 33, 16)), numbers(2, 2, 16)
     for wrong in (x.float(), x[:, :8], x[0], numbers(3, 16, 2).t(), numbers(3, 2, 32)[:, ::2]):
         with pytest.raises(ValueError, match="the weight takes bf16 rows of 16"):
-            native.product(wrong, None)
+            native.gemm(wrong, None)
     for wrong in (torch.ones(33), numbers(3, 32), numbers(3, 66)[::2]):
         with pytest.raises(ValueError, match=r"bias is .*, not 33 bf16 numbers"):
-            native.product(x, wrong)
+            native.gemm(x, wrong)
         with pytest.raises(ValueError, match=r"norm is .*, not 33 bf16 numbers"):
-            native.product_add_rms_norm(x, None, numbers(4, 2, 33), wrong, EPS)
+            native.gemm_add_rms_norm(x, None, numbers(4, 2, 33), wrong, EPS)
     for wrong in (torch.ones(2, 33), numbers(3, 1, 33), numbers(3, 33, 2).t()):
         with pytest.raises(ValueError, match=r"residual is .*, not bf16 rows \[2, 33\]"):
-            native.product_add_rms_norm(x, None, wrong, numbers(4, 33), EPS)
+            native.gemm_add_rms_norm(x, None, wrong, numbers(4, 33), EPS)
     with pytest.raises(ValueError, match="33 columns are not gate and up"):
-        native.product_silu_mul(x, None)
+        native.gemm_silu_mul(x, None)
 
 
 # ---------------------------------------------------------------- where it is chosen

@@ -77,10 +77,10 @@ def test_products_have_the_same_bits(
     packed = products.pack(numbers(8, num_columns, depth))
     assert packed is not None
     native.set_num_threads(1)
-    alone = packed.product(x, bias)
+    alone = packed.gemm(x, bias)
     native.set_num_threads(num_threads)
     for _ in range(20):
-        assert torch.equal(packed.product(x, bias), alone)
+        assert torch.equal(packed.gemm(x, bias), alone)
 
 
 def small_ops(native: NativeOps) -> list[Tensor]:

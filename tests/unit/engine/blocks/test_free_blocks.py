@@ -12,7 +12,7 @@ def test_the_first_whole_extent_goes_first_and_then_what_was_broken_first() -> N
     assert (len(free), free.has_whole) == (4, False)
     assert [free.take() for _ in range(4)] == [1, 2, 4, 5]
     for block in (4, 6, 2):
-        free.give(block)
+        free.free(block)
     assert (len(free), free.has_whole) == (3, True)  # the last extent has but one block
     assert [free.take() for _ in range(3)] == [6, 4, 2]
 
@@ -49,7 +49,7 @@ def test_whatever_is_taken_and_given_a_set_says_the_same(num_blocks: int, extent
         kind, choice = move % 3, move // 3
         if kind == 0 and held:
             block = held.pop(choice % len(held))
-            free.give(block)
+            free.free(block)
             naive.free.add(block)
         elif kind == 1 and held:
             near = held[choice % len(held)]
