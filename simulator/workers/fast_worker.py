@@ -1,32 +1,20 @@
-"""A worker as a few numbers: it jumps over decode steps in which nothing changes.
+"""A worker as a few numbers: its messages, over the steps of `fast_engine.py`.
 
-    inbox ──> reserve, add, join, release ──> next step: prompts in work, one step at a time
-                                                       no prompts: n steps at once, until an answer ends, blocks run
-                                                       short, or something comes; that waits for the end of its step
-
-The rules are those of the real scheduler (`engine/core/scheduler.py`, `policy.py`, `blocks/kv_cache_manager.py`):
-order, budget, chunks, tails, admission, reserves, preemption, suspension. A sequence that decodes is a place in the
-count of steps at which it ends; contexts are one sum. Tokens of an answer go to the router with its first token, at its
-end, and once a second between; when each was made is kept beside. The hand-over moves the same bytes at the same times,
-without messages for each chunk. Reports go out when sequences come, end or are computed.
-
-Times between two steps of a jump follow a line (`jump_length` sees to it that they nearly do).
+Tokens of an answer go to the router with its first token, at its end, and once a second between; when each was made is
+kept beside. The hand-over moves the same bytes at the same times, without messages for each chunk. Reports go out when
+sequences come, end or are computed.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
 
 from msgspec.structs import replace
+from typing_extensions import override
 
-from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
-from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.kv_transfer.pair_half import tokens_per_chunk
 from disagg.proto.ids import AttemptKey
@@ -41,84 +29,25 @@ from disagg.proto.messages import (
     Load,
     PeerRef,
     SequenceSpec,
-    StepSample,
     StepUpdate,
     TokenOut,
     WorkerInfo,
 )
 from disagg.router.requests import events
-from disagg.simulator.step_times.interface import StepTimes, StepWork
-from disagg.simulator.workers.fast_room import FastRoom, FastSequence
+from disagg.simulator.step_times.interface import StepTimes
+from disagg.simulator.workers.fast_engine import FastEngine
+from disagg.simulator.workers.fast_room import FastSequence
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
 
-TELL_S = 1.0
-"""Tokens of running answers are sent together after so long."""
-MAX_JUMP = 1024
-_BEND = 0.002
-"""By what share the step in the middle of a jump may differ from the line between its ends."""
 
-
-class FastWorker:
-    """The rules of the real scheduler on counts and sums. Owner: the simulated cluster.
-
-    Raises:
-        ValueError: for scheduling `static`, which only the exact engine has.
-    """
+class FastWorker(FastEngine):
+    """A worker of the simulated cluster, its owner. Raises `ValueError` for scheduling `static`."""
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
-        if config.scheduling == "static":
-            raise ValueError("engine: fast has no scheduling static; use exact")
-        self.config = config
-        self.info = info
-        self.is_dead = False
-        self._world = world
-        self._loop = world.loop
-        self._answers = world.answers
-        self._step_times = times
-        self._room = FastRoom(config, info, world.answers)
-        self._blocks = self._room.blocks
-        self._max_model_len = info.max_model_len
-        self._max_num_seqs = config.num_places
-        self._bytes_per_token = info.kv_layout.bytes_per_token
+        super().__init__(world, config, info, times)
         self._chunk_tokens = tokens_per_chunk(config.transfer.chunk_bytes, self._bytes_per_token)
-        slot_tokens = slot_tokens_for(info.block_size)
-        self._swap_slots = config.swap_bytes // (slot_tokens * self._bytes_per_token)
-        self._slot_tokens = slot_tokens
-        self._inbox: deque[tuple[Callable[[FastSequence], None], FastSequence]] = deque()
-        self._sequences: dict[AttemptKey, FastSequence] = {}
-        self._waiting: list[tuple[tuple[float, ...], int, FastSequence]] = []
-        self._num_waiting = 0
-        self._num_reserved = 0
-        self._num_preempted = 0
-        self._started: list[FastSequence] = []
-        self._resumed: list[FastSequence] = []
-        """Their KV is copied back before the step that is planned; they decode from the next one on."""
-        self._decoding: dict[FastSequence, None] = {}
-        self._ends: list[tuple[int, int, FastSequence]] = []
-        self._steps = 0
-        """Decode steps since the start."""
-        self._attends = 0
-        """Tokens that the next decode step attends to, of all that decode."""
-        self._times: list[float] = []
-        """When each decode step ended, from number `_first_time` on."""
-        self._first_time = 0
-        self._safe_until = 0
-        """Until this count of steps no sequence needs a block beyond its promise."""
         self._lanes: dict[FastWorker, deque[tuple[int, Callable[[], None]]]] = {}
-        self._is_busy = False
-        self._jump: tuple[float, float, float, int] | None = None
-        """Of the jump under way: its start, its first step's time, the growth from step to step, its steps."""
-        self._version = 0
-        """Of the plan for the end of the jump."""
-        self._serial = 0
-        self._num_steps = 0
-        self.num_preemptions = 0
-        """Since its start."""
-        self._copy_s = 0.0
-        """Of copies that are to be made before the next step."""
-        self._copy_token_s = self._bytes_per_token * world.overheads.copy_byte_s
-        self._told_at = 0.0
         self._pending_prompts = PendingPrompts()
         self._tokens: list[TokenOut] = []
         self._outbox = Outbox()
@@ -133,7 +62,7 @@ class FastWorker:
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
         """Begin to report."""
@@ -287,6 +216,7 @@ class FastWorker:
             self._release(sequence)
             self._wake()
 
+    @override
     def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
         """P: what of the computed prompt is worth a payload goes to D, see `kv_transfer/send_window.py`."""
         num_tokens = sequence.computed - sequence.next_kv_token
@@ -348,18 +278,6 @@ class FastWorker:
 
     # ------------------------------------------------------------ commands, between two steps
 
-    def _post(self, what: Callable[[FastSequence], None], sequence: FastSequence) -> None:
-        self._inbox.append((what, sequence))
-        if self._jump is not None:
-            self._cut()
-        else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if not self._is_busy:
-            self._is_busy = True
-            self._loop.at(self._loop.now, self._turn)
-
     def _add(self, sequence: FastSequence) -> None:
         if sequence.phase != "waiting":
             return
@@ -369,14 +287,6 @@ class FastWorker:
             self._end(sequence, "refused", f"{sequence.num_known} tokens and an answer do not fit")
             return
         self._queue(sequence)
-
-    def _queue(self, sequence: FastSequence) -> None:
-        is_long = sequence.holds and sequence.num_given > self.config.token_budget
-        is_first = sequence.num_preemptions == 0
-        sequence.order = (-sequence.spec.priority, is_first, sequence.arrival + PASS_S * is_long)
-        self._serial += 1
-        self._num_waiting += 1
-        heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
 
     def _reserve(self, sequence: FastSequence) -> None:
         if sequence.phase != "offered":
@@ -426,213 +336,9 @@ class FastWorker:
         self._loop.after(self._world.overheads.message_s, prefill.on_ack, sequence.key)
         self._reports.note()
 
-    def _release(self, sequence: FastSequence) -> None:
-        """Drop it and all that it holds. Idempotent."""
-        if sequence.phase == "over":
-            return
-        if sequence.phase == "waiting":
-            self._num_preempted -= sequence.num_preemptions > 0 and sequence.order != ()
-            self._num_waiting -= sequence.order != ()
-            self._give_back_swap(sequence)
-        elif sequence.phase == "prefill":
-            self._started.remove(sequence)
-        elif sequence.phase == "reserved":
-            self._num_reserved -= 1
-        elif sequence.phase == "decode":
-            self._sync(sequence)
-            del self._decoding[sequence]
-            self._attends -= sequence.attends + self._steps - sequence.joined_at
-            self._room.keep_answer(sequence)
-        self._room.let_go(sequence)
-        sequence.phase = "over"
-        del self._sequences[sequence.key]
+    # ------------------------------------------------------------ what goes out
 
-    def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
-        """Drop it and tell the gateway."""
-        in_transfer = detail.startswith("pair lost")
-        self._release(sequence)
-        if sequence.other is not None and not sequence.holds and reason == "failed":
-            return  # P, or the loss of P, says so.
-        self._outbox.end(
-            sequence.gateway_id,
-            sequence.key,
-            reason,
-            detail,
-            sequence.cached_tokens,
-            sequence.queue_s or 0.0,
-            in_transfer=in_transfer,
-        )
-
-    # ------------------------------------------------------------ turns
-
-    def _turn(self) -> None:
-        if self.is_dead:
-            return
-        self._jump = None
-        while self._inbox:
-            what, sequence = self._inbox.popleft()
-            what(sequence)
-        resumed, self._resumed = self._resumed, []
-        for sequence in resumed:
-            if sequence.phase == "resumed":
-                self._decode(sequence)
-        self._plan()
-        self._flush()
-
-    def _plan(self) -> None:
-        num_decodes = len(self._decoding)
-        num_preemptions = self._num_preempted
-        if num_decodes and self._steps >= self._safe_until:
-            self._make_safe()
-            num_decodes = len(self._decoding)
-        may_admit = self._num_preempted == num_preemptions
-        alone_first = self.config.scheduling == "prefill_first"
-        budget = self.config.token_budget - (0 if alone_first else num_decodes)
-        prefills = self._plan_prefills(budget, may_admit) if self._started or self._num_waiting else []
-        if prefills:
-            if alone_first:
-                num_decodes = 0
-            num_decodes = num_decodes and len(self._decoding)
-            tokens = sum(n for _, _, n in prefills)
-            attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
-            work = StepWork(tokens, attended, num_decodes, self._attends if num_decodes else 0, len(prefills))
-            step_s = self._step_times.step_s(work)
-            self._loop.after(self._take_copy_s() + step_s, self._end_step, prefills, work, step_s)
-        elif self._decoding:
-            self._begin_jump()
-        elif self._resumed:
-            self._loop.after(self._take_copy_s(), self._turn)
-        else:
-            self._is_busy = False
-
-    def _begin_jump(self) -> None:
-        num_steps, first_s, growth_s = self._jump_length()
-        self._jump = (self._loop.now + self._take_copy_s(), first_s, growth_s, num_steps)
-        self._version += 1
-        self._loop.at(self._boundary(num_steps), self._end_jump, self._version)
-
-    def _take_copy_s(self) -> float:
-        copy_s, self._copy_s = self._copy_s, 0.0
-        return copy_s
-
-    def _jump_length(self) -> tuple[int, float, float]:
-        """How many steps to take at once; the first one's time, and by how much each takes longer than the one
-        before."""
-        num_decodes, attends = len(self._decoding), self._attends
-        step_s = self._step_times.step_s
-        first_s = step_s(StepWork(0, 0, num_decodes, attends))
-        most = min(MAX_JUMP, self._next_end() - self._steps, self._safe_until - self._steps, int(TELL_S / first_s) + 1)
-        if most <= 1:
-            return 1, first_s, 0.0
-        while True:
-            last_s = step_s(StepWork(0, 0, num_decodes, attends + (most - 1) * num_decodes))
-            if most <= 8:
-                break
-            middle = most // 2
-            middle_s = step_s(StepWork(0, 0, num_decodes, attends + middle * num_decodes))
-            straight_s = first_s + (last_s - first_s) * middle / (most - 1)
-            if abs(middle_s - straight_s) <= _BEND * middle_s:
-                break
-            most //= 2
-        return most, first_s, (last_s - first_s) / (most - 1)
-
-    def _next_end(self) -> int:
-        ends = self._ends
-        while ends[0][2].phase != "decode" or ends[0][2].end_at != ends[0][0]:
-            heapq.heappop(ends)
-        return ends[0][0]
-
-    def _boundary(self, number: int) -> float:
-        """When step `number`, from 1, of the jump ends."""
-        assert self._jump is not None
-        start, first_s, growth_s, _ = self._jump
-        between_s = self._world.overheads.step_s
-        return start + number * first_s + growth_s * number * (number - 1) / 2 + between_s * (number - 1)
-
-    def _cut(self) -> None:
-        """Something came: the jump ends with the step that is under way, or with the one before, where that is over and
-        the next one has not begun."""
-        assert self._jump is not None
-        start, first_s, growth_s, num_steps = self._jump
-        between_s = self._world.overheads.step_s
-        passed = self._loop.now - between_s
-        number = max(1, math.ceil((self._loop.now - start) / (first_s + between_s)))
-        while number > 1 and self._boundary(number - 1) >= passed:
-            number -= 1
-        while number < num_steps and self._boundary(number) < passed:
-            number += 1
-        if number < num_steps:
-            self._jump = (start, first_s, growth_s, number)
-            self._version += 1
-            self._loop.at(self._boundary(number), self._end_jump, self._version)
-
-    def _end_jump(self, version: int) -> None:
-        if version != self._version or self._jump is None or self.is_dead:
-            return
-        start, first_s, growth_s, num_steps = self._jump
-        ended = self._boundary(num_steps)
-        self._jump = None
-        between_s = self._world.overheads.step_s
-        if num_steps == 1:
-            self._times.append(ended)
-        else:
-            step_s = first_s + between_s
-            durations = (step_s + growth_s * number for number in range(1, num_steps))
-            self._times += accumulate(durations, initial=start + first_s)
-        num_decodes = len(self._decoding)
-        self._reports.offer(StepSample(first_s * 1e3, 0, 0, num_decodes, self._attends))
-        self._stepped(num_steps)
-        self._next_turn(ended)
-
-    def _next_turn(self, ended: float) -> None:
-        """The step before it ended then."""
-        self._flush()
-        self._loop.at(ended + self._world.overheads.step_s, self._turn)
-
-    def _stepped(self, num_steps: int) -> None:
-        """So many decode steps were done."""
-        self._steps += num_steps
-        self._num_steps += num_steps
-        self._attends += num_steps * len(self._decoding)
-        steps, ends = self._steps, self._ends
-        while ends and ends[0][0] <= steps:
-            _, _, sequence = heapq.heappop(ends)
-            if sequence.phase == "decode" and sequence.end_at <= steps:
-                self._tell_tokens(sequence)
-                self._end(sequence, self._finish_reason(sequence))
-                self._reports.note()
-        if not self._decoding:
-            self._times.clear()
-            self._first_time = steps
-        elif self._loop.now - self._told_at >= TELL_S:
-            self._told_at = self._loop.now
-            self._reports.note()
-            for sequence in self._decoding:
-                self._tell_tokens(sequence)
-
-    def _end_step(self, prefills: list[tuple[FastSequence, int, int]], work: StepWork, step_s: float) -> None:
-        if self.is_dead:
-            return
-        self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
-        self._reports.note()
-        if work.num_decodes:
-            self._times.append(self._loop.now)
-            self._stepped(1)
-        else:
-            self._num_steps += 1
-        for sequence, start, num_tokens in prefills:
-            if sequence.phase != "prefill":
-                continue  # its pair was lost meanwhile
-            sequence.computed = start + num_tokens
-            self._room.publish(sequence)
-            is_complete = sequence.computed == sequence.num_known
-            if is_complete:
-                self._started.remove(sequence)
-                self._computed(sequence)
-            if sequence.holds and sequence.phase != "over":
-                self._send_kv(sequence, is_complete=is_complete)
-        self._next_turn(self._loop.now)
-
+    @override
     def _computed(self, sequence: FastSequence) -> None:
         """The prompt is computed and its first token sampled."""
         now, key, index = self._loop.now, sequence.key, sequence.sent
@@ -658,106 +364,7 @@ class FastWorker:
             return
         self._decode(sequence)
 
-    # ------------------------------------------------------------ prompts
-
-    def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[FastSequence, int, int]]:
-        """(sequence, first token, number of tokens) of each prompt in the next step, as the real scheduler plans it."""
-        started = deque(sorted(self._started, key=lambda sequence: sequence.order))
-        planned: list[tuple[FastSequence, int, int]] = []
-        block_size, tail_tokens = self.info.block_size, self.config.tail_tokens
-        while budget > 0:
-            head = self._head() if may_admit else None
-            if head is not None and (not started or head.order < started[0].order):
-                may_admit = self._admit(head)
-                if not may_admit or head.phase != "prefill":
-                    continue
-                sequence = head
-            elif started:
-                sequence = started.popleft()
-            else:
-                break
-            start, num_left = sequence.computed, sequence.num_known - sequence.computed
-            num_tokens = chunk_length(start, num_left, budget, block_size, first=not planned)
-            if sequence.holds and num_tokens == num_left:
-                num_tokens = before_tail(start, num_tokens, tail_tokens, block_size)
-            if num_tokens == 0:
-                break
-            self._room.extend(sequence, start + num_tokens)
-            planned.append((sequence, start, num_tokens))
-            budget -= num_tokens
-            if tail_tokens and sequence.holds:
-                longest = tail_tokens + block_size - 1
-                is_tail = start > sequence.cached_tokens and num_tokens <= longest
-                if is_tail if num_tokens == num_left else num_left - num_tokens <= longest:
-                    break
-        return planned
-
-    def _is_alone(self) -> bool:
-        return len(self._sequences) - self._num_offered() <= self._num_waiting
-
-    def _num_offered(self) -> int:
-        """Attempts that the engine does not have yet, or not any more."""
-        return sum(s.phase == "offered" or (s.phase == "waiting" and s.order == ()) for s in self._sequences.values())
-
-    def _head(self) -> FastSequence | None:
-        waiting = self._waiting
-        while waiting and waiting[0][2].phase != "waiting":
-            heapq.heappop(waiting)
-        return waiting[0][2] if waiting else None
-
-    def _num_places(self) -> int:
-        num_running = len(self._decoding) + len(self._started) + len(self._resumed)
-        return self._max_num_seqs - num_running - self._num_reserved
-
-    def _admit(self, sequence: FastSequence) -> bool:
-        """The head of the queue begins, if there is room."""
-        if self._num_places() < 1 or not self._room.place(sequence, self._is_alone):
-            return False
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        if sequence.num_preemptions:
-            self._num_preempted -= 1
-            self._reports.note()
-        if sequence.queue_s is None:
-            sequence.queue_s = self._loop.now - sequence.arrival
-        if sequence.swapped:
-            self._copy_s += max(0, sequence.swapped - sequence.computed) * self._copy_token_s
-            sequence.computed = sequence.swapped
-            self._give_back_swap(sequence)
-            self._room.publish(sequence)
-            sequence.phase = "resumed"
-            self._resumed.append(sequence)
-        else:
-            sequence.phase = "prefill"
-            self._started.append(sequence)
-        return True
-
-    # ------------------------------------------------------------ decoding
-
-    def _decode(self, sequence: FastSequence) -> None:
-        """It is in the batch; its latest token is known and has no KV."""
-        sequence.phase = "decode"
-        sequence.joined_at = sequence.told_at = self._steps
-        sequence.attends = sequence.num_known + 1
-        sequence.end_at = self._steps + self._num_left(sequence)
-        self._attends += sequence.attends
-        self._decoding[sequence] = None
-        self._serial += 1
-        heapq.heappush(self._ends, (sequence.end_at, self._serial, sequence))
-        safe = self._room.safe_steps(sequence)
-        self._safe_until = safe if len(self._decoding) == 1 else min(safe, self._safe_until)
-
-    def _num_left(self, sequence: FastSequence) -> int:
-        """Output tokens that are still to come, the latest one made."""
-        request_id = sequence.key.request_id
-        num_tokens = min(self._answers.num_tokens(request_id), sequence.spec.sampling.max_tokens)
-        return min(num_tokens - sequence.sent, self._max_model_len - sequence.num_known - 1)
-
-    def _finish_reason(self, sequence: FastSequence) -> EndReason:
-        sampling = sequence.spec.sampling
-        is_stopped = sampling.stop_token_ids and self._answers.num_tokens(sequence.key.request_id) == sequence.sent
-        return "stop" if is_stopped else "length"
-
+    @override
     def _tell_tokens(self, sequence: FastSequence) -> None:
         """Send what it made since the last time."""
         num_new = self._steps - sequence.told_at
@@ -774,72 +381,24 @@ class FastWorker:
         sequence.sent += num_new
         sequence.told_at = self._steps
 
-    def _sync(self, sequence: FastSequence) -> None:
-        """Note the tokens and blocks of the steps that were done."""
-        sequence.computed = sequence.num_known + self._steps - sequence.joined_at
-        self._room.extend(sequence, sequence.computed)
+    @override
+    def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
+        """Drop it and tell the gateway."""
+        in_transfer = detail.startswith("pair lost")
+        self._release(sequence)
+        if sequence.other is not None and not sequence.holds and reason == "failed":
+            return  # P, or the loss of P, says so.
+        self._outbox.end(
+            sequence.gateway_id,
+            sequence.key,
+            reason,
+            detail,
+            sequence.cached_tokens,
+            sequence.queue_s or 0.0,
+            in_transfer=in_transfer,
+        )
 
-    def _make_safe(self) -> None:
-        """Before the next step: sequences that outgrew their promise get a block; where there is none, others are
-        preempted for them, as `Scheduler._plan_decodes` does."""
-        for sequence in list(self._decoding):
-            if sequence.phase != "decode":
-                continue  # preempted for one before it
-            self._sync(sequence)
-            while sequence.phase == "decode" and self._room.safe_steps(sequence) <= self._steps:
-                if self._blocks.num_available >= self._blocks.per_block:
-                    self._room.extend(sequence, sequence.computed + 1)
-                else:
-                    self._preempt(self._victim())
-        self._safe_until = min(map(self._room.safe_steps, self._decoding), default=0)
-
-    def _victim(self) -> FastSequence:
-        """Who is preempted first: lowest priority, fewest output tokens, newest."""
-        running = [*self._decoding, *(sequence for sequence in self._started if not sequence.holds)]
-        return min(running, key=lambda s: (s.spec.priority, self._num_output(s), -s.arrival))
-
-    def _num_output(self, sequence: FastSequence) -> int:
-        return sequence.sent + (self._steps - sequence.told_at if sequence.phase == "decode" else 0)
-
-    def _preempt(self, sequence: FastSequence) -> None:
-        self.num_preemptions += 1
-        self._reports.note()
-        if sequence.phase == "decode":
-            self._sync(sequence)
-            self._tell_tokens(sequence)
-            del self._decoding[sequence]
-            self._attends -= sequence.attends + self._steps - sequence.joined_at
-            self._room.keep_answer(sequence)
-            sequence.num_known = sequence.computed
-            is_decoding = True
-        else:
-            self._started.remove(sequence)
-            is_decoding = False
-        slots = -(-sequence.computed // self._slot_tokens)
-        if is_decoding and slots <= self._swap_slots:
-            self._swap_slots -= slots
-            sequence.swapped = sequence.computed
-            self._copy_s += sequence.computed * self._copy_token_s
-        elif "prefill" not in self.config.roles:
-            sequence.phase = "held"
-            self._end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")
-            return
-        elif is_decoding:
-            sequence.num_known += 1  # its latest token, too
-        self._room.let_go(sequence)
-        sequence.computed = 0
-        sequence.phase = "waiting"
-        sequence.num_preemptions += 1
-        self._num_preempted += 1
-        self._queue(sequence)
-
-    def _give_back_swap(self, sequence: FastSequence) -> None:
-        if sequence.swapped:
-            self._swap_slots += -(-sequence.swapped // self._slot_tokens)
-            sequence.swapped = 0
-
-    # ------------------------------------------------------------ what goes out
-
+    @override
     def _flush(self) -> None:
         """Send what there is for the gateway."""
         update = self._outbox.flush().get(GATEWAY)
