@@ -49,7 +49,7 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
     from disagg.cluster.on_ray.controller_actor import ControllerActor
 
     if find_controller() is not None:
-        raise LaunchError("a cluster of ours runs in that Ray already; `disagg cluster status` shows it")
+        raise LaunchError("a disagg cluster runs in that Ray already; `disagg cluster status` shows it")
     sweep()
     ray_store.save(ray_store.CONFIG, settings.config)
     ray_store.save(ray_store.SECRET, new_secret(settings.config.network))
@@ -104,7 +104,7 @@ def call_controller(request: ControlRequest) -> ControlReply:
 
 
 def end_controller(actor: Any | None) -> None:
-    """End gateway, workers and controller, whatever state they are in; nothing of ours is left in Ray."""
+    """End gateway, workers and controller, whatever state they are in; nothing of the cluster is left in Ray."""
     import ray
 
     if actor is not None:

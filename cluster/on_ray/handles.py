@@ -1,4 +1,4 @@
-"""Actors and placement groups of ours in Ray: found, described, stopped, killed.
+"""Actors and placement groups of the cluster in Ray: found, described, stopped, killed.
 
 A process that hangs is killed by its process id, on whatever node it is: `ray.kill` calls the process itself first, and
 waits five seconds for one that cannot answer. A process id means something on its own node only: there, a process is
@@ -52,7 +52,7 @@ def stop_actors(actors: Sequence[Any]) -> None:
 
 
 def present_actors() -> set[str]:
-    """The names of all processes of ours that have an actor, whatever it does now."""
+    """The names of all processes of the cluster that have an actor, whatever its state."""
     import ray
 
     found = ray.util.list_named_actors(all_namespaces=True)
@@ -61,7 +61,7 @@ def present_actors() -> set[str]:
 
 
 def present_groups() -> set[str]:
-    """The names of all processes that have a placement group of ours."""
+    """The names of all processes that have a placement group of the cluster."""
     import ray
 
     infos = ray.util.placement_group_table().values()

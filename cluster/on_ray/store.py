@@ -1,7 +1,7 @@
 """What of a cluster Ray keeps: the names of its actors and placement groups, what an actor gets when it is made, and
 values in Ray's own store, so that actors that Ray starts again go on where they were.
 
-The store is in Ray's head process and exists as long as the Ray cluster. Values are JSON. There is one cluster of ours
+The store is in Ray's head process and exists as long as the Ray cluster. Values are JSON. There is one disagg cluster
 per Ray cluster: `NAMESPACE` is its name for actors, placement groups and keys.
 """
 
@@ -138,7 +138,7 @@ def cluster_secret() -> ClusterSecret:
     ours."""
     secret = load(SECRET, ClusterSecret)
     if secret is None:
-        raise LaunchError("there is no cluster of ours in that Ray")
+        raise LaunchError("there is no disagg cluster in that Ray")
     return secret
 
 

@@ -1,4 +1,4 @@
-"""Python programs of ours as child processes: started with a message on standard input, ended with signals.
+"""This package's programs as child processes: started with a message on standard input, ended with signals.
 
     parent   spawn(module, message) ................................ end(processes)
     child    read_config() -> terminate_when_orphaned() -> ... until SIGTERM

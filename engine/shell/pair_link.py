@@ -1,6 +1,6 @@
 """What the links of prefill and decode workers have in common: the shell around one half of a pair.
 
-    PairLink        staging memory, copies that the engine still owes, whether the pair is idle
+    PairLink        staging memory, copies that the engine has not made yet, whether the pair is idle
     LinkTable       which attempt belongs to which link
     surplus_links   which pairs to close where there are too many
 

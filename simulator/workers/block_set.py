@@ -19,7 +19,7 @@ from disagg.proto.ids import AttemptKey, BlockHash
 from disagg.proto.messages import BlocksRemoved, BlocksStored, KvEvent
 
 PieceKey = BlockHash | AttemptKey
-"""A hash, or for what nobody can find (answers that no later prompt repeats) whose it was."""
+"""A hash; for blocks that no prompt can match (answers that no later prompt repeats), the attempt that made them."""
 
 
 class BlockSet:
@@ -33,15 +33,15 @@ class BlockSet:
         self.num_reserved = 0
         """Units that are promised and not written."""
         self.num_own = 0
-        """Units that one sequence each holds and nobody can find."""
+        """Units that one sequence each holds and that are not in the prefix cache."""
         self.num_held = 0
         """Units that can be found and that sequences hold."""
         self.num_cached = 0
-        """Units that can be found and that nobody holds."""
+        """Units in the prefix cache without a holder."""
         self._held: dict[PieceKey, int] = {}
         """What is held, and by how many sequences."""
         self._cached: OrderedDict[PieceKey, int] = OrderedDict()
-        """What nobody holds, next to go first, and its units."""
+        """Evictable pieces, in the order of eviction, and their units."""
         self._events: list[tuple[bool, list[BlockHash]]] = []
         """(stored or removed, hashes), in order."""
 
@@ -81,7 +81,7 @@ class BlockSet:
         return first, num_units
 
     def num_evictable(self, keys: Sequence[PieceKey]) -> int:
-        """Units of these pieces that nobody holds."""
+        """Units of these pieces without a holder."""
         cached = self._cached
         return sum(cached.get(key, 0) for key in keys)
 

@@ -6,7 +6,7 @@
 Real here: engine core (scheduler, block manager, prefix cache, preemption, swap), outbox, pacing, pending prompts, step
 sampler, both halves of the hand-over. Written again without threads and sockets: the engine's turn
 (`engine/shell/engine_thread.py`), the routing of the two roles (`prefill_worker/role.py`, `decode_worker/role.py`) and
-the report stream. A step takes the time of the step model; what it samples is known to nobody before it ends.
+the report stream. A step takes the time of the step model; what it samples is sent only after it has ended.
 
 Left out: several ranks (their time is in the step model), steps launched ahead, counters for `/metrics`, deadlines of
 attempts that wait for a pair.
@@ -94,7 +94,7 @@ class _Sending:
     dispatched_at: float
     alloc_wait_s: float = 0.0
     is_over: bool = False
-    """Decided; only a copy may still be owed."""
+    """Ended; only a copy may still be pending."""
 
 
 class ExactWorker:

@@ -145,7 +145,7 @@ class FastRoom:
         self._max_model_len = info.max_model_len
         self._decode_reserve_tokens = config.decode_reserve_tokens
         self._num_named = 0
-        """Parts of answers that nobody can find."""
+        """Parts of answers that no prompt can match."""
 
     def place(self, sequence: FastSequence, is_alone: Callable[[], bool]) -> bool:
         """Lock its cached prefix and promise it the rest, if that fits, as `KVCacheManager.place`. `is_alone` says
@@ -206,7 +206,7 @@ class FastRoom:
         sequence.locked = last
 
     def keep_answer(self, sequence: FastSequence) -> None:
-        """Blocks that the answer filled stay as cached ones: a later prompt finds them, or nobody does."""
+        """Blocks that the answer filled stay as cached ones: later prompts may match them."""
         if not sequence.spec.root_hash:
             return
         if self._answers.is_followed(sequence.key.request_id):

@@ -87,7 +87,7 @@ class FastWorker(FastEngine):
         self._flush()
 
     def load(self) -> Load:
-        """What it does."""
+        """The load as the worker reports it to gateways."""
         blocks, per_block = self._blocks, self._blocks.per_block
         uncomputed = sum(max(0, s.num_known - max(s.computed, s.swapped)) for s in self._uncomputed())
         uncomputed += self._pending_prompts.num_tokens(self._sequences.__contains__)
@@ -137,7 +137,7 @@ class FastWorker(FastEngine):
                 if (sequence := self._sequences.get(AttemptKey(message.request_id, message.attempt))) is not None:
                     self._cancel(sequence)
             case Connect():
-                """A pair costs nothing once somebody asked for it."""
+                """Pairs are formed at the first dispatch."""
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         spec, peer = dispatch.spec, dispatch.decode_peer
@@ -410,4 +410,4 @@ class FastWorker(FastEngine):
 
 
 def _nothing() -> None:
-    """Nobody waits for this payload alone."""
+    """Nothing follows this payload alone."""

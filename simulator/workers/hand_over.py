@@ -107,7 +107,7 @@ class Pair:
         self.is_closed = False
         self._world = world
         self._gathers: dict[tuple[AttemptKey, int], int] = {}
-        """Bytes of the copies that P's engine still owes."""
+        """Bytes of the copies that P's engine has not made yet."""
         self._scatters: set[tuple[AttemptKey, int]] = set()
         self._to_send: deque[SendKv] = deque()
         """The first one is on its way."""
@@ -158,7 +158,7 @@ class Pair:
         self._carry_out_for_sender(self._sender.on_gathered(event.key, event.seq, event.ok, nbytes, event.checksum))
 
     def is_gathering(self, key: AttemptKey) -> bool:
-        """Whether P's engine still owes a copy for this attempt."""
+        """Whether a copy of P's engine for this attempt is pending."""
         return any(gathering == key for gathering, _ in self._gathers)
 
     def _to_sender(self, message: ReceiverToSender) -> None:
@@ -230,7 +230,7 @@ class Pair:
         self._carry_out_for_receiver(self._receiver.on_ended(key, reason))
 
     def is_scattering(self, key: AttemptKey) -> bool:
-        """Whether D's engine still owes a copy for this attempt."""
+        """Whether a copy of D's engine for this attempt is pending."""
         return any(scattering == key for scattering, _ in self._scatters)
 
     def _to_receiver(self, message: SenderToReceiver) -> None:

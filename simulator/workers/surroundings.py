@@ -33,7 +33,7 @@ class Answers:
             self._followed.add(request_id)
 
     def discard(self, request_id: RequestId) -> None:
-        """Nobody waits for it any more."""
+        """The request is over."""
         self._answers.pop(request_id, None)
         self._followed.discard(request_id)
         self.times.pop(request_id, None)

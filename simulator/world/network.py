@@ -51,7 +51,7 @@ class Network:
         self._share(source, target)
 
     def drop(self, worker: Hashable) -> None:
-        """A worker is gone: what it sent or was to get ends at once, and nobody is called."""
+        """A worker is gone: what it sent or was to get ends at once, and no callback is called."""
         for transfer in [*self._out.pop(worker, {}), *self._in.pop(worker, {})]:
             transfer.version += 1
             self._out[transfer.source].pop(transfer, None)

@@ -4,7 +4,7 @@
 
 The hash of a full block inside one part follows from the block hash before the part, the part's key and the position in
 it; no token is drawn for it. Real token ids stand only behind the last full block (and in answers), where workers hash
-them themselves when an answer fills the block (`proto/block_hash.py`). All other ids are 0, which nobody looks at.
+them themselves when an answer fills the block (`proto/block_hash.py`). All other ids are 0, which are not read.
 
 Blocks of a part that are found together or not at all can share one hash (`HashRuns`): then a long prompt costs the
 router's index and a fast worker a few entries instead of hundreds.

@@ -2,7 +2,7 @@
 
 A request is sent when it is due, whatever became of the others. A later turn of a conversation is due at its time or
 when the answer before it has ended, if that is later; where the turn before it failed, so does it. A user may leave: he
-cancels what has no first token after his patience.
+cancels what has no first token before its timeout (`patience_s`).
 """
 
 from __future__ import annotations

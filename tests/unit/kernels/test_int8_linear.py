@@ -129,5 +129,5 @@ def test_elsewhere_the_rounded_weight_is_used_loudly(
         found = dispatch.linear(x, dispatch.pack_weight(weight, "int8"), None)
     oracle.assert_close(found, x.double() @ quantize_int8(weight).dequantized(dtype).double().t())
     assert [record.getMessage() for record in caplog.records if "int8" in record.getMessage()] == [
-        "int8 weights: this processor has no C++ product for them; computing with their values in full size"
+        "int8 weights: this processor has no C++ GEMM for them; computing with their values in full size"
     ]
