@@ -9,13 +9,14 @@ Owner: `Telemetry`.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from itertools import chain, islice
 
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 
-Ring = dict[RequestId, RequestTrace]
-"""Oldest first."""
+Ring = OrderedDict[RequestId, RequestTrace]
+"""Oldest first. To find the first entry of a plain dict takes the longer, the more entries were removed before it."""
 
 
 class TraceRing:
@@ -64,15 +65,17 @@ class TraceRing:
         return heapq.nlargest(limit, both, key=lambda trace: trace.arrival)
 
     def _add(self, trace: RequestTrace) -> None:
-        ring = self._rings.setdefault(trace.tenant, {})
+        ring = self._rings.get(trace.tenant)
+        if ring is None:
+            ring = self._rings[trace.tenant] = OrderedDict()
         ring[trace.request_id] = trace
         self._resized(trace.tenant, len(ring) - 1, len(ring))
 
     def _drop_one(self) -> None:
         tenant = next(iter(self._by_size[self._largest]))
         ring = self._rings[tenant]
-        oldest = next(iter(ring))
-        del ring[oldest], self._tenant_of[oldest]
+        oldest, _ = ring.popitem(last=False)
+        del self._tenant_of[oldest]
         self._resized(tenant, len(ring) + 1, len(ring))
         if not ring:
             del self._rings[tenant]
