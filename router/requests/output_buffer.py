@@ -72,6 +72,11 @@ class OutputBuffer(msgspec.Struct, gc=False):
         if self.wants_logprobs and len(logprobs) != len(token_ids):
             self._had_bare = True
             return TokenBatch([])
+        released = self.released
+        last = first_index + len(token_ids)
+        if first_index == len(released) and last <= self.max_tokens and not (self._early or self.wants_logprobs):
+            released.extend(token_ids)  # As tokens mostly come: the next ones, and nothing waits for them.
+            return TokenBatch(list(token_ids))
         of_tokens = logprobs if self.wants_logprobs else repeat(None, len(token_ids))
         for index, (token_id, of_token) in enumerate(zip(token_ids, of_tokens, strict=True), start=first_index):
             self._keep(index, token_id, of_token)
