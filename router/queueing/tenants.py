@@ -25,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from disagg.proto.block_hash import tenant_tag
 from disagg.proto.errors import LimitError
 from disagg.router.api import CallDemand, TenantLimits
 from disagg.router.config import RouterConfig
@@ -53,11 +54,14 @@ class Tenant:
         "peak",
         "requests",
         "share",
+        "tag",
         "tokens",
     )
 
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
+        self.tag = tenant_tag(name)
+        """What workers call it."""
         self.share = Share(name)
         self.num_admitted = 0
         """Answers of admitted calls that are not submitted yet."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, tenant_tag
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
@@ -136,7 +136,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and released ones."""
-        return self.request.num_prompt_tokens + len(self.output.released)
+        return self.trace.num_prompt_tokens + len(self.output.released)
 
     @property
     def num_used(self) -> int:
@@ -193,7 +193,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             emitted_token_ids=tuple(self.output.released),
             block_hashes=self.block_hashes,
             root_hash=request.root_hash,
-            tenant_tag=tenant_tag(request.tenant),
+            tenant_tag=self.tenant.tag,
             sampling=request.sampling,
             priority=self.priority,
             timeout_s=None if request.deadline is None else request.deadline - now,
@@ -248,7 +248,7 @@ def new_record(
     return RequestRecord(
         request=request,
         tenant=tenant,
-        cost=request.num_prompt_tokens + request.sampling.max_tokens,
+        cost=trace.num_prompt_tokens + request.sampling.max_tokens,
         arrival_order=arrival_order,
         output=OutputBuffer(request.sampling.max_tokens, request.sampling.logprobs >= 0),
         trace=trace,
