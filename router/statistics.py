@@ -130,7 +130,8 @@ class RunningMean:
 
     def observe(self, value: float) -> None:
         """One more."""
-        self._num_seen = min(self._num_seen + 1, _MEMORY)
+        if self._num_seen < _MEMORY:
+            self._num_seen += 1
         self.value += (value - self.value) / self._num_seen
 
 

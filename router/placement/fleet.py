@@ -63,6 +63,7 @@ class Fleet:
         self.num_releases = 0
         """Counts what may have freed capacity: assignments closed, reports, workers that came up."""
         self._config = config
+        self._may_prefill_locally = config.local_prefill == "auto"
         self._policy = policy
         self._workers: dict[WorkerId, Worker] = {}
         self._groups: dict[tuple[str, KvLayout], ModelGroup] = {}
@@ -214,7 +215,8 @@ class Fleet:
         self.assignments.open(worker.worker_id, key, assignment)
         worker.note_assigned(assignment.tokens, assignment.blocks)
         worker.last_turn = turn
-        self._openings.clear()
+        if self._openings:
+            self._openings.clear()
         self._changed(worker)
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
@@ -417,10 +419,6 @@ class Fleet:
         return problems + self.assignments.check_integrity() + self.index.check_integrity()
 
     # ---------------------------------------------------------------- inside
-
-    @property
-    def _may_prefill_locally(self) -> bool:
-        return self._config.local_prefill == "auto"
 
     @property
     def _excluded_now(self) -> Exclusions:

@@ -21,8 +21,10 @@ from disagg.router.workers.worker import Worker
 
 def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
     """Milliseconds to compute the prompt tokens [cached_tokens, num_tokens), once that begins."""
-    num_steps = -(-(num_tokens - cached_tokens) // worker.prompt_room)
-    return compute_ms(worker, cached_tokens, num_tokens) + num_steps * worker.around_ms
+    num_new = num_tokens - cached_tokens
+    pairs = num_new * (num_tokens + cached_tokens + 1) // 2
+    compute = num_new * worker.prefill_token_ms + pairs * worker.attended_ms
+    return compute - (-num_new // worker.prompt_room) * worker.around_ms
 
 
 def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:

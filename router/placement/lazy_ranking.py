@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from operator import attrgetter
 
@@ -35,15 +35,12 @@ class LazyRanking:
         self._workers: list[Worker] = []
         """Those of finite rank, in order."""
         self._rank_of: dict[Worker, float] = {}
-        self._changed: dict[Worker, None] = {}
-
-    def touch(self, worker: Worker) -> None:
-        """The worker is new, or its rank may have changed."""
-        self._changed[worker] = None
+        self.changed: dict[Worker, None] = {}
+        """Workers that are new, or whose rank may have changed. Whoever changes a worker adds it."""
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker."""
-        self._changed.pop(worker, None)
+        self.changed.pop(worker, None)
         rank = self._rank_of.pop(worker, None)
         if rank is not None:
             self._take_out(rank, worker)
@@ -53,7 +50,7 @@ class LazyRanking:
     ) -> list[Worker]:
         """The first `count` of finite rank that are not in `without`. With `start`, which gets the number of workers of
         finite rank, from that position on, wrapping around."""
-        if self._changed:
+        if self.changed:
             self._refresh()
         workers = self._workers
         begin = start(len(workers)) if start is not None and workers else 0
@@ -63,9 +60,15 @@ class LazyRanking:
             return workers[:count]
         return list(islice((worker for worker in workers if worker.worker_id not in without), count))
 
+    def ranks(self) -> Mapping[Worker, float]:
+        """The finite ranks, until the next change; read only."""
+        if self.changed:
+            self._refresh()
+        return self._rank_of
+
     def _refresh(self) -> None:
         rank_of, rank_by, ranks, workers = self._rank_of, self._rank, self._ranks, self._workers
-        for worker in self._changed:
+        for worker in self.changed:
             rank, before = rank_by(worker), rank_of.get(worker)
             if before is not None:
                 if before == rank:
@@ -78,7 +81,7 @@ class LazyRanking:
             at = self._place(rank, worker)
             ranks.insert(at, rank)
             workers.insert(at, worker)
-        self._changed.clear()
+        self.changed.clear()
 
     def _take_out(self, rank: float, worker: Worker) -> None:
         at = bisect_left(self._ranks, rank)

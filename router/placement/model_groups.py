@@ -10,7 +10,7 @@ Owner: the fleet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
@@ -18,8 +18,15 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
 from disagg.router.placement.forecast import openings
 from disagg.router.placement.lazy_ranking import LazyRanking
-from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, decode_blocks, prefill_blocks
-from disagg.router.workers.assignments import num_held
+from disagg.router.placement.placement import (
+    Candidate,
+    Demand,
+    Policy,
+    Shortlist,
+    decode_blocks,
+    num_shared,
+    prefill_blocks,
+)
 from disagg.router.workers.circuit_breakers import Exclusions
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.prefix_index import PrefixMatch, WorkerSet
@@ -91,8 +98,9 @@ class ModelGroup:
             return self._without(excluded, demand, set(without), matched, local)
         prefills = _candidates(self._prefills, demand, without, matched)
         decodes = _candidates(self._decodes, demand, without, matched) if prefills or local else []
-        partners = self._partners(prefills, decodes, demand, without, matched)
-        return Shortlist(prefills, decodes, _candidates(self._colocated, demand, without, matched), local, (), partners)
+        partners = self._partners(prefills, decodes, demand, without, matched) if prefills else ()
+        colocated = _candidates(self._colocated, demand, without, matched) if self._colocated else []
+        return Shortlist(prefills, decodes, colocated, local, (), partners)
 
     def _without(
         self, excluded: Exclusions, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
@@ -119,26 +127,28 @@ class ModelGroup:
         with which it has one. In large clusters the best of each role seldom have a formed pair with each other."""
         if not self._policy.weighs_setup:
             return []
-        found: dict[WorkerId, Candidate] = {}
-        listed = {decode.worker.worker_id for decode in decodes}
+        found: list[Candidate] = []
+        listed = [decode.worker.worker_id for decode in decodes]
         for prefill in prefills[:_WITH_PARTNERS]:
             name = prefill.worker.worker_id
-            if not listed.isdisjoint(self._pairs.formed_with(name)):
+            if not self._pairs.formed_with(name).isdisjoint(listed):
                 continue
-            best: tuple[float, WorkerBucket, Worker] | None = None
+            least, best = math.inf, None
+            partners = self._pairs.partners(name)
             for bucket in self._decodes.values():
-                for partner in self._pairs.partners(name):
-                    worker = bucket.members.get(partner)
-                    if worker is None or worker.is_full or partner in without:
+                members, ranks = bucket.members, bucket.ranks()
+                for partner in partners:
+                    worker = members.get(partner)
+                    if worker is None or partner in without:
                         continue
-                    rank = self._policy.rank(worker)
-                    if best is None or rank < best[0]:
-                        best = rank, bucket, worker
-            if best is not None and best[2].worker_id not in found:
-                candidate = best[1].candidate(demand, best[2], matched)
+                    rank = ranks.get(worker, math.inf)  # Infinite where it is full.
+                    if rank < least:
+                        least, best = rank, (bucket, worker)
+            if best is not None and all(each.worker is not best[1] for each in found):
+                candidate = best[0].candidate(demand, best[1], matched)
                 if candidate is not None:
-                    found[best[2].worker_id] = candidate
-        return list(found.values())
+                    found.append(candidate)
+        return found
 
     def decoders(self, num_tokens: int, may_prefill_locally: bool) -> Iterator[Worker]:
         """The workers that could decode a request of that length if they were empty."""
@@ -178,10 +188,10 @@ def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
 def _candidates(
     buckets: dict[_Shape, WorkerBucket], demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None
 ) -> list[Candidate]:
-    found: list[Candidate] = []
-    for bucket in buckets.values():
-        found += bucket.candidates(demand, without, matched)
-    return found
+    if len(buckets) == 1:
+        (bucket,) = buckets.values()
+        return bucket.candidates(demand, without, matched)
+    return [candidate for bucket in buckets.values() for candidate in bucket.candidates(demand, without, matched)]
 
 
 def _members(buckets: dict[_Shape, WorkerBucket]) -> Iterator[Worker]:
@@ -241,8 +251,7 @@ class WorkerBucket:
         self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full
         self.backlog_ms += worker.backlog_ms
-        self._by_rank.touch(worker)
-        self._by_room.touch(worker)
+        self._by_rank.changed[worker] = self._by_room.changed[worker] = None
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker that is lost or takes nothing new."""
@@ -259,16 +268,21 @@ class WorkerBucket:
         was_open = worker.has_slot and not worker.is_full
         worker.refresh()
         self.backlog_ms += worker.backlog_ms
+        self._by_rank.changed[worker] = self._by_room.changed[worker] = None
         is_open = worker.has_slot and not worker.is_full
+        if is_open is was_open:
+            return False
         self.num_open += is_open - was_open
-        self._by_rank.touch(worker)
-        self._by_room.touch(worker)
-        return is_open and not was_open
+        return is_open
 
     def fastest(self, without: Collection[WorkerId]) -> Worker | None:
         """The first in the ranking that is not in `without`; any member where all are full."""
         first = self._by_rank.first(1, without)
         return first[0] if first else next(iter(self.members.values()), None)
+
+    def ranks(self) -> Mapping[Worker, float]:
+        """The ranks of the members that are not full."""
+        return self._by_rank.ranks()
 
     def check_integrity(self) -> list[str]:
         """What does not add up; empty when all is well."""
@@ -284,7 +298,7 @@ class WorkerBucket:
             return []
         policy, turn = self._policy, demand.turn
         workers = self._by_rank.first(NUM_LOOKS, without, lambda count: policy.start(turn, count))
-        if matched is not None and policy.uses_prefixes:
+        if matched is not None and policy.uses_prefixes and len(workers) < len(self.members):
             for worker_id, _ in matched.best(NUM_HOLDERS, self.mask, turn % NUM_TURNS):
                 worker = self.members[worker_id]
                 if worker not in workers and worker_id not in without:
@@ -319,21 +333,37 @@ class WorkerBucket:
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
         """An empty worker takes whatever fits into it at all, else a request of nearly its size would wait for ever."""
         found = []
-        most, block_size, room = max_cached_tokens(demand.num_tokens), self._shape.block_size, self._room
-        all_blocks = self._num_blocks(demand, self._shape)
+        shape, room, decodes = self._shape, self._room, self._decodes
+        most, block_size = max_cached_tokens(demand.num_tokens), shape.block_size
+        all_blocks = self._num_blocks(demand, shape)
         for worker in workers:
-            cached = 0 if matched is None else matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS
+            if worker.is_empty:
+                limit: float = all_blocks
+            elif worker.is_full:
+                continue
+            else:
+                limit = room - worker.used_blocks
+                if limit >= worker.refused_blocks:
+                    limit = worker.refused_blocks - 1
+            cached_blocks = matched.blocks_of(worker.bit) if matched is not None else 0
+            if matched is None or not cached_blocks:
+                if all_blocks <= limit:
+                    found.append(Candidate(worker, 0, all_blocks, all_blocks))
+                continue
+            cached = cached_blocks * HASH_BLOCK_TOKENS
             if cached > most:
                 cached = most
-            shared = cached
-            if cached and self._decodes:
-                assert matched is not None
-                shared = num_held(matched.hashes, cached // HASH_BLOCK_TOKENS, worker.assigned.held) * HASH_BLOCK_TOKENS
-            shared_blocks = shared // block_size
-            assigned_blocks = all_blocks - shared_blocks
-            if worker.takes(assigned_blocks, room) or worker.is_empty:
-                num_blocks = all_blocks - cached // block_size
-                found.append(Candidate(worker, cached, num_blocks, assigned_blocks, shared_blocks))
+            num_cached = cached // block_size
+            num_blocks = all_blocks - num_cached
+            if not decodes:
+                if num_blocks <= limit:
+                    found.append(Candidate(worker, cached, num_blocks, num_blocks, num_cached))
+            elif all_blocks <= limit:  # There is room whatever is shared, so that is counted for the chosen one only.
+                found.append(Candidate(worker, cached, num_blocks, all_blocks, None))
+            else:
+                shared_blocks = num_shared(worker, matched.hashes, cached)
+                if all_blocks - shared_blocks <= limit:
+                    found.append(Candidate(worker, cached, num_blocks, all_blocks - shared_blocks, shared_blocks))
         return found
 
     def _rank(self, worker: Worker) -> float:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from disagg.proto.ids import WorkerId
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import BlockHash, WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.proto.splitmix import splitmix64
 from disagg.router.placement.forecast import num_pairs
-from disagg.router.workers.assignments import Assignment
+from disagg.router.workers.assignments import Assignment, marks_of, num_held
 from disagg.router.workers.worker import Worker
 
 Draw = Callable[[int, int], int]
@@ -80,8 +81,9 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     """KV blocks that the request would write on it in that role."""
     assigned_blocks: int = 0
     """KV blocks to assign: those to write, and cached ones that no sequence holds yet."""
-    shared_blocks: int = 0
-    """Cached KV blocks that other sequences hold; on a worker that decodes."""
+    shared_blocks: int | None = 0
+    """Cached KV blocks that other sequences hold; on a worker that decodes. None before `count_shared` where there is
+    room without that; `assigned_blocks` includes them until then."""
     as_decode: Weight | None = None
     """Its weight as the D of a pair, if computed already."""
 
@@ -199,8 +201,26 @@ def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:
 def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
     """KV blocks of the request on a D: for its known tokens and the output reserve, the larger of the router's and the
     worker's."""
-    reserve_tokens = max(demand.reserve_tokens, min(demand.most_output_tokens, info.decode_reserve_tokens))
-    return -(-min(demand.num_tokens + reserve_tokens, info.max_model_len) // info.block_size)
+    reserve_tokens = demand.reserve_tokens
+    if info.decode_reserve_tokens > reserve_tokens:
+        reserve_tokens = max(reserve_tokens, min(demand.most_output_tokens, info.decode_reserve_tokens))
+    num_tokens = demand.num_tokens + reserve_tokens
+    return -(-(num_tokens if num_tokens < info.max_model_len else info.max_model_len) // info.block_size)
+
+
+def num_shared(worker: Worker, hashes: Sequence[BlockHash], cached_tokens: int) -> int:
+    """Of the cached blocks of a request how many other sequences hold, in the worker's block size."""
+    num_blocks = num_held(hashes, cached_tokens // HASH_BLOCK_TOKENS, worker.assigned.held)
+    return num_blocks * HASH_BLOCK_TOKENS // worker.info.block_size
+
+
+def count_shared(candidate: Candidate, hashes: Sequence[BlockHash]) -> int:
+    """Determine `shared_blocks` of a candidate, for a request with this chain of blocks; returns it."""
+    num_blocks = candidate.shared_blocks
+    if num_blocks is None:
+        num_blocks = candidate.shared_blocks = num_shared(candidate.worker, hashes, candidate.cached_tokens)
+        candidate.assigned_blocks -= num_blocks
+    return num_blocks
 
 
 def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
@@ -211,13 +231,25 @@ def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
     )
 
 
-def decode_assignment(demand: Demand, candidate: Candidate, *, computes_prompt: bool) -> Assignment:
-    """The assignment of the worker that decodes; with the uncached suffix where it computes the prompt."""
-    if not computes_prompt:
-        return Assignment(blocks=candidate.assigned_blocks, context=demand.num_tokens)
-    assignment = prefill_assignment(demand, candidate)
-    assignment.context = demand.num_tokens
-    return assignment
+def decode_assignment(
+    demand: Demand, candidate: Candidate, hashes: Sequence[BlockHash] = (), *, computes_prompt: bool
+) -> Assignment:
+    """The assignment of the worker that decodes a request with this chain of blocks; with the uncached suffix where it
+    computes the prompt."""
+    num_tokens, cached = demand.num_tokens, candidate.cached_tokens
+    shared_blocks = count_shared(candidate, hashes)
+    num_matched = cached // HASH_BLOCK_TOKENS
+    return Assignment(
+        tokens=num_tokens - cached if computes_prompt else 0,
+        pairs=num_pairs(cached, num_tokens) if computes_prompt else 0,
+        blocks=candidate.assigned_blocks,
+        context=num_tokens,
+        known_tokens=num_tokens,
+        most_output_tokens=demand.most_output_tokens,
+        marks=marks_of(hashes, num_matched),
+        num_matched=num_matched,
+        shared_blocks=shared_blocks,
+    )
 
 
 def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw: Draw) -> Choice | None:
@@ -235,8 +267,8 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
             weighed += side[4:]
     if not best.options:
         return None
-    ties = best.ties()
-    _, lacks_slot, prefill, decode, link = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
+    ties = best.ties() if len(best.options) > 1 else best.options
+    _, lacks_slot, prefill, decode, link, setup = ties[draw(demand.turn, len(ties)) if len(ties) > 1 else 0]
     return Choice(
         prefill=prefill[5] if prefill else None,
         decode=decode[5],
@@ -244,7 +276,7 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         prefill_weight=prefill[4] if prefill else None,
         decode_weight=decode[4],
         link_ms=link,
-        setup_ms=policy.weigh_setup(prefill[5], decode[5]) if prefill else 0.0,
+        setup_ms=setup,
         num_options=num_options,
         weighed=tuple(weighed),
     )
@@ -271,8 +303,8 @@ Side = tuple[int, float, bool, int, Weight, Candidate]
 candidate)."""
 
 
-_Option = tuple[float, bool, "Side | None", "Side", float]
-"""(cost, lacks a slot now, P or None, D, cost of the link)."""
+_Option = tuple[float, bool, "Side | None", "Side", float, float]
+"""(cost, lacks a slot now, P or None, D, cost of the link, cost of forming the pair)."""
 
 
 class _Best:
@@ -290,7 +322,14 @@ class _Best:
         """Options that were within the limit when they were offered."""
 
     def offer(
-        self, misses: int, cost: float, lacks_slot: bool, prefill: Side | None, decode: Side, link_ms: float
+        self,
+        misses: int,
+        cost: float,
+        lacks_slot: bool,
+        prefill: Side | None,
+        decode: Side,
+        link: float = 0.0,
+        setup: float = 0.0,
     ) -> None:
         """Keep an option if it is as good as the best so far."""
         if misses != self.misses:
@@ -302,7 +341,7 @@ class _Best:
             return
         if cost < self._least:
             self._least, self.limit = cost, self._equal_up_to(cost)
-        self.options.append((cost, lacks_slot, prefill, decode, link_ms))
+        self.options.append((cost, lacks_slot, prefill, decode, link, setup))
 
     def ties(self) -> list[_Option]:
         """The best options: all of them have a free slot, or none has."""
@@ -321,7 +360,7 @@ def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
     fewer than a pair."""
     fewest, found = math.inf, []
     for option in options:
-        _, _, prefill, decode, _ = option
+        prefill, decode = option[2], option[3]
         num_sequences = decode[5].worker.num_sequences + 1
         if prefill is not None:
             num_sequences += prefill[5].worker.num_sequences + 1
@@ -346,14 +385,14 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     for prefill in prefills:
         p_misses, p_cost, lacks_slot, _, _, p_candidate = prefill
         for decode in decodes:
-            misses, cost = p_misses + decode[0], p_cost + decode[1]
+            d_misses, d_cost, _, _, _, d_candidate = decode
+            misses, cost = p_misses + d_misses, p_cost + d_cost
             if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links never have a negative cost, and the sides that follow are no better.
-            if blocked_pairs and (p_candidate.worker.worker_id, decode[5].worker.worker_id) in blocked_pairs:
+            if blocked_pairs and (p_candidate.worker.worker_id, d_candidate.worker.worker_id) in blocked_pairs:
                 continue
-            link = weigh_link(demand, p_candidate, decode[5])
-            cost += link + weigh_setup(p_candidate, decode[5])
-            best.offer(misses, cost, lacks_slot, prefill, decode, link)
+            link, setup = weigh_link(demand, p_candidate, d_candidate), weigh_setup(p_candidate, d_candidate)
+            best.offer(misses, cost + (link + setup), lacks_slot, prefill, decode, link, setup)
     return prefills, decodes
 
 
@@ -369,12 +408,14 @@ def _blocked_pairs(
 def _weigh_colocated(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
     """Returns the colocated sides."""
     candidates = shortlist.colocated + shortlist.decodes if shortlist.local else shortlist.colocated
+    if not candidates:
+        return []
     sides = _sides(policy.weigh_colocated, demand, candidates, may_lack_slot=policy.waits, needs_slot=True)
     for side in sides:
         misses, cost = side[0], side[1]
         if misses > best.misses or (misses == best.misses and cost > best.limit):
             break  # The sides that follow are no better.
-        best.offer(misses, cost, side[2], None, side, 0.0)
+        best.offer(misses, cost, side[2], None, side)
     return sides
 
 
@@ -389,14 +430,17 @@ def _sides(
     """The best of the candidates, best first. `needs_slot`: the role computes prompts; `may_lack_slot`: candidates
     without a free slot are kept."""
     sides: list[Side] = []
+    lacks_slot = False
     for candidate in candidates:
-        lacks_slot = needs_slot and not candidate.worker.has_slot
-        if lacks_slot and not may_lack_slot:
-            continue
+        if needs_slot:
+            lacks_slot = not candidate.worker.has_slot
+            if lacks_slot and not may_lack_slot:
+                continue
         weight = weigh(demand, candidate)
         sides.append((weight.num_misses, weight.cost, lacks_slot, len(sides), weight, candidate))
-    sides.sort()
-    del sides[MAX_SIDE:]
+    if len(sides) > 1:
+        sides.sort()
+        del sides[MAX_SIDE:]
     return sides
 
 

@@ -243,7 +243,8 @@ class RequestQueue:
     def charge(self, share: Share, tokens: float) -> None:
         """One of the tenant's requests is placed; `tokens` is its upper limit."""
         share.claimed += tokens
-        self._level_changed(share)
+        if self._lanes:
+            self._level_changed(share)
 
     def settle(self, share: Share, charged: float, used: float) -> None:
         """A request that was charged has ended, and used `used` tokens."""

@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from disagg.proto import messages
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone
@@ -39,7 +38,6 @@ from disagg.router.requests.explain import Placed
 from disagg.router.requests.record import Attempt, RequestRecord
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
 from disagg.router.statistics import RunningMean
-from disagg.router.workers.assignments import marks_of
 from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.worker import Worker, has_both_roles
 
@@ -249,17 +247,18 @@ class Attempts:
     def demand(self, record: RequestRecord, now: float, queued_ms: float = 0.0) -> Demand:
         """What a placement of the request must provide for."""
         num_released = len(record.output.released)
-        left = record.request.sampling.max_tokens - num_released
+        left, trace = record.request.sampling.max_tokens - num_released, record.trace
+        reserve_tokens, output_tokens = self._config.decode_reserve_tokens, self._lengths.value
         ttft_left_ms = math.inf
-        if record.trace.ttft_slo_s is not None and not num_released:
-            ttft_left_ms = (record.trace.arrival + record.trace.ttft_slo_s - now) * 1000
+        if trace.ttft_slo_s is not None and not num_released:
+            ttft_left_ms = (trace.arrival + trace.ttft_slo_s - now) * 1000
         return Demand(
-            num_tokens=record.num_tokens,
-            reserve_tokens=min(left, self._config.decode_reserve_tokens),
+            num_tokens=trace.num_prompt_tokens + num_released,
+            reserve_tokens=reserve_tokens if reserve_tokens < left else left,
             most_output_tokens=left,
-            output_tokens=max(1.0, min(left, self._lengths.value)),
+            output_tokens=max(1.0, output_tokens if output_tokens < left else left),
             ttft_left_ms=ttft_left_ms,
-            tpot_ms=math.inf if record.trace.tpot_slo_s is None else record.trace.tpot_slo_s * 1000,
+            tpot_ms=math.inf if trace.tpot_slo_s is None else trace.tpot_slo_s * 1000,
             queued_ms=queued_ms,
             reuse=self._reuse.value,
             is_continued=num_released > 0,
@@ -269,38 +268,37 @@ class Attempts:
     def _start(self, record: RequestRecord, choice: Choice, demand: Demand, now: float) -> Dispatch:
         fleet, turn = self._fleet, self._num_started
         key = AttemptKey(record.request.request_id, record.num_attempts)
-        decode = choice.decode.worker
-        assignment = decode_assignment(demand, choice.decode, computes_prompt=choice.prefill is None)
-        assignment.known_tokens, assignment.most_output_tokens = demand.num_tokens, demand.most_output_tokens
-        num_matched = choice.decode.cached_tokens // HASH_BLOCK_TOKENS
-        assignment.marks, assignment.num_matched = marks_of(record.block_hashes, num_matched), num_matched
-        assignment.shared_blocks = choice.decode.shared_blocks
+        hashes, prefill, decode = record.block_hashes, choice.prefill, choice.decode.worker
+        decode_id = decode.worker_id
+        assignment = decode_assignment(demand, choice.decode, hashes, computes_prompt=prefill is None)
         fleet.open(decode, key, assignment, turn)
-        if choice.prefill is None:
-            first, peer, live = decode, None, [decode.worker_id]
+        if prefill is None:
+            first, peer, prefill_id, live = decode, None, None, [decode_id]
+            cached_tokens = choice.decode.cached_tokens
         else:
-            first, peer = choice.prefill.worker, decode.peer
-            live = [first.worker_id, decode.worker_id]
-            fleet.pairs.used(first.worker_id, decode.worker_id, now)
-            fleet.open(first, key, prefill_assignment(demand, choice.prefill), turn)
-        fleet.predict(first, record.block_hashes, now)
-        self._reuse.observe((choice.prefill or choice.decode).cached_tokens / demand.num_tokens)
+            first, peer, cached_tokens = prefill.worker, decode.peer, prefill.cached_tokens
+            prefill_id = first.worker_id
+            live = [prefill_id, decode_id]
+            fleet.pairs.used(prefill_id, decode_id, now)
+            fleet.open(first, key, prefill_assignment(demand, prefill), turn)
+        fleet.predict(first, hashes, now)
+        self._reuse.observe(cached_tokens / demand.num_tokens)
         self._num_started += 1
-        prefill_id = None if peer is None else first.worker_id
         marks = _begin_marks(record, prefill_id, decode, now)
+        spec = record.spec(key, self._gateway_id, now)
+        pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
         record.attempt = attempt = Attempt(
-            key, prefill_id, decode.worker_id, live, marks, num_before=len(record.output.released)
+            *(key, prefill_id, decode_id, live, marks),
+            num_before=len(record.output.released),
+            pair_timeout_s=pair_timeout_s,
         )
         if not fleet.breakers.is_clear:
-            attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode.worker_id)
+            attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode_id)
         record.num_attempts += 1
         record.output.begin(key.attempt)
         record.advance(RequestEvent.PLACED)
         _trace_start(record, marks, now)
         record.trace.placement = Placed(self._policy, demand, choice)
-        spec = record.spec(key, self._gateway_id, now)
-        pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
-        attempt.pair_timeout_s = pair_timeout_s
         message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
         return Dispatch(first.worker_id, message)
 
@@ -321,6 +319,8 @@ def failed_leg(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
 
 def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> float:
     """Seconds that an attempt may wait for its pair, see `RouterConfig.pair_timeout_s`."""
+    if timeout_s is None and demand.ttft_left_ms == math.inf:
+        return most_s
     left_s = min(demand.ttft_left_ms / 1000, math.inf if timeout_s is None else timeout_s)
     return min(most_s, max(MIN_PAIR_TIMEOUT_S, left_s / 2))
 
@@ -370,9 +370,10 @@ def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Wor
 def _trace_start(record: RequestRecord, marks: AttemptMarks, now: float) -> None:
     trace = record.trace
     trace.prefill_worker, trace.decode_worker = marks.prefill_worker, marks.decode_worker
-    trace.prefill_cached_tokens = trace.decode_cached_tokens = trace.kv_bytes = 0
-    trace.transport = ""
     trace.attempts = record.num_attempts
+    if record.num_attempts > 1:
+        trace.prefill_cached_tokens = trace.decode_cached_tokens = trace.kv_bytes = 0
+        trace.transport = ""
     trace.stages.setdefault("route", now)
 
 

@@ -74,9 +74,10 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
             position += 3 + sum(counts) * _SIDE_FIELDS
             for prefill, decode in product(prefills, decodes):
                 taken = prefill.candidate.worker is taken_prefill and decode.candidate.worker is taken_decode
-                link_ms, setup_ms = self._pair_ms(prefill, decode)
                 if taken:
                     link_ms, setup_ms = self.choice.link_ms, self.choice.setup_ms
+                else:
+                    link_ms, setup_ms = self._pair_ms(prefill, decode)
                 yield _parts(prefill, decode, link_ms, setup_ms), taken
             for side in colocated:
                 yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode

@@ -47,7 +47,8 @@ class Retries:
 
     def request_came(self) -> None:
         """A new request adds `retry_share` of a retry to the budget."""
-        self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
+        if self._left < self.config.retry_burst:
+            self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
 
     def after_fault(
         self, record: RequestRecord, message: str, code: str, *, is_free: bool = False

@@ -93,7 +93,7 @@ class Waiting:
             self._mark_seen()
         if not self._move_if_unschedulable(record, now):
             result = None
-            may_run = self._may_run(record)
+            may_run = record.tenant.is_unlimited or self._may_run(record)
             fits = self._may_fit(record)
             if may_run and fits and position < (MAX_LOOKS if self._least_lacking is None else MAX_PASSED):
                 result = self._try_start(record, now, position)
@@ -221,10 +221,11 @@ class Waiting:
         kept = () if self._hold.holder is None else self._hold.kept_from(record)
         result = self._attempts.try_start(record, now, queued_ms, kept)
         if isinstance(result, Dispatch):
-            self._tenants.started(record.tenant)
+            tenant = record.tenant
+            self._tenants.started(tenant)
             if not record.is_charged:
                 record.is_charged = True
-                self.queue.charge(record.tenant.share, record.cost)
+                self.queue.charge(tenant.share, record.cost)
         return result
 
     def _try_queued(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:

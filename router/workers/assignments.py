@@ -88,7 +88,7 @@ class Assignments:
     def open(self, worker_id: WorkerId, key: AttemptKey, assignment: Assignment) -> None:
         """Add `assignment`, which this object owns from now on. Raises `ValueError` if the attempt has one on this
         worker."""
-        load = self.of_worker(worker_id)
+        load = self._loads.get(worker_id) or self.of_worker(worker_id)
         if key in load.assignments:
             raise ValueError(f"{key} is assigned to {worker_id} already")
         load.assignments[key] = assignment

@@ -14,11 +14,15 @@ Owner: the fleet.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
+
+_NONE: AbstractSet[WorkerId] = frozenset()
 
 
 class Pairs:
@@ -32,6 +36,8 @@ class Pairs:
         """Both ways."""
         self._used: dict[tuple[WorkerId, WorkerId], float] = {}
         """(P, D) -> when it was used, the one that was used the longest time ago first."""
+        self._expires_at = math.inf
+        """No used pair is idle for too long before this time."""
         self._formed: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
         """Worker -> the peers of its warm pairs, and of a P also those of used ones."""
 
@@ -53,6 +59,8 @@ class Pairs:
         self._used.pop(pair, None)
         self._used[pair] = now
         self._formed[prefill].add(decode)
+        if now + self._idle_s < self._expires_at:
+            self._expires_at = now + self._idle_s
 
     def failed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """A transfer there failed: the next one may have to form the pair again."""
@@ -65,12 +73,12 @@ class Pairs:
 
     def expire(self, now: float) -> None:
         """Time passed: pairs that were not used for `pair_idle_s` are assumed to be closed."""
-        while self._used:
-            pair, used_at = next(iter(self._used.items()))
-            if now < used_at + self._idle_s:
-                return
-            del self._used[pair]
-            self._not_used(*pair)
+        while now >= self._expires_at:  # To look for the first entry of `_used` costs more, the more were moved back.
+            pair, used_at = next(iter(self._used.items()), (None, math.inf))
+            self._expires_at = used_at + self._idle_s
+            if pair is not None and now >= self._expires_at:
+                del self._used[pair]
+                self._not_used(*pair)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost, with its pairs."""
@@ -84,11 +92,11 @@ class Pairs:
 
     def setup_ms(self, prefill: WorkerId, decode: WorkerId) -> float:
         """How long a request would wait there for the pair to be formed."""
-        return 0.0 if decode in self.formed_with(prefill) else self._setup_ms
+        return 0.0 if decode in self._formed.get(prefill, ()) else self._setup_ms
 
-    def formed_with(self, prefill: WorkerId) -> Collection[WorkerId]:
+    def formed_with(self, prefill: WorkerId) -> AbstractSet[WorkerId]:
         """The decode workers with which this prefill worker has a formed pair."""
-        return self._formed.get(prefill, ())
+        return self._formed.get(prefill, _NONE)
 
     def partners(self, worker_id: WorkerId) -> Collection[WorkerId]:
         """The peers with which a worker's pairs are kept formed."""

@@ -175,8 +175,7 @@ class PrefixIndex:
         if not lacking:
             return
         end, predicted = now + PREDICTED_FOR_S, holder.predicted
-        for block_hash in lacking:
-            predicted[block_hash] = end
+        predicted.update(dict.fromkeys(lacking, end))
         self._mark(holder.bit, lacking)
         self._predictions.append(_Prediction(end, holder, lacking))
 
@@ -259,6 +258,8 @@ class PrefixIndex:
         for block_hash in hashes:
             shard = shards[block_hash[0]]
             holders = shard.setdefault(block_hash, bit)
+            if holders is after:
+                continue
             if holders is not before:
                 before, after = holders, holders if holders & bit else holders | bit
             if after is not holders:
@@ -370,8 +371,7 @@ def prefix_ends(hashes: Sequence[BlockHash], shards: Shards) -> list[tuple[int, 
     while alive:
         last, there = seen[-1]
         if there & alive != alive:
-            while last - first > 1:
-                middle = (first + last) >> 1
+            while (middle := (first + last) >> 1) > first:
                 block_hash = hashes[middle]
                 here = shards[block_hash[0]].get(block_hash, 0)
                 if here is alive or here & alive == alive:

@@ -138,10 +138,6 @@ class Worker:
         self._num_computed = max(0, min(self._num_computed - num_tokens, self.assigned.tokens))
         self._num_unseen = min(self._num_unseen, self.assigned.tokens)
 
-    def takes(self, num_blocks: int, room: int) -> bool:
-        """Whether it has a free decode place and, of `room` blocks, `num_blocks` for one more sequence."""
-        return not self.is_full and num_blocks < self.refused_blocks and self.used_blocks + num_blocks <= room
-
     @property
     def has_others(self) -> bool:
         """Whether it reported sequences that are not assigned here, or preempted ones."""
@@ -171,9 +167,10 @@ class Worker:
         """Update what follows from the assignments and the latest report."""
         assigned, info = self.assigned, self.info
         self.num_sequences = num_sequences = len(assigned.assignments)
-        goes_first = self._has_preempted and not self.is_for_prompts
-        self.is_full = num_sequences + self.num_others >= info.max_num_seqs or goes_first
-        self.is_empty = not (num_sequences or self.num_others or self._has_preempted)
+        num_there = num_sequences + self.num_others
+        self.is_full, self.is_empty = num_there >= info.max_num_seqs, not num_there
+        if self._has_preempted:
+            self.is_full, self.is_empty = self.is_full or not self.is_for_prompts, False
         self.used_blocks = assigned.blocks + self.blocks_beyond
         self.outstanding_tokens = tokens = assigned.tokens - self._num_computed
         self.has_slot = tokens < self.slot_tokens

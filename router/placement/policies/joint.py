@@ -49,6 +49,7 @@ class Joint:
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:
         self._barrier_ms = barrier_ms
+        self._most_barrier_ms = barrier_ms * _MOST_FULL / (1 - _MOST_FULL)
         self._links = links
         self._pairs = pairs
 
@@ -58,7 +59,8 @@ class Joint:
 
     def rank(self, worker: Worker) -> float:
         """The wait, what one more sequence costs all on the worker in each step, and the barrier."""
-        cost = worker.backlog_ms + self._barrier(worker.used_blocks, worker.num_blocks)
+        k = worker.used_blocks / worker.num_blocks
+        cost = worker.backlog_ms + (self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms)
         if worker.decodes:
             cost += worker.around_ms + worker.num_decodes * worker.decode_ms
         return cost
@@ -73,7 +75,8 @@ class Joint:
         num_new = num_tokens - cached
         wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
-        barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
+        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
+        barrier = self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
 
@@ -84,7 +87,8 @@ class Joint:
         step = worker.around_ms + joining
         decode = num_steps * step
         delay = num_steps * joining * worker.num_decodes
-        barrier = self._barrier(worker.used_blocks + candidate.num_blocks, worker.num_blocks)
+        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
+        barrier = self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
         misses = 1 if step > demand.tpot_ms else 0
         weight = candidate.as_decode = Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
         return weight
@@ -117,12 +121,6 @@ class Joint:
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """Milliseconds that forming the pair's connection still takes; 0 where it is formed."""
         return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)
-
-    def _barrier(self, used_blocks: int, num_blocks: int) -> float:
-        k = used_blocks / num_blocks
-        if k > _MOST_FULL:
-            k = _MOST_FULL
-        return self._barrier_ms * k / (1 - k)
 
 
 def evicted_ms(demand: Demand, worker: Worker, num_new: int) -> float:

@@ -37,7 +37,7 @@ def test_it_is_sorted_after_any_changes(
             del ranks[worker]
         else:
             ranks[worker] = rank
-            order.touch(worker)
+            order.changed[worker] = None
         avoided = {WorkerId(f"d{i}") for i in without}
         there = sorted((r, w.position, w) for w, r in ranks.items() if r < math.inf)
         expected = [w for *_, w in there if w.worker_id not in avoided]
@@ -51,6 +51,6 @@ def test_workers_of_one_rank_stay_in_the_order_in_which_they_came() -> None:
     order = LazyRanking(lambda _: 1.0)
     first, second, third = workers(3)
     for worker in (third, first, second):
-        order.touch(worker)
+        order.changed[worker] = None
     assert order.first(3, ()) == [first, second, third]
     assert order.first(1, {first.worker_id}) == [second]

@@ -116,10 +116,11 @@ def test_assignments() -> None:
     assert [decode_blocks(demand, worker.info) for worker in (p0, short, large)] == [11, 6, 3]
     candidate = Candidate(p0, 48, 4, 7)
     assert prefill_assignment(demand, candidate) == Assignment(tokens=16, pairs=904, blocks=7)
-    assert decode_assignment(demand, candidate, computes_prompt=False) == Assignment(blocks=7, context=64)
-    assert decode_assignment(demand, candidate, computes_prompt=True) == Assignment(
-        tokens=16, pairs=904, blocks=7, context=64
-    )
+    chain = it.request.block_hashes
+    there = Assignment(blocks=7, context=64, known_tokens=64, marks=(chain[2],), num_matched=3)
+    assert decode_assignment(demand, candidate, chain, computes_prompt=False) == there
+    there.tokens, there.pairs = 16, 904
+    assert decode_assignment(demand, candidate, chain, computes_prompt=True) == there
 
 
 @pytest.mark.parametrize(("cached", "num_tokens", "pairs"), [(0, 1, 1), (0, 4, 10), (2, 4, 7), (48, 64, 904)])
