@@ -41,6 +41,8 @@ def test_it_is_sorted_after_any_changes(
         avoided = {WorkerId(f"d{i}") for i in without}
         there = sorted((r, w.position, w) for w, r in ranks.items() if r < math.inf)
         expected = [w for *_, w in there if w.worker_id not in avoided]
+        if number % 2:
+            assert order.ranks() == {worker: rank for rank, _, worker in there}
         assert order.first(count, avoided) == expected[:count]
         start = begin % len(there) if there else 0
         turned = [w for *_, w in there[start:] + there[:start] if w.worker_id not in avoided]
