@@ -14,9 +14,6 @@ and the controller in `cluster/control/server.py`; both then call `forget`.
 
 Silence is counted in the time for which the listener itself was awake, as measured by its sweeps. After a suspended
 machine, or a listener that was stopped or starved, no message can have been received, and none is suspected for that.
-
-This finds processes that hang. The death of a process is noticed elsewhere, because it breaks the connection: by a
-gateway in `worker_link.py`, by the controller in `cluster/control/server.py`.
 """
 
 from __future__ import annotations

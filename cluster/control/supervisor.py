@@ -5,8 +5,7 @@
 
 A suspended process keeps its connections, and Ray reports a process only when it is gone: without this it would never
 end. Killing has a thread of its own, so that it does not wait for the start or stop of another process. The launcher
-then reports the end of the process like any other. Processes that die are noticed elsewhere: in server.py, where their
-connections break, and by the launcher.
+then reports the end of the process like any other.
 
 This finds hung processes only. The death of a process is noticed elsewhere: by the controller when the stream on which
 the process registered ends, or when the launcher reports its exit (`server.py`); by a gateway when its session with the

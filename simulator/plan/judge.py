@@ -136,7 +136,7 @@ def _mean(values: Sequence[float | None]) -> float:
 
 def steady_requests(load: Load, seed: int = 0) -> tuple[Outline, float]:
     """Poisson arrivals of the load's one kind of request, and from when on they count: enough of them to fill the
-    pools, and as many again or `COUNTED`."""
+    pools, and half as many again or `COUNTED`."""
     kind = load.kinds[0]
     assert len(load.kinds) == 1, "requests of several kinds come from a scenario"
     life_s = kind.output * (load.slo.tpot_s or _USUAL_TPOT_S) + (load.slo.ttft_s or 0.0)

@@ -315,8 +315,9 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
         f"(this one has {facts.prefill_intensity:.0f} FLOP/byte), decode {batch} "
         f"(from {facts.critical_batch_without_context} on without any)",
         f"KV of a prompt: {facts.prompt_kv_bytes / 1e6:.1f} MB, {facts.transfer_s * 1e3:.2f} ms at "
-        f"{site.link.bandwidth_bytes_per_s / GB:g} GB/s, of which a stream sees {facts.exposed_s * 1e3:.2f} ms; hides "
-        f"behind the prefill {hidden}, this one from {facts.hide_bytes_per_s / GB:.2f} GB/s on",
+        f"{site.link.bandwidth_bytes_per_s / GB:g} GB/s; the part behind the last chunk, which a stream waits for, is "
+        f"{facts.exposed_s * 1e3:.2f} ms; shorter than the prefill {hidden}, for this prompt from "
+        f"{facts.hide_bytes_per_s / GB:.2f} GB/s on",
     ]
 
 
