@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import percentile, positive, print_table, report, write_json
-from disagg.cli.simulate import SimulateOptions, cluster_spec, planned_load, read_times
+from disagg.cli.planning.simulate import SimulateOptions, cluster_spec, planned_load, read_times
 from disagg.cluster.config.cluster_config import load_config
 from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.loadtests.records import RequestRecord, read_file

@@ -121,7 +121,7 @@ CODE_RUNNERS = frozenset({"eval", "exec", "yaml.full_load", "yaml.unsafe_load", 
 
 IMPORT_CALLS = ("import_module", "__import__")
 
-MAX_PACKAGE_MODULES = 16
+MAX_PACKAGE_MODULES = 15
 """One folder without its sub-folders and its `__init__`."""
 MAX_FILE_LINES = 500
 MAX_TEST_FILE_LINES = 700

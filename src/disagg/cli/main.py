@@ -285,7 +285,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option("--json", help="Write figures and samples to this file.")] = None,
 ) -> None:
     """Run a load test in virtual time. Exit status: 0, or 1 if too few requests met their limits."""
-    from disagg.cli.simulate import SimulateOptions, run_simulate
+    from disagg.cli.planning.simulate import SimulateOptions, run_simulate
     from disagg.loadtests.scenario import Overrides
     from disagg.proto.errors import ConfigError
     from disagg.simulator.world.users import Habits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cli.simulate import SimulateOptions, run_simulate
+from disagg.cli.planning.simulate import SimulateOptions, run_simulate
 from disagg.loadtests.records import read_file
 from disagg.loadtests.scenario import Overrides
 from disagg.proto.errors import ConfigError
