@@ -7,7 +7,7 @@
     overheads: {message_s: 5.0e-4, ...}                   see `settings.Overheads`
     cold_start_s: 30
 
-A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted as the router fits them.
+A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted, see `step_times/fitted.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from disagg.proto.messages import StepSample
-from disagg.router.workers.cost_model import StepModel
+from disagg.simulator.step_times.fitted import MIN_SAMPLES, fit
 from disagg.simulator.step_times.interface import LinkTimes, StepTimes, StepWork
 from disagg.simulator.world.settings import DEFAULT_LINK, NO_OVERHEADS, Overheads
 
 RECORDING = "disagg-step-times"
-MIN_SAMPLES = 8
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -89,8 +88,7 @@ def read_timing(raw: Any) -> Timing:
             recording = msgspec.convert(raw, _Recording)
             if len(recording.samples) < MIN_SAMPLES:
                 raise ValueError(f"samples: {len(recording.samples)} steps are too few; {MIN_SAMPLES} are needed")
-            steps = LinearSteps(**StepModel(recording.samples).coefficients._asdict())
-            return Timing(steps, {}, recording.kv_bytes_per_token, DEFAULT_LINK, NO_OVERHEADS, 0.0)
+            return Timing(fit(recording.samples), {}, recording.kv_bytes_per_token, DEFAULT_LINK, NO_OVERHEADS, 0.0)
         file = msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
