@@ -19,7 +19,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest
-from disagg.proto.errors import InvalidRequestError
+from disagg.proto.errors import InvalidRequestError, UnavailableError
 from tests.integration.test_processes import FAKE, PROMPT, wait_until
 
 NUM_STREAMS = 8
@@ -143,13 +143,18 @@ def serves(cluster: ProcessCluster, name: str) -> None:
     """The cluster, since the process of that name has come back."""
     with Client(cluster.address) as client:
 
-        def is_known() -> bool:
-            return any(
-                worker.worker_id == name and worker.pid == cluster.pid(name) and worker.kv_blocks_total
-                for worker in client.cluster_state().workers
-            )
+        def is_connected() -> bool:
+            """The state has workers of the membership too; a request shows that the gateway has a session with it."""
+            known = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
+            if name != "gateway" and known.get(name) != cluster.pid(name):
+                return False
+            try:
+                client.generate(PROMPT, max_tokens=1, temperature=0.0, ignore_eos=True)
+            except UnavailableError:
+                return False
+            return True
 
-        assert name == "gateway" or wait_until(is_known)  # which it hears of a moment after the controller
+        assert wait_until(is_connected, timeout_s=60)  # a moment after the controller knows it
         for _ in range(4):
             answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
             assert list(answer.token_ids) == fake_generate(PROMPT, 20)
