@@ -117,14 +117,14 @@ async def test_a_session_that_breaks_is_one_stream_for_the_client(
 ) -> None:
     """Each decode worker drops its gateway's stream in the middle of answers. Not before all have begun: a request that
     comes while no decode worker is connected is refused."""
-    monkeypatch.setenv(FAILPOINTS_VARIABLE, "tokens.send=drop(after=40,times=1,worker=decode-*)")
+    monkeypatch.setenv(FAILPOINTS_VARIABLE, "tokens.send=drop(after=300,times=1,worker=decode-*)")
     with ProcessCluster(parse_config(CONFIG), log_dir=tmp_path) as cluster:
         async with AsyncClient(cluster.address) as client:
             prompts = [[number, *range(50)] for number in range(6)]
             answers = await asyncio.gather(
-                *(client.generate(prompt, max_tokens=200, temperature=0.0, ignore_eos=True) for prompt in prompts)
+                *(client.generate(prompt, max_tokens=600, temperature=0.0, ignore_eos=True) for prompt in prompts)
             )
-            assert [list(answer.token_ids) for answer in answers] == [fake_generate(prompt, 200) for prompt in prompts]
+            assert [list(answer.token_ids) for answer in answers] == [fake_generate(prompt, 600) for prompt in prompts]
             await until_idle(client, cluster)
     assert fired(tmp_path)["tokens.send=drop"] == 2
 
