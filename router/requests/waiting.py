@@ -185,8 +185,12 @@ class Waiting:
             if not self._fleet.has_opening:
                 return placed
         holder = self._hold.holder
-        is_left = holder is not None and holder.request_id not in looked_at and holder.request_id in self.queue
-        if holder is not None and is_left and self._may_run(holder):
+        if (
+            holder is not None
+            and holder.request_id not in looked_at
+            and holder.request_id in self.queue
+            and self._may_run(holder)
+        ):
             position = self.queue.position(holder.urgency, holder.tenant.share, holder.tenant.num_kept)
             result = self._try_queued(holder, now, position)
             if isinstance(result, Dispatch):
