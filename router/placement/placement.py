@@ -183,6 +183,10 @@ class Policy(Protocol):
         """Added cost of moving the KV between the two sides of a pair; never negative."""
         ...
 
+    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+        """`weigh_link` by the latest fits as they are: for `explain`, which must not change later placements."""
+        ...
+
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """Added cost of forming the pair, 0 where it is formed; never negative."""
         ...

@@ -285,6 +285,11 @@ class LinkModel:
         exposed_ms = latency * _LATENCY_MS + kv_bytes * (per_megabyte * _MEGABYTE_MS / _MEGABYTE)
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
+    def known_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
+        """The same by the fit of the latest placement. For views: a fit that they made would change later ones."""
+        link = self._pairs.get(prefill_id, {}).get(decode_id, self._fleet)
+        return max(LEAST_MS, sum(factor * link.multiples[i] for i, factor in _link_row(kv_bytes)))
+
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost, with its pairs."""
         self._pairs.pop(worker_id, None)

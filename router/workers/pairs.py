@@ -32,8 +32,8 @@ class Pairs:
         self._most_warm = config.warm_pairs
         self._setup_ms = config.pair_setup_ms
         self._idle_s = config.pair_idle_s
-        self._warm: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
-        """Both ways."""
+        self._warm: defaultdict[WorkerId, dict[WorkerId, None]] = defaultdict(dict)
+        """Both ways. Not sets: the order of the peers settles ties, and that of a set of texts differs by process."""
         self._used: dict[tuple[WorkerId, WorkerId], float] = {}
         """(P, D) -> when it was used, the one that was used the longest time ago first."""
         self._expires_at = math.inf
@@ -47,8 +47,7 @@ class Pairs:
         open_peers = [peer for peer in peers if peer not in own and len(self._warm[peer]) < most]
         open_peers.sort(key=lambda peer: len(self._warm[peer]))
         for peer in open_peers[: max(0, most - len(own))]:
-            own.add(peer)
-            self._warm[peer].add(worker_id)
+            own[peer] = self._warm[peer][worker_id] = None
             self._formed[worker_id].add(peer)
             self._formed[peer].add(worker_id)
         return frozenset(own)
@@ -83,7 +82,7 @@ class Pairs:
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost, with its pairs."""
         for peer in self._warm.pop(worker_id, ()):
-            self._warm[peer].discard(worker_id)
+            self._warm[peer].pop(worker_id, None)
         self._formed.pop(worker_id, None)
         for formed in self._formed.values():
             formed.discard(worker_id)

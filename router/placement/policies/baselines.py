@@ -59,6 +59,10 @@ class Simple:
         """Links are equal."""
         return 0.0
 
+    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+        """Links are equal."""
+        return 0.0
+
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """Pairs are equal."""
         return 0.0

@@ -118,6 +118,12 @@ class Joint:
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
         return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
 
+    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+        """The same by the latest fits as they are."""
+        worker = decode.worker
+        kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
+        return self._links.known_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
+
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """Milliseconds that forming the pair's connection still takes; 0 where it is formed."""
         return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load
 from disagg.router.config import RouterConfig
 from disagg.router.placement.placement import Demand
@@ -47,6 +48,20 @@ def test_the_chosen_option_is_the_decision_word_for_word() -> None:
     fields = taken.__struct_fields__
     assert {name: getattr(taken, name) for name in fields} == {name: getattr(decision, name) for name in fields}
     assert (decision.policy, decision.num_options) == ("joint", 4)
+
+
+def test_to_look_at_a_placement_fits_nothing() -> None:
+    """Else what is predicted later would depend on who looked."""
+    it = Placing("joint", "p0", "d0", "d1")
+    choice = it.choose()
+    assert choice is not None
+    placed = Placed(it.policy, DEMAND, choice)
+    before = placed.options()
+    for decode in ("d0", "d1"):
+        it.links.observe(WorkerId("p0"), WorkerId(decode), 1 << 20, 900.0)
+    assert placed.options() == before
+    it.choose()
+    assert placed.options() != before
 
 
 @pytest.mark.parametrize("load", [Load(blocks_total=64, blocks_cached=64), Load(blocks_total=64, blocks_apart=64)])

@@ -276,6 +276,21 @@ class TestLinkModel:
         self.feed(links, D, 3.0, 1.2, 20, seed=2)
         assert links.exposed_ms(P, D, 10_000_000) == pytest.approx(before, rel=0.15)
 
+    def test_a_view_changes_no_later_prediction(self) -> None:
+        """A fit that is due at a view is made where the next placement makes it."""
+        untouched, viewed, read = LinkModel(), LinkModel(), LinkModel()
+        for count in range(60):
+            kv_bytes, exposed_ms = 1_000_000 * (count % 7), 5.0 + count % 11
+            for links in (untouched, viewed, read):
+                links.observe(P, D, kv_bytes, exposed_ms)
+            viewed.known_ms(P, D, 1000)
+            read.exposed_ms(P, D, 1000)
+            if count % 5 == 4:
+                now = untouched.exposed_ms(P, D, 1000)
+                assert viewed.exposed_ms(P, D, 1000) == now
+                assert viewed.known_ms(P, D, 1000) == pytest.approx(now, rel=1e-12)
+        assert read.exposed_ms(P, D, 1000) != untouched.exposed_ms(P, D, 1000)
+
     def test_times_that_cannot_be_are_left_out(self) -> None:
         links = LinkModel()
         for exposed_ms in (-1.0, math.nan, math.inf):

@@ -108,6 +108,14 @@ def test_of_two_decode_workers_the_one_with_a_pair_is_taken_until_the_other_is_t
     assert [taken(num_sequences) for num_sequences in (0, 1, 7)] == ["p0 d0", "p0 d0", "p0 d1"]
 
 
+def test_the_partners_of_a_worker_are_in_the_order_in_which_they_came() -> None:
+    """That order settles ties, and must be the same in a replay."""
+    pairs = Pairs(RouterConfig(warm_pairs=NUM_SIDE))
+    peers = ids(*(f"d{number * 7 % NUM_SIDE}" for number in range(NUM_SIDE)))
+    pairs.warm_up(WorkerId("p0"), peers)
+    assert list(pairs.partners(WorkerId("p0"))) == peers
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
