@@ -8,9 +8,11 @@ from typing import Final, Literal
 import msgspec
 
 from disagg.proto.config import (
+    Bytes,
     Count,
     Fraction,
     KvReserve,
+    Name,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -59,6 +61,15 @@ class MetricsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Show the numbers under the names of vLLM too, for dashboards that read these."""
     num_traces: Count = 1000
     """Ended requests that can still be explained."""
+
+
+class RecordingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gateway.record_events`: recordings of all that decisions depend on, for `disagg replay`."""
+
+    folder: Name
+    """Each gateway process makes a file there, for its owner only. A path in the YAML is relative to its folder."""
+    max_bytes: Bytes = 256 << 20
+    """Of all recordings in the folder together. The one that reaches it ends there."""
 
 
 _TIMEOUTS = FailureTimeouts()

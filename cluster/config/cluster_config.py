@@ -35,7 +35,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
-from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions
+from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 from disagg.router.gateway.config import GatewayOptions, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
@@ -76,6 +76,9 @@ class GatewaySection(GatewayOptions, frozen=True, kw_only=True):
     token_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     """Tokens of an answer that come within this time are sent together, the first one at once; 0 sends each at once.
     Some milliseconds spare processor time where gateway, clients and workers share cores and steps are short."""
+    record_events: RecordingOptions | None = None
+    """`{folder, max_bytes}`: record the router's events, to be looked at with `disagg replay`. Without prompts and
+    answers, but with their lengths, times and tenants."""
     insecure: bool = False
     """Allow a `host` that other machines reach without TLS, or without keys and client certificates. Without keys they
     may read everything and change nothing."""
@@ -238,9 +241,11 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     if tls is not None:
         paths = {name: absolute(getattr(tls, name)) for name in ("cert", "key", "client_ca")}
         tls = msgspec.structs.replace(tls, **paths)
-    return msgspec.structs.replace(
-        config, gateway=msgspec.structs.replace(gateway, tls=tls, api_keys=absolute(gateway.api_keys))
-    )
+    recording = gateway.record_events
+    if recording is not None:
+        recording = msgspec.structs.replace(recording, folder=absolute(recording.folder))
+    gateway = msgspec.structs.replace(gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording)
+    return msgspec.structs.replace(config, gateway=gateway)
 
 
 def parse_config(raw: object) -> ClusterConfig:

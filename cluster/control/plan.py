@@ -40,7 +40,7 @@ from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import RoleName, WorkerInfo
-from disagg.router.config import PlacementOptions, RouterConfig
+from disagg.router.config import PlacementOptions, RecordingOptions, RouterConfig
 from disagg.router.gateway.config import GatewayConfig, GatewayOptions
 
 ROLES: dict[PoolName, tuple[RoleName, ...]] = {
@@ -62,6 +62,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: tuple[WorkerInfo, ...]
     """Those that were ready when it was started; afterwards it follows the controller."""
     cores: tuple[int, ...] = ()
+    recording: RecordingOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class ClusterPlan:
             gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
             workers=tuple(infos),
             cores=self.cores.gateway,
+            recording=self.config.gateway.record_events,
         )
 
 

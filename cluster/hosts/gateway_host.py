@@ -96,7 +96,7 @@ class GatewayHost:
     async def _main(self, times: LoopTimes) -> None:
         spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        router = RouterServer(spec.router, spec.gateway_id, list(spec.workers), self._secret)
+        router = RouterServer(spec.router, spec.gateway_id, list(spec.workers), self._secret, recording=spec.recording)
         link = ControllerLink(spec.gateway_id, self._resolve, router, self._secret, spec.workers)
         heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state)
         try:

@@ -5,6 +5,7 @@ Commands of one call must be executed in order. For one request: `Emit` comes be
 it, and after that end no command but `CancelOn` has the request's id.
 
 They are in no reference cycle, so the garbage collector does not track them; only an error may be, by its traceback.
+Events are tagged, so that a recording can hold them (`router/recording/`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
 
 
-class Submit(msgspec.Struct, frozen=True, gc=False):
+class Submit(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A new request. Answered at once with `Fail` if it is refused; then nothing is held."""
 
     request: RoutedRequest
@@ -28,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, gc=False):
     """When it arrived at the gateway, for the trace."""
 
 
-class CancelRequest(msgspec.Struct, frozen=True, gc=False):
+class CancelRequest(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The client disconnected, or needs no more tokens. Unknown and ended requests are ignored."""
 
     request_id: RequestId
@@ -36,20 +37,20 @@ class CancelRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens of a complete answer, where the gateway ended it; None where the client gave up."""
 
 
-class WorkerUp(msgspec.Struct, frozen=True, gc=False):
+class WorkerUp(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The session to a worker is established: dispatches reach it from now on."""
 
     info: WorkerInfo
 
 
-class WorkerLost(msgspec.Struct, frozen=True, gc=False):
+class WorkerLost(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The session to that incarnation of a worker broke."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class WorkerSuspected(msgspec.Struct, frozen=True, gc=False):
+class WorkerSuspected(msgspec.Struct, frozen=True, gc=False, tag=True):
     """That incarnation of a worker seems to hang, while its session is established."""
 
     worker_id: WorkerId
@@ -58,14 +59,14 @@ class WorkerSuspected(msgspec.Struct, frozen=True, gc=False):
     """Continues a sentence that begins with its id, such as `was unresponsive for 2.6 s`."""
 
 
-class WorkerRecovered(msgspec.Struct, frozen=True, gc=False):
+class WorkerRecovered(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A suspected incarnation of a worker is responsive again."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class DrainWorker(msgspec.Struct, frozen=True, gc=False):
+class DrainWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
     """That incarnation of a worker gets nothing new. Answered with `WorkerIsDrained` once this router has assigned
     nothing to it. Its loss, or a new incarnation, ends the draining."""
 
@@ -73,20 +74,20 @@ class DrainWorker(msgspec.Struct, frozen=True, gc=False):
     incarnation: Incarnation
 
 
-class ResumeWorker(msgspec.Struct, frozen=True, gc=False):
+class ResumeWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Draining of that incarnation of a worker is revoked. Does nothing for one that is not draining."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class WorkerReported(msgspec.Struct, frozen=True, gc=False):
+class WorkerReported(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Load and KV events."""
 
     report: WorkerReport
 
 
-class FromWorker(msgspec.Struct, frozen=True, gc=False):
+class FromWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
     """One step of one worker: tokens, prefills done, hand-overs, ends, taken in this order."""
 
     worker_id: WorkerId
@@ -94,14 +95,14 @@ class FromWorker(msgspec.Struct, frozen=True, gc=False):
     update: StepUpdate
 
 
-class LimitsChanged(msgspec.Struct, frozen=True, gc=False):
+class LimitsChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The file of keys was read again."""
 
     limits: Mapping[str, TenantLimits]
     """By tenant, of all in the file."""
 
 
-class Tick(msgspec.Struct, frozen=True, gc=False):
+class Tick(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
 

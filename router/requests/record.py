@@ -8,13 +8,13 @@ Owner: the router core.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
@@ -33,6 +33,9 @@ from disagg.router.states import (
 )
 
 EndOfAnswer = Literal["stop", "length"]
+
+HashBlocks = Callable[[BlockHash, PackedTokenIds], list[BlockHash]]
+"""`chain_hashes`, or what stands for it where the tokens are not known."""
 
 _NO_WORKERS: Mapping[WorkerId, float] = MappingProxyType({})
 
@@ -199,11 +202,11 @@ class RequestRecord(msgspec.Struct, gc=False):
             timeout_s=None if request.deadline is None else request.deadline - now,
         )
 
-    def prepare_to_continue(self) -> None:
+    def prepare_to_continue(self, hash_blocks: HashBlocks) -> None:
         """Hash the blocks that released tokens filled, so that the next attempt can find them in a cache."""
         tokens = PackedTokenIds(self.request.prompt_token_ids + pack_token_ids(self.output.released))
         parent = self.block_hashes[-1] if self.block_hashes else self.request.root_hash
-        new = chain_hashes(parent, slice_token_ids(tokens, len(self.block_hashes) * HASH_BLOCK_TOKENS))
+        new = hash_blocks(parent, slice_token_ids(tokens, len(self.block_hashes) * HASH_BLOCK_TOKENS))
         self.block_hashes += tuple(new)
 
     def completion(self, reason: EndOfAnswer) -> Completion:

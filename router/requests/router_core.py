@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
+from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import (
     DeadlineError,
     DisaggError,
@@ -42,7 +43,7 @@ from disagg.router.requests.admission import predicted_miss, queue_refusal, refu
 from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg, note_answer, note_prefilled
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.inspection import cluster_view, integrity_problems
-from disagg.router.requests.record import EndOfAnswer, RequestRecord, new_record, new_trace
+from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED, Retries
 from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
@@ -62,12 +63,21 @@ class RouterCore:
         config: limits, pauses and the policy.
         gateway_id: sent with each dispatch.
         draw: settles ties among equal placements.
+        hash_blocks: hashes the blocks of an answer that is to be continued; all else is independent of token ids, but
+            for stop ids.
     """
 
-    def __init__(self, config: RouterConfig, gateway_id: GatewayId, draw: Draw = uniform_draw) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        gateway_id: GatewayId,
+        draw: Draw = uniform_draw,
+        hash_blocks: HashBlocks = chain_hashes,
+    ) -> None:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
+        self._hash_blocks = hash_blocks
         self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()
         pairs = Pairs(config)
@@ -426,7 +436,7 @@ class RouterCore:
         else:
             self._end_attempt(record, now)
             record.advance(RequestEvent.PUT_BACK)
-            record.prepare_to_continue()
+            record.prepare_to_continue(self._hash_blocks)
             self._waiting.put_back(record, now)
 
     def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:

@@ -22,8 +22,9 @@ from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
 from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, Router, TenantLimits
-from disagg.router.config import RouterConfig
+from disagg.router.config import RecordingOptions, RouterConfig
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
+from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
@@ -51,6 +52,7 @@ from disagg.router.requests.events import (
 from disagg.router.requests.router_core import RouterCore
 from disagg.router.shell import wire
 from disagg.router.shell.handle import Handle
+from disagg.router.shell.recorder import start_recording
 from disagg.router.shell.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -73,12 +75,18 @@ class RouterServer(Router):
         workers: Sequence[WorkerInfo],
         secret: ClusterSecret,
         clock: Callable[[], float] = time.monotonic,
+        recording: RecordingOptions | None = None,
     ) -> None:
         self._config = config
         self._gateway_id = gateway_id
         self._secret = secret
         self._clock = clock
-        self._core = RouterCore(config, gateway_id)
+        self._recorder = None if recording is None else start_recording(recording, config, gateway_id, clock())
+        self._core = (
+            RouterCore(config, gateway_id)
+            if self._recorder is None
+            else RecordedCore(config, gateway_id, self._recorder)
+        )
         self._initial = {info.worker_id: info for info in workers}
         if len(self._initial) != len(workers):
             raise ValueError("two workers have one id")
@@ -128,6 +136,8 @@ class RouterServer(Router):
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*(link.stop(_FLUSH_S) for link in self._links.values()))
         self._links.clear()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def add_worker(self, info: WorkerInfo) -> None:
         """Connect to a worker from now on; a link to the same worker id (an earlier address) is replaced."""

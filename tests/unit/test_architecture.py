@@ -21,6 +21,7 @@ PURE_PACKAGES = (
     "router/placement",
     "router/placement/policies",
     "router/queueing",
+    "router/recording",
     "router/requests",
     "router/gateway/requests",
     "router/gateway/text",

@@ -11,6 +11,7 @@ from disagg.cluster.control.cores import CorePlan, plan_cores
 from disagg.cluster.control.plan import (
     ClusterPlan,
     gateway_config,
+    plan_cluster,
     router_config,
     swap_bytes,
     transport_name,
@@ -20,6 +21,7 @@ from disagg.engine.config import EngineLimits, ModelOptions, TransferLimits
 from disagg.proto.control import PoolName
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
+from disagg.router.config import RecordingOptions
 from disagg.router.gateway.config import TlsFiles
 
 
@@ -192,6 +194,13 @@ def test_router_and_gateway_configs() -> None:
     assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
     assert (gateway.max_unfinished_bytes, gateway.max_keyless_watches) == (3 << 20, 11)
     assert gateway.tls == TlsFiles(cert="/c", key="/k")
+
+
+def test_events_are_recorded_where_that_is_configured() -> None:
+    for recording in (None, {"folder": "/e", "max_bytes": 7}):
+        plan = plan_cluster(parse_config({"model": {"path": "fake"}, "gateway": {"record_events": recording}}))
+        expected = recording and RecordingOptions(folder="/e", max_bytes=7)
+        assert plan.gateway([make_info("a", 100)]).recording == expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Every worker has its own stream of updates, delivered whenever, so that tokens of P and D overtake each other. What must
 hold: no token is lost, doubled or made up; every request ends exactly once; a worker that is given up on is told;
-a draining one gets nothing new; nothing is held when all is over.
+a draining one gets nothing new; nothing is held when all is over. And a recording of it all, which has no token ids,
+replays to the same commands.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from disagg.proto.errors import DeadlineError, RequestCancelledError
-from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import SequenceSpec, StepUpdate
 from disagg.router.api import NO_LIMITS, TenantLimits, TokenBatch
 from disagg.router.config import RouterConfig
+from disagg.router.recording.entries import decode
+from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
@@ -42,7 +45,7 @@ from disagg.router.requests.events import (
     WorkerSuspected,
     WorkerUp,
 )
-from disagg.router.requests.router_core import RouterCore
+from tests.support.recordings import GATEWAY_ID, ListSink, header_of, replayed
 from tests.support.router import (
     EMPTY,
     end_update,
@@ -105,7 +108,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = RouterCore(self.config, GatewayId("g0"))
+        self.sink = ListSink()
+        self.core = RecordedCore(self.config, GATEWAY_ID, self.sink)
         self.now = 0.0
         self.workers = {name: FakeWorker() for name in NAMES}
         self.clients: dict[str, Client] = {}
@@ -404,6 +408,8 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.parts() == []
         for tenant in self.core._tenants._tenants.values():
             assert (tenant.num_waiting, tenant.num_running, tenant.num_boosted, tenant.share.claimed) == (0, 0, 0, 0.0)
+        entries = [decode(entry) for entry in self.sink.entries]
+        assert [each.is_same for each in replayed(header_of(self.config), entries)] == [True] * len(entries)
 
 
 class PairsOnlyMachine(RouterMachine):

@@ -1,0 +1,1 @@
+"""Recordings of a router core's events, and their replay."""

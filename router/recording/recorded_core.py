@@ -1,0 +1,114 @@
+"""A router core whose events are recorded. It takes the place of `RouterCore` where recording is on, so that one
+without it has no branch for that."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from typing_extensions import override
+
+from disagg.proto.block_hash import chain_hashes
+from disagg.proto.errors import LimitError
+from disagg.proto.ids import BlockHash, GatewayId
+from disagg.proto.token_ids import PackedTokenIds
+from disagg.router.api import CallDemand
+from disagg.router.config import RouterConfig
+from disagg.router.recording.entries import (
+    Admitted,
+    Entry,
+    Handled,
+    Refunded,
+    TokenHider,
+    digest,
+    digest_of_error,
+    encode,
+)
+from disagg.router.requests.events import Command, Event
+from disagg.router.requests.router_core import RouterCore
+
+
+class Sink(Protocol):
+    """Where the entries go. Must not block."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is recorded still; never again once it is not."""
+        ...
+
+    def put(self, entry: bytes) -> None:
+        """The next entry."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """The next entry could not be made: the recording ends before it."""
+        ...
+
+
+class RecordedCore(RouterCore):
+    """Puts an entry into `sink` for each call that changes the state of the core; see `RouterCore` for the rest."""
+
+    def __init__(self, config: RouterConfig, gateway_id: GatewayId, sink: Sink) -> None:
+        # As a replay reads it: an integer where a float is meant would come back as a float.
+        config = msgspec.convert(msgspec.to_builtins(config), RouterConfig)
+        super().__init__(config, gateway_id, hash_blocks=self._note_hashes)
+        self._sink = sink
+        self._hider = TokenHider()
+        self._hashed: list[tuple[BlockHash, ...]] = []
+
+    @override
+    def handle(self, event: Event, now: float) -> list[Command]:
+        if not self._sink.is_open:
+            return super().handle(event, now)
+        self._hashed.clear()
+        try:
+            commands = super().handle(event, now)
+        except Exception as error:
+            self._record_event(event, now, [], error)
+            raise
+        self._record_event(event, now, commands, None)
+        return commands
+
+    @override
+    def admit(self, call: CallDemand, now: float) -> LimitError | None:
+        error = super().admit(call, now)
+        if self._sink.is_open:
+            self._record(Admitted(now, call, digest_of_error(error)))
+        return error
+
+    @override
+    def refund(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
+        super().refund(tenant, num_tokens, num_answers, now)
+        if self._sink.is_open:
+            self._record(Refunded(now, tenant, num_tokens, num_answers))
+
+    def _note_hashes(self, parent: BlockHash, token_ids: PackedTokenIds) -> list[BlockHash]:
+        hashes = chain_hashes(parent, token_ids)
+        if self._sink.is_open:
+            self._hashed.append(tuple(hashes))
+        return hashes
+
+    def _record_event(self, event: Event, now: float, commands: list[Command], error: Exception | None) -> None:
+        try:
+            entry = Handled(
+                now,
+                self._hider.hide(event),
+                len(commands),
+                digest(commands) if error is None else digest_of_error(error),
+                tuple(self._hashed),
+            )
+            if error is None:
+                self._hider.follow(event, commands)
+        except Exception as bug:
+            self._sink.fail(bug)
+        else:
+            self._record(entry)
+
+    def _record(self, entry: Entry) -> None:
+        """A fault here must not become one of the request."""
+        try:
+            encoded = encode(entry)
+        except Exception as bug:
+            self._sink.fail(bug)
+        else:
+            self._sink.put(encoded)
